@@ -1,0 +1,43 @@
+"""DCFormer for Transformers. Importing this package registers its models with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPTNeoXTokenizer
+
+from .attention_visibility import Visibility
+from .cache_layout import cache_bytes_per_token
+from .composition import (
+    ComposeSide,
+    ComposeWeights,
+    compose,
+    composed_attention,
+    composed_attention_reference,
+)
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .modeling_dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
+
+
+__version__ = "0.1.0"
+
+for _config, _model, _causal_lm in (
+    (DCFormerConfig, DCFormerModel, DCFormerForCausalLM),
+    (DCPythiaConfig, DCPythiaModel, DCPythiaForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+    AutoTokenizer.register(_config, GPTNeoXTokenizer, exist_ok=True)
+
+__all__ = [
+    "ComposeSide",
+    "ComposeWeights",
+    "DCFormerConfig",
+    "DCFormerForCausalLM",
+    "DCFormerModel",
+    "DCPythiaConfig",
+    "DCPythiaForCausalLM",
+    "DCPythiaModel",
+    "Visibility",
+    "cache_bytes_per_token",
+    "compose",
+    "composed_attention",
+    "composed_attention_reference",
+]

@@ -1,0 +1,211 @@
+"""Which key a query may see, evaluated block by block.
+
+Transformers' masks for eager attention hold one number per query and key, which is quadratic in the sequence. Causality
+and the window follow from two indices, padding is one bit per key and packed sequences one number per token, so a block
+of the mask is built where it is needed, and key ranges that no query of a block can see are never computed.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Visibility:
+    """
+    The mask of one attention layer.
+
+    Args:
+        query_length (`int`): Number of queries.
+        key_length (`int`): Number of keys.
+        is_causal (`bool`): Hide keys after the query.
+        sliding_window (`int`, *optional*): t - w < s <= t if causal, else |t - s| < w.
+        query_offset (`int`, *optional*): Position of the first query, counted in keys. None: the last query stands at
+            the last key.
+        padding (`Tensor`, *optional*): (batch, key), nonzero for real tokens.
+        dense (`Tensor`, *optional*): (batch or 1, heads or 1, query, key), boolean with True for visible, or floating
+            point, added to the scores; at or below half the smallest number it hides.
+        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences; a token sees its own
+            sequence only. Queries and keys are the same tokens then.
+
+    Raises:
+        ValueError: if a shape does not fit, or the window is below 1.
+    """
+
+    def __init__(
+        self,
+        query_length: int,
+        key_length: int,
+        *,
+        is_causal: bool = True,
+        sliding_window: int | None = None,
+        query_offset: int | None = None,
+        padding: Tensor | None = None,
+        dense: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+    ):
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {sliding_window}; use None for full attention.")
+        if padding is not None and padding.shape[-1] != key_length:
+            raise ValueError(f"The padding mask covers {padding.shape[-1]} keys, but there are {key_length}.")
+        if dense is not None and dense.shape[-2:] != (query_length, key_length):
+            raise ValueError(
+                f"The attention mask must end in (query, key) = {(query_length, key_length)}, got {tuple(dense.shape)}."
+            )
+        if sequence_ids is not None and (query_length != key_length or sequence_ids.shape[-1] != key_length):
+            raise ValueError("Packed sequences need as many queries as keys, and one number for each.")
+        self.query_length = query_length
+        self.key_length = key_length
+        self.is_causal = is_causal
+        self.sliding_window = sliding_window
+        self.query_offset = key_length - query_length if query_offset is None else query_offset
+        self.padding = None if padding is None else padding.to(torch.bool)
+        self.dense = dense
+        self.sequence_ids = sequence_ids
+
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor | None, *, query_length: int, key_length: int, is_causal: bool, sliding_window: int | None
+    ) -> "Visibility":
+        """A (batch, key) padding mask, a (batch or 1, heads or 1, query, key) mask, or none, as a Visibility."""
+        if mask is not None and mask.dim() not in (2, 4):
+            raise ValueError(
+                "attention_mask must be (batch, key) or (batch or 1, heads or 1, query, key), "
+                f"got shape {tuple(mask.shape)}."
+            )
+        return cls(
+            query_length,
+            key_length,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            padding=mask if mask is not None and mask.dim() == 2 else None,
+            dense=mask if mask is not None and mask.dim() == 4 else None,
+        )
+
+    def to(self, *args, **kwargs) -> "Visibility":
+        """A copy with its tensors moved, as `Tensor.to`; models spread over devices move their inputs this way."""
+
+        def moved(tensor):
+            return None if tensor is None else tensor.to(*args, **kwargs)
+
+        return Visibility(
+            self.query_length,
+            self.key_length,
+            is_causal=self.is_causal,
+            sliding_window=self.sliding_window,
+            query_offset=self.query_offset,
+            padding=moved(self.padding),
+            dense=moved(self.dense),
+            sequence_ids=moved(self.sequence_ids),
+        )
+
+    @property
+    def same_for_all_heads(self) -> bool:
+        return self.dense is None or self.dense.shape[1] == 1
+
+    @property
+    def band_only(self) -> bool:
+        """Whether causality and window say everything, so that every query sees at least its own key."""
+        return (
+            self.padding is None
+            and self.dense is None
+            and self.sequence_ids is None
+            and self.query_offset >= 0
+            and self.query_offset + self.query_length <= self.key_length
+        )
+
+    def key_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The smallest range of keys that holds all which queries start..stop may see; never empty."""
+        first, last = 0, self.key_length
+        if self.is_causal:
+            last = min(last, stop + self.query_offset)
+        if self.sliding_window is not None:
+            first = max(first, start + self.query_offset - self.sliding_window + 1)
+            last = min(last, stop - 1 + self.query_offset + self.sliding_window)
+        # Finding the range of a dense mask reads its values: not inside a compiled graph, nor where it spares nothing.
+        if self.dense is not None and self.query_length > 1 and not torch.compiler.is_compiling():
+            seen = (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0).nonzero()  # (seen keys, 1)
+            if len(seen) > 0:
+                first, last = max(first, int(seen[0])), min(last, int(seen[-1]) + 1)
+        first = min(max(first, 0), self.key_length - 1)
+        return first, max(last, first + 1)
+
+    def hidden(self, start: int, stop: int, first: int, last: int, device=None) -> Tensor | None:
+        """
+        What queries start..stop may not see of keys first..last, on `device`.
+
+        Returns:
+            `Tensor`: boolean, broadcasts to (batch, heads, query, key). None if everything is visible.
+        """
+        parts = []
+        if self.dense is not None:
+            parts.append(self._dense_hidden(start, stop, first, last))
+        if self.padding is not None:
+            parts.append(~self.padding[:, None, None, first:last])
+        if self.sequence_ids is not None:
+            ids = self.sequence_ids
+            parts.append((ids[:, start:stop, None] != ids[:, None, first:last])[:, None])
+        parts.extend(self._band_hidden(start, stop, first, last, device))
+        if not parts:
+            return None
+        hidden = parts[0]
+        for part in parts[1:]:
+            hidden = hidden | part
+        return hidden
+
+    def hidden_regions(self, start: int, stop: int, first: int, last: int, device=None) -> list[tuple[slice, Tensor]]:
+        """
+        `hidden` restricted to the columns where it can hold True: a block inside the band is hidden only at its edges.
+
+        Returns:
+            list of (columns relative to `first`, boolean of these columns that broadcasts to (batch, heads, query, columns)).
+        """
+        columns = [slice(0, last - first)]
+        if self.band_only:
+            start_position, stop_position = start + self.query_offset, stop + self.query_offset
+            columns = []
+            if self.sliding_window is not None:
+                columns.append(slice(0, stop_position - self.sliding_window - first))
+            if self.is_causal:
+                columns.append(slice(start_position + 1 - first, last - first))
+            elif self.sliding_window is not None:
+                columns.append(slice(start_position + self.sliding_window - first, last - first))
+        regions = []
+        for column in columns:
+            column = slice(max(column.start, 0), min(column.stop, last - first))
+            if column.start >= column.stop:
+                continue
+            hidden = self.hidden(start, stop, first + column.start, first + column.stop, device)
+            if hidden is not None:
+                regions.append((column, hidden))
+        return regions
+
+    def _band_hidden(self, start: int, stop: int, first: int, last: int, device) -> list[Tensor]:
+        """The parts of `hidden` that causality and window decide: (query, key) each, only those that hide something."""
+        parts = []
+        window = self.sliding_window
+        start_position, stop_position = start + self.query_offset, stop + self.query_offset
+        too_late = self.is_causal and last - 1 > start_position
+        too_old = window is not None and first < stop_position - window
+        too_new = window is not None and not self.is_causal and last - 1 >= start_position + window
+        if too_late or too_old or too_new:
+            position = torch.arange(start_position, stop_position, device=device)
+            age = position[:, None] - torch.arange(first, last, device=device)  # (query, key)
+            if too_late:
+                parts.append(age < 0)
+            if too_old:
+                parts.append(age >= window)
+            if too_new:
+                parts.append(age <= -window)
+        return parts
+
+    def bias(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
+        """What a floating point mask adds to the scores of this block, (batch or 1, heads or 1, query, key), or None."""
+        if self.dense is None or not self.dense.dtype.is_floating_point:
+            return None
+        block = self.dense[:, :, start:stop, first:last]
+        return block.masked_fill(self._dense_hidden(start, stop, first, last), 0.0)
+
+    def _dense_hidden(self, start: int, stop: int, first: int, last: int) -> Tensor:
+        block = self.dense[:, :, start:stop, first:last]
+        if block.dtype.is_floating_point:
+            return block <= torch.finfo(block.dtype).min / 2
+        return ~block.to(torch.bool)

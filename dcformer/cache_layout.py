@@ -1,0 +1,107 @@
+"""How key-wise compose weights ride in any Transformers cache.
+
+They depend on the key alone, so decoding reads them back instead of recomputing them. Per key and head they are
+2 rank + 1 numbers before the softmax and as many after it. The former are appended to the key states as extra channels, the
+latter to the value states, each block padded to a multiple of 8 channels so that rows stay 16-byte aligned in 16-bit
+types. A cache sees nothing but slightly wider heads, so every stock cache and every operation on it (reorder, crop,
+repeat, offload) works. With grouped-query attention a key/value head carries the weights of all its query heads.
+
+Channels of one key/value head after its states: w1 of rank 0 for each query head it serves, w1 of rank 1, ..., w2
+likewise, then the gates.
+"""
+
+import torch
+from torch import Tensor
+
+from .composition import ComposeSide
+from .configuration_dcformer import DCFormerConfig
+
+
+_ALIGNMENT = 8
+
+
+def compose_channels(config: DCFormerConfig) -> tuple[int, int]:
+    """
+    Extra channels of a cached key row and of a cached value row, per key/value head.
+
+    Returns:
+        `tuple[int, int]`: multiples of 8; 0 where nothing key-wise is composed.
+    """
+    numbers = 0
+    if config.compose_key:
+        numbers = 2 * config.compose_rank * config.compose_low_rank + config.compose_gate
+    numbers *= config.num_attention_heads // config.num_key_value_heads
+    padded = -(-numbers // _ALIGNMENT) * _ALIGNMENT
+    return padded * config.compose_pre, padded * config.compose_post
+
+
+def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """
+    Bytes that one token occupies in the cache of one layer: keys, values and what composition adds to them.
+
+    Args:
+        config (`DCFormerConfig`): The model.
+        dtype (`torch.dtype`, defaults to `torch.bfloat16`): Type of the cached states.
+
+    Returns:
+        `int`: bytes per token, layer and sequence. A sliding layer holds at most `sliding_window` tokens.
+    """
+    rows = 2 * config.head_dim + sum(compose_channels(config))
+    return config.num_key_value_heads * rows * dtype.itemsize
+
+
+def pack(states: Tensor, side: ComposeSide | None) -> Tensor:
+    """
+    Append one stage's key-wise weights to key or value states.
+
+    Args:
+        states (`Tensor`): (batch, key/value heads, key, channels).
+        side (`ComposeSide`, *optional*): The weights. None: the states are returned as they are.
+
+    Returns:
+        `Tensor`: (batch, key/value heads, key, channels + extra).
+    """
+    if side is None:
+        return states
+    key_value_heads = states.shape[1]
+    blocks = [states]
+    for weights in side:
+        if weights is None:
+            continue
+        weights = weights.unflatten(-2, (key_value_heads, -1))  # (batch, [rank,] key/value heads, served heads, key)
+        if weights.dim() == 5:
+            weights = weights.transpose(1, 2).flatten(2, 3)  # (batch, key/value heads, rank x served heads, key)
+        blocks.append(weights.transpose(2, 3).to(states.dtype))
+    extra = sum(block.shape[-1] for block in blocks[1:])
+    blocks.append(states.new_zeros(*states.shape[:-1], -extra % _ALIGNMENT))
+    return torch.cat(blocks, dim=-1)
+
+
+def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
+    """
+    Undo `pack`.
+
+    Args:
+        packed (`Tensor`): (batch, key/value heads, key, channels + extra).
+        channels (`int`): Channels of the states alone.
+        like (`ComposeSide`, *optional*): Weights of any length, which say what was packed and its rank.
+        heads (`int`): Query heads.
+
+    Returns:
+        `tuple[Tensor, ComposeSide]`: states (batch, key/value heads, key, channels) and the weights of all these keys.
+    """
+    if like is None:
+        return packed, None
+    key_value_heads = packed.shape[1]
+    served = heads // key_value_heads
+    fields, position = [], channels
+    for weights in like:
+        if weights is None:
+            fields.append(None)
+            continue
+        rank = weights.shape[1] if weights.dim() == 4 else 1
+        block = packed[..., position : position + rank * served].transpose(2, 3)  # (batch, kv heads, rank x served, key)
+        position += rank * served
+        block = block.unflatten(2, (rank, served)).transpose(1, 2).flatten(2, 3)  # (batch, rank, heads, key)
+        fields.append(block if weights.dim() == 4 else block.squeeze(1))
+    return packed[..., :channels], ComposeSide(*fields)

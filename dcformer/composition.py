@@ -1,0 +1,323 @@
+"""Composed attention: equations 3 to 8 and appendix D of the paper, in plain torch.
+
+`compose` is equation 7. `composed_attention_reference` is appendix D line by line: it materialises every head's full
+score matrix and serves as the yardstick. `composed_attention` computes the same in chunks of queries, each over the
+keys it can see, so that memory grows linearly with the sequence. On a CPU, chunks go through `head_loop` (in place,
+closed-form gradients); elsewhere through `compose` with the chunk recomputed in the backward pass.
+
+Axis letters: b batch, g group, m and n heads of a group, t query, s key, r rank, d channel.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .attention_visibility import Visibility
+from .head_loop import head_loop_attention
+
+
+class ComposeSide(NamedTuple):
+    """
+    What one side, the queries or the keys, contributes to a composition. Any of the three may be None (switched off;
+    `w1` and `w2` together).
+
+    Args:
+        w1 (`Tensor`): (batch, rank, heads, length), heads -> rank; W_q1 or W_k1 of equation 8, normalised over heads.
+        w2 (`Tensor`): (batch, rank, heads, length), rank -> heads; W_q2 or W_k2.
+        gate (`Tensor`): (batch, heads, length); W_qg or W_kg, after tanh.
+    """
+
+    w1: Tensor | None = None
+    w2: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class ComposeWeights(NamedTuple):
+    """
+    Everything one composition (before or after the softmax) needs. With groups, `rank` is the rank per group and the
+    heads of a group are consecutive.
+
+    Args:
+        query (`ComposeSide`, *optional*): Query-wise weights (branches 2 and 3), length = queries.
+        key (`ComposeSide`, *optional*): Key-wise weights (branches 4 and 5), length = keys.
+        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, without the identity.
+        groups (`int`, defaults to 1): Groups of heads that compose among themselves (section 3.2).
+    """
+
+    query: ComposeSide | None = None
+    key: ComposeSide | None = None
+    static: Tensor | None = None
+    groups: int = 1
+
+
+def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
+    """
+    Mix attention scores or weights across heads: equation 7, batched over queries and keys as in equation 8.
+
+    Args:
+        attention (`Tensor`): (batch, heads, query, key).
+        weights (`ComposeWeights`, *optional*): None leaves the heads as they are.
+
+    Returns:
+        `Tensor`: (batch, heads, query, key). Every term reads the un-composed input.
+    """
+    if weights is None:
+        return attention
+    a = attention.unflatten(1, (weights.groups, -1))  # (batch, group, head, query, key)
+    composed = a
+    if weights.static is not None:
+        composed = composed + torch.einsum("bgmts,gmn->bgnts", a, weights.static)
+    for side, x in ((weights.query, "t"), (weights.key, "s")):
+        if side is None:
+            continue
+        if side.w1 is not None:
+            w1, w2 = (w.unflatten(2, (weights.groups, -1)) for w in side[:2])  # (batch, rank, group, head, length)
+            low_rank = torch.einsum(f"bgmts,brgm{x}->bgrts", a, w1)  # (batch, group, rank, query, key)
+            composed = composed + torch.einsum(f"bgrts,brgn{x}->bgnts", low_rank, w2)
+        if side.gate is not None:
+            gate = side.gate.unflatten(1, (weights.groups, -1)).unsqueeze(-1 if x == "t" else -2)
+            composed = composed + a * gate
+    return composed.flatten(1, 2)
+
+
+def composed_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: "Tensor | Visibility | None" = None,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """
+    [`composed_attention`] in the paper's words, with memory quadratic in the sequence. Same arguments.
+
+    Returns:
+        `Tensor`: (batch, heads, query, channels), in the query's dtype; with `return_weights` also the composed
+        weights (batch, heads, query, key). Computed in float64 if the inputs are, else in float32.
+
+    Source: equation 4 and appendix D.
+    """
+    check_arguments(query, key, value, pre, post)
+    visibility = _visibility(query, key, is_causal, sliding_window, attention_mask)
+    return _attend(
+        query,
+        key,
+        value,
+        pre,
+        post,
+        scaling=_default_scaling(query, scaling),
+        bias=visibility.bias(0, query.shape[2], 0, key.shape[2]),
+        hidden=visibility.hidden(0, query.shape[2], 0, key.shape[2], query.device),
+        dropout=dropout,
+        return_weights=return_weights,
+    )
+
+
+def composed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: "Tensor | Visibility | None" = None,
+    dropout: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """
+    Dynamically Composable Multi-Head Attention, for any model: softmax attention whose scores are composed across
+    heads by `pre` before the mask and the softmax, and whose weights by `post` after it (without renormalising).
+
+    Args:
+        query (`Tensor`): (batch, heads, query, channels).
+        key (`Tensor`): (batch, key/value heads, key, channels); the key/value heads divide the heads.
+        value (`Tensor`): (batch, key/value heads, key, value channels).
+        pre, post (`ComposeWeights`, *optional*): None for no composition at that place.
+        scaling (`float`, *optional*): Factor of the scores. None: channels ** -0.5.
+        is_causal (`bool`, defaults to `True`): Hide later keys. With fewer queries than keys, the last query
+            stands at the last key.
+        sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
+            |t - s| < w.
+        attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
+            (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the composed
+            scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands for all three.
+        dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
+        chunk_size (`int`, *optional*): Queries computed at once. None: chosen so that a chunk stays small.
+
+    Returns:
+        `Tensor`: (batch, heads, query, value channels), in the query's dtype. A query that sees no key gets zeros.
+        The softmax and the compositions run in float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: if shapes do not fit together.
+
+    Source: equations 3 to 8 of the paper.
+    """
+    check_arguments(query, key, value, pre, post)
+    visibility = _visibility(query, key, is_causal, sliding_window, attention_mask)
+    scaling = _default_scaling(query, scaling)
+    batch, heads, queries = query.shape[:3]
+    # The head loop trades one large operation for many small ones: that pays on a CPU and for blocks of queries only.
+    if (
+        query.device.type == "cpu"
+        and queries >= 16
+        and dropout == 0.0
+        and visibility.same_for_all_heads
+        and not torch.compiler.is_compiling()
+    ):
+        return head_loop_attention(query, key, value, pre, post, scaling, visibility, chunk_size)
+
+    chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * key.shape[2] + 1)))
+    recompute = torch.is_grad_enabled() and queries > chunk_size
+    outputs = []
+    for start in range(0, queries, chunk_size):
+        stop = min(start + chunk_size, queries)
+        first, last = visibility.key_range(start, stop)
+        arguments = (
+            query[:, :, start:stop],
+            key[:, :, first:last],
+            value[:, :, first:last],
+            _slice(pre, start, stop, first, last),
+            _slice(post, start, stop, first, last),
+        )
+        options = {
+            "scaling": scaling,
+            "bias": visibility.bias(start, stop, first, last),
+            "hidden": visibility.hidden(start, stop, first, last, query.device),
+            "dropout": dropout,
+        }
+        if recompute:
+            outputs.append(checkpoint(_attend, *arguments, use_reentrant=False, **options))
+        else:
+            outputs.append(_attend(*arguments, **options))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float,
+    bias: Tensor | None,
+    hidden: Tensor | None,
+    dropout: float = 0.0,
+    return_weights: bool = False,
+):
+    """Appendix D, lines 43 to 48, for one block of queries and keys."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
+    key_value_heads = key.shape[1]
+    grouped_query = query.unflatten(1, (key_value_heads, -1)).flatten(2, 3)  # (batch, key/value heads, shared query, channels)
+    scores = grouped_query.matmul(key.transpose(-1, -2)).to(dtype) * scaling
+    scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, key)
+    scores = compose(scores, _to_dtype(pre, dtype))
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+    weights = scores.softmax(dim=-1)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)  # a query that sees no key at all
+    weights = compose(weights, _to_dtype(post, dtype))
+    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
+    grouped_weights = weights.to(value.dtype).unflatten(1, (key_value_heads, -1)).flatten(2, 3)
+    output = grouped_weights.matmul(value).to(query.dtype)
+    output = output.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, value channels)
+    return (output, weights.to(query.dtype)) if return_weights else output
+
+
+def _default_scaling(query: Tensor, scaling: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+
+
+def _visibility(query, key, is_causal, sliding_window, attention_mask) -> Visibility:
+    if isinstance(attention_mask, Visibility):
+        return attention_mask
+    return Visibility.from_mask(
+        attention_mask,
+        query_length=query.shape[2],
+        key_length=key.shape[2],
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+    )
+
+
+def _map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
+    """Apply `function(tensor, side)` to every tensor, where side is "query", "key" or "static"."""
+    if weights is None:
+        return None
+
+    def apply(tensor, side):
+        return None if tensor is None else function(tensor, side)
+
+    query, key = (
+        None if side is None else ComposeSide(*(apply(tensor, name) for tensor in side))
+        for side, name in ((weights.query, "query"), (weights.key, "key"))
+    )
+    return ComposeWeights(query, key, apply(weights.static, "static"), weights.groups)
+
+
+def _to_dtype(weights: ComposeWeights | None, dtype: torch.dtype) -> ComposeWeights | None:
+    return _map_tensors(weights, lambda tensor, _: tensor.to(dtype))
+
+
+def _slice(weights: ComposeWeights | None, start: int, stop: int, first: int, last: int) -> ComposeWeights | None:
+    ranges = {"query": slice(start, stop), "key": slice(first, last), "static": slice(None)}
+    return _map_tensors(weights, lambda tensor, side: tensor[..., ranges[side]])
+
+
+def check_arguments(
+    query: Tensor, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+) -> None:
+    """Raise ValueError if the shapes of one call of composed attention do not fit together."""
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise ValueError(
+            "query, key and value must be (batch, heads, length, channels), got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    batch, heads, queries, channels = query.shape
+    keys = key.shape[2]
+    if key.shape[0] != batch or key.shape[3] != channels or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            "key must share query's batch and channels, and value key's batch, heads and length, got query "
+            f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
+        )
+    if heads % key.shape[1] != 0:
+        raise ValueError(f"The {key.shape[1]} key/value heads must divide the {heads} query heads.")
+    for name, weights in (("pre", pre), ("post", post)):
+        if weights is None:
+            continue
+        if weights.groups < 1 or heads % weights.groups != 0:
+            raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
+        per_group = heads // weights.groups
+        if weights.static is not None and weights.static.shape != (weights.groups, per_group, per_group):
+            raise ValueError(
+                f"{name}.static must be (groups, heads per group, heads per group) = "
+                f"{(weights.groups, per_group, per_group)}, got {tuple(weights.static.shape)}."
+            )
+        for side_name, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
+            if side is None:
+                continue
+            if (side.w1 is None) != (side.w2 is None):
+                raise ValueError(f"{name}.{side_name} needs both w1 and w2, or neither.")
+            for field, tensor in side._asdict().items():
+                if tensor is None:
+                    continue
+                expected = (batch, heads, length) if field == "gate" else (batch, side.w1.shape[1], heads, length)
+                if tensor.shape != expected:
+                    raise ValueError(f"{name}.{side_name}.{field} must be {expected}, got {tuple(tensor.shape)}.")

@@ -1,0 +1,365 @@
+"""Composed attention for CPUs: chunks of queries, heads mixed in place, gradients in closed form.
+
+A composition touches every score of every head a dozen times with almost no arithmetic, so it is bound by memory
+traffic. Here one chunk of queries is scored for all heads into one buffer, and a few heads at a time are mixed in place
+while their scores are in the cache. Nothing of the size of the score matrix outlives a chunk: the backward pass scores
+the chunk again. Peak extra memory is about (heads + 2 rank) x batch x chunk x keys elements forwards and four times
+that backwards.
+
+Axis order inside this file: (heads, batch, query, key), heads first so that the scores of some heads are contiguous.
+
+The gradients: let C be the linear map of equation 7 and A its input. With d the gradient of C(A), the gradient of A is
+the same map with w1 and w2 swapped (and the static matrix transposed) applied to d, and those of the weights are sums
+over queries or keys of A or d times a rank map: dw1 = sum A (sum_h d w2), dw2 = sum d (sum_h A w1), dgate = sum A d.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_visibility import Visibility
+
+
+# One operation on so many elements keeps both the call overhead and the working set small (measured on 2 cores).
+_ELEMENTS_PER_OPERATION = 2**19
+_ELEMENTS_PER_CHUNK = 2**22
+
+
+class _Side(NamedTuple):
+    w1: Tensor | None  # (heads, rank, batch, length), contiguous, compute dtype
+    w2: Tensor | None  # (heads, rank, batch, length)
+    gate: Tensor | None  # (heads, batch, length); one side's gate also holds the identity, the plain 1 of equation 7
+
+
+class _Stage(NamedTuple):
+    """One composition, pre or post."""
+
+    query: _Side
+    key: _Side
+    static: Tensor | None  # (groups, heads per group, heads per group) [in, out]
+    groups: int
+
+    def adjoint(self) -> "_Stage":
+        query, key = (_Side(side.w2, side.w1, side.gate) for side in (self.query, self.key))
+        static = None if self.static is None else self.static.transpose(1, 2)
+        return _Stage(query, key, static, self.groups)
+
+    def chunk(self, start: int, stop: int, first: int, last: int) -> "_Stage":
+        """The weights of one block, each with a singleton axis where it does not vary: (..., query, 1) or (..., 1, key)."""
+        query = _Side(*(None if w is None else w[..., start:stop, None] for w in self.query))
+        key = _Side(*(None if w is None else w[..., None, first:last] for w in self.key))
+        return self._replace(query=query, key=key)
+
+    def group(self, group: int, heads: int) -> "_Stage":
+        """The weights of one group's heads."""
+        members = slice(group * heads, (group + 1) * heads)
+        query, key = (_Side(*(None if w is None else w[members] for w in side)) for side in (self.query, self.key))
+        static = None if self.static is None else self.static[group]
+        return _Stage(query, key, static, 1)
+
+
+def head_loop_attention(query, key, value, pre, post, scaling: float, visibility: Visibility, chunk_size: int | None):
+    """
+    [`composed_attention`] for blocks of queries on a CPU; same shapes. Second derivatives are not supported.
+
+    Args:
+        pre, post: `ComposeWeights` or None.
+        scaling (`float`): Factor of the scores.
+        visibility (`Visibility`): The mask; the same for all heads.
+        chunk_size (`int`, *optional*): Queries computed at once.
+    """
+    weights = [tensor for stage in (pre, post) for tensor in _flatten(stage)]
+    groups = tuple(None if stage is None else stage.groups for stage in (pre, post))
+    with torch.autocast("cpu", enabled=False):
+        return _HeadLoop.apply(query, key, value, scaling, visibility, chunk_size, groups, *weights)
+
+
+def _flatten(stage) -> list[Tensor | None]:
+    """The seven tensors of a `ComposeWeights`: query w1, w2, gate; key w1, w2, gate; static."""
+    if stage is None:
+        return [None] * 7
+    sides = [side if side is not None else (None, None, None) for side in (stage.query, stage.key)]
+    return [*sides[0], *sides[1], stage.static]
+
+
+def _stage(tensors: tuple, groups: int | None, dtype: torch.dtype) -> _Stage | None:
+    if groups is None:
+        return None
+
+    def heads_first(tensor):
+        if tensor is None:
+            return None
+        # (batch, rank, heads, length) -> (heads, rank, batch, length); gates lack the rank axis
+        tensor = tensor.transpose(0, -2)
+        return tensor.to(dtype).contiguous()
+
+    *sides, static = tensors
+    sides = [heads_first(tensor) for tensor in sides]
+    query, key = _Side(*sides[:3]), _Side(*sides[3:])
+    if query.gate is not None:
+        query = query._replace(gate=query.gate + 1)
+    elif key.gate is not None:
+        key = key._replace(gate=key.gate + 1)
+    return _Stage(query, key, None if static is None else static.to(dtype), groups)
+
+
+class _Workspace:
+    """Buffers that the chunks of one call take turns in: fresh memory costs as much as a pass over it."""
+
+    def __init__(self, like: Tensor):
+        self.like = like
+        self.buffers = {}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """An uninitialised tensor of this shape, valid until the same name is taken again."""
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = self.like.new_empty(size)
+        return self.buffers[name][:size].view(shape)
+
+
+class _HeadLoop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, scaling, visibility, chunk_size, groups, *weights):
+        ctx.save_for_backward(query, key, value, *weights)
+        ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups = scaling, visibility, chunk_size, groups
+        problem = _Problem(query, key, value, weights, scaling, visibility, chunk_size, groups)
+        output = query.new_empty(*query.shape[:3], value.shape[3])
+        for block in problem.blocks():
+            scores = problem.scores(block)
+            problem.composed_weights_(scores, block)
+            first, last = block[2:]
+            mixed = torch.matmul(scores, problem.value[:, :, first:last])  # (heads, batch, query, value channels)
+            output[:, :, block[0] : block[1]] = mixed.transpose(0, 1)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, output_gradient):
+        query, key, value, *weights = ctx.saved_tensors
+        problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups)
+        output_gradient = output_gradient.to(problem.dtype).transpose(0, 1)  # (heads, batch, query, value channels)
+        query_gradient = torch.zeros_like(problem.query)
+        key_gradient, value_gradient = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
+        stage_gradients = [_zero_gradients(stage) for stage in problem.stages]
+        for block in problem.blocks():
+            problem.backward_block(
+                block, output_gradient, query_gradient, key_gradient, value_gradient, stage_gradients
+            )
+        query_gradient = query_gradient.transpose(0, 1).to(query.dtype)
+        key_gradient = problem.merge_heads(key_gradient).to(key.dtype)
+        value_gradient = problem.merge_heads(value_gradient).to(value.dtype)
+        weight_gradients = []
+        for index, gradients in enumerate(stage_gradients):
+            *sides, static = zip(weights[7 * index : 7 * index + 7], _flatten(gradients))
+            for tensor, gradient in sides:
+                weight_gradients.append(None if tensor is None else gradient.transpose(0, -2).to(tensor.dtype))
+            weight_gradients.append(None if static[0] is None else static[1].to(static[0].dtype))
+        return query_gradient, key_gradient, value_gradient, None, None, None, None, *weight_gradients
+
+
+class _Problem:
+    """The inputs of one call in this file's layout, and the steps of one block of it."""
+
+    def __init__(self, query, key, value, weights, scaling, visibility, chunk_size, groups):
+        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.shared_heads = query.shape[1] // key.shape[1]
+        self.query = query.transpose(0, 1).to(self.dtype) * scaling  # (heads, batch, query, channels)
+        self.key = self.split_heads(key)
+        self.value = self.split_heads(value)
+        self.scaling = scaling
+        self.visibility = visibility
+        self.workspace = _Workspace(self.query)
+        self.stages = [_stage(weights[7 * i : 7 * i + 7], groups[i], self.dtype) for i in range(2)]
+        heads, batch, queries = self.query.shape[:3]
+        keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
+        self.chunk_size = chunk_size or max(16, min(128, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
+
+    def split_heads(self, states: Tensor) -> Tensor:
+        """(batch, key/value heads, key, channels) -> (heads, batch, key, channels)."""
+        states = states.transpose(0, 1).to(self.dtype)
+        return states.repeat_interleave(self.shared_heads, dim=0) if self.shared_heads > 1 else states
+
+    def merge_heads(self, gradient: Tensor) -> Tensor:
+        """The gradient of `split_heads`."""
+        return gradient.unflatten(0, (-1, self.shared_heads)).sum(1).transpose(0, 1)
+
+    def blocks(self):
+        """(start, stop) of the queries and (first, last) of the keys they can see, block by block."""
+        queries = self.query.shape[2]
+        for start in range(0, queries, self.chunk_size):
+            stop = min(start + self.chunk_size, queries)
+            yield start, stop, *self.visibility.key_range(start, stop)
+
+    def scores(self, block) -> Tensor:
+        """(heads, batch, query, key), scaled."""
+        start, stop, first, last = block
+        scores = self.workspace.take("scores", *self.query.shape[:2], stop - start, last - first)
+        return torch.matmul(self.query[:, :, start:stop], self.key[:, :, first:last].transpose(-1, -2), out=scores)
+
+    def composed_weights_(self, scores: Tensor, block) -> None:
+        """Scores to composed weights, in place."""
+        pre, post = self.stages
+        _compose_(scores, pre, block, self.workspace, self.softmax_(block))
+        _compose_(scores, post, block, self.workspace)
+
+    def softmax_(self, block):
+        """An in-place masked softmax for the scores of some heads of this block."""
+        regions = self.visibility.hidden_regions(*block, device=self.query.device)
+        regions = [(columns, hidden.transpose(0, 1) if hidden.dim() == 4 else hidden) for columns, hidden in regions]
+        bias = self.visibility.bias(*block)
+        bias = None if bias is None else bias.transpose(0, 1).to(self.dtype)
+        every_query_sees_a_key = self.visibility.band_only
+        lowest = torch.finfo(self.dtype).min
+
+        def softmax_(scores: Tensor) -> None:
+            if bias is not None:
+                scores.add_(bias)
+            for columns, hidden in regions:
+                scores[..., columns].masked_fill_(hidden, lowest)
+            torch.softmax(scores, dim=-1, out=scores)
+            if not every_query_sees_a_key:
+                for columns, hidden in regions:
+                    scores[..., columns].masked_fill_(hidden, 0.0)
+
+        return softmax_
+
+    def backward_block(self, block, output_gradient, query_gradient, key_gradient, value_gradient, stage_gradients):
+        start, stop, first, last = block
+        pre, post = self.stages
+        pre_gradients, post_gradients = stage_gradients
+        rows, columns = (slice(None), slice(None), slice(start, stop)), (slice(None), slice(None), slice(first, last))
+
+        take = self.workspace.take
+        scores = self.scores(block)
+        weights = take("weights", *scores.shape).copy_(scores)
+        _compose_(weights, pre, block, self.workspace, self.softmax_(block))
+        composed = take("composed", *scores.shape).copy_(weights)
+        _compose_(composed, post, block, self.workspace)
+        value_gradient[columns] += torch.matmul(composed.transpose(-1, -2), output_gradient[rows])
+
+        gradient = take("composed", *scores.shape)
+        torch.matmul(output_gradient[rows], self.value[columns].transpose(-1, -2), out=gradient)
+        _accumulate_weight_gradients(weights, gradient, post, post_gradients, block, self.workspace)
+        _compose_(gradient, None if post is None else post.adjoint(), block, self.workspace)
+        # Softmax: dX = P (dP - sum P dP); hidden keys have P = 0 and get none.
+        gradient -= (weights * gradient).sum(-1, keepdim=True)
+        gradient *= weights
+
+        _accumulate_weight_gradients(scores, gradient, pre, pre_gradients, block, self.workspace)
+        _compose_(gradient, None if pre is None else pre.adjoint(), block, self.workspace)
+        query_gradient[rows] = torch.matmul(gradient, self.key[columns]) * self.scaling
+        key_gradient[columns] += torch.matmul(gradient.transpose(-1, -2), self.query[rows])
+
+
+def _head_blocks(attention: Tensor) -> int:
+    """How many heads to treat in one operation."""
+    return max(1, min(attention.shape[0], _ELEMENTS_PER_OPERATION // attention[0].numel()))
+
+
+def _rank_maps(attention: Tensor, side: _Side, maps: Tensor) -> Tensor:
+    """sum_h attention_h w1_h, written to `maps` (rank, batch, query, key)."""
+    heads, weights = attention.unbind(0), side.w1.unbind(0)
+    torch.mul(heads[0], weights[0], out=maps)
+    for scores, w1 in zip(heads[1:], weights[1:]):
+        maps.addcmul_(scores, w1)
+    return maps
+
+
+def _compose_(attention: Tensor, stage: _Stage | None, block, workspace: _Workspace, finish=None) -> None:
+    """
+    Equation 7 in place on (heads, batch, query, key).
+
+    Args:
+        stage (`_Stage`, *optional*): None leaves the heads as they are.
+        block: (start, stop, first, last) that the attention covers.
+        finish (callable, *optional*): Applied to a few heads at a time as soon as they are composed.
+    """
+    if stage is None:
+        if finish is not None:
+            for heads in attention.split(_head_blocks(attention)):
+                finish(heads)
+        return
+    per_group = attention.shape[0] // stage.groups
+    stage = stage.chunk(*block)
+    for group in range(stage.groups):
+        members = attention[group * per_group : (group + 1) * per_group]
+        step = _head_blocks(members)
+        own = stage.group(group, per_group)
+        mixed = None
+        if own.static is not None:
+            mixed = torch.matmul(own.static.t(), members.flatten(1)).view_as(members)
+        additions = []  # (rank map, the weights that spread it over the heads)
+        for name, side in (("query maps", own.query), ("key maps", own.key)):
+            if side.w1 is not None:
+                maps = workspace.take(name, side.w1.shape[1], *members.shape[1:])
+                additions.extend(zip(_rank_maps(members, side, maps).unbind(0), side.w2.unbind(1)))
+        gates = [side.gate for side in (own.query, own.key) if side.gate is not None]
+        for index, heads in enumerate(members.split(step)):
+            part = slice(index * step, (index + 1) * step)
+            if len(gates) == 2:
+                gate = workspace.take("gate", *heads.shape)
+                heads.mul_(torch.add(gates[0][part], gates[1][part], out=gate))
+            elif gates:
+                heads.mul_(gates[0][part])
+            for rank_map, w2 in additions:
+                heads.addcmul_(rank_map, w2[part])
+            if mixed is not None:
+                heads.add_(mixed[part])
+            if finish is not None:
+                finish(heads)
+
+
+def _zero_gradients(stage: _Stage | None) -> _Stage | None:
+    if stage is None:
+        return None
+    query, key = (_Side(*(None if w is None else torch.zeros_like(w) for w in side)) for side in (stage.query, stage.key))
+    return _Stage(query, key, None if stage.static is None else torch.zeros_like(stage.static), stage.groups)
+
+
+def _accumulate_weight_gradients(
+    attention: Tensor, gradient: Tensor, stage: _Stage | None, gradients: _Stage | None, block, workspace: _Workspace
+) -> None:
+    """Add to `gradients` what this block says of the weights of `stage`, whose input and output gradient are given."""
+    if stage is None:
+        return
+    start, stop, first, last = block
+    per_group = attention.shape[0] // stage.groups
+    chunk, adjoint = stage.chunk(*block), stage.adjoint().chunk(*block)
+    for group in range(stage.groups):
+        members = slice(group * per_group, (group + 1) * per_group)
+        a, d = attention[members], gradient[members]
+        own, own_adjoint, own_gradients = (s.group(group, per_group) for s in (chunk, adjoint, gradients))
+        if own.static is not None:
+            own_gradients.static.add_(torch.matmul(a.flatten(1), d.flatten(1).t()))
+        # The queries' weights vary with the query alone, so the keys are summed out, and the other way round.
+        sides = (
+            (own.query, own_adjoint.query, own_gradients.query, slice(start, stop), -1),
+            (own.key, own_adjoint.key, own_gradients.key, slice(first, last), -2),
+        )
+        step = _head_blocks(a)
+        for side, side_adjoint, side_gradients, positions, summed_axis in sides:
+            if side.w1 is None:
+                continue
+            shape = (side.w1.shape[1], *a.shape[1:])
+            input_maps = _rank_maps(a, side, workspace.take("query maps", *shape))
+            gradient_maps = _rank_maps(d, side_adjoint, workspace.take("key maps", *shape))
+            for low in range(0, per_group, step):
+                part = slice(low, low + step)
+                product = workspace.take("gate", *a[part].shape)
+                for rank in range(shape[0]):
+                    torch.mul(a[part], gradient_maps[rank], out=product)
+                    side_gradients.w1[part, rank, :, positions] += product.sum(summed_axis)
+                    torch.mul(d[part], input_maps[rank], out=product)
+                    side_gradients.w2[part, rank, :, positions] += product.sum(summed_axis)
+        if own.query.gate is None and own.key.gate is None:
+            continue
+        for low in range(0, per_group, step):
+            part = slice(low, low + step)
+            product = torch.mul(a[part], d[part], out=workspace.take("gate", *a[part].shape))
+            if own.query.gate is not None:
+                own_gradients.query.gate[part, :, start:stop] += product.sum(-1)
+            if own.key.gate is not None:
+                own_gradients.key.gate[part, :, first:last] += product.sum(-2)

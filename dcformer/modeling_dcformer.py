@@ -1,0 +1,793 @@
+"""DCFormer and DCPythia: decoders with Dynamically Composable Multi-Head Attention (ICML 2024).
+
+As OLMo 3 in its shape (fused qkv as Phi-3; parallel residual and partial rotary as GPT-NeoX), except for the attention:
+its scores are composed across heads before the softmax, and its weights after it. With composition switched off the
+same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Optional, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention_visibility import Visibility
+from .cache_layout import compose_channels, pack, unpack
+from .composition import ComposeSide, ComposeWeights, composed_attention, composed_attention_reference
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+
+
+logger = logging.get_logger(__name__)
+
+# Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
+_VOCABULARY_MULTIPLE = 128
+
+
+class DCFormerRMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.weight * rms_normalize(hidden_states, self.eps)
+
+    def extra_repr(self):
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+def rms_normalize(hidden_states: Tensor, eps: float, dim: int = -1) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over one axis, computed in at least float32, returned in the input's dtype."""
+    x = at_least_float32(hidden_states)
+    return (x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + eps)).to(hidden_states.dtype)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def make_norm(config: DCFormerConfig) -> nn.Module:
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else DCFormerRMSNorm
+    return norm_class(config.hidden_size, eps=config.norm_eps)
+
+
+class DCFormerRotaryEmbedding(nn.Module):
+    def __init__(self, config: DCFormerConfig, device=None):
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        inv_freq, self.attention_scaling = self.compute_rope_parameters(device)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def compute_rope_parameters(self, device=None) -> tuple[Tensor, float]:
+        if self.rope_type == "default":
+            return self.compute_default_rope_parameters(self.config, device)
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: DCFormerConfig, device=None, **kwargs) -> tuple[Tensor, float]:
+        """Inverse frequencies (rotary size / 2,) in float32, and the factor of sine and cosine."""
+        rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    def _apply(self, function, recurse=True):
+        # `model.half()` would round the frequencies, and with them every angle: rebuild them in float32 instead.
+        super()._apply(function, recurse)
+        if self.inv_freq.dtype != torch.float32 and not self.inv_freq.is_meta:
+            self.inv_freq, self.attention_scaling = self.compute_rope_parameters(self.inv_freq.device)
+            self.original_inv_freq = self.inv_freq.clone()
+        return self
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, each (batch, length, rotary size), in at least float32."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        angles = position_ids[..., None].to(dtype) * self.inv_freq.to(device=x.device, dtype=dtype)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first channels of (batch, heads, length, channels), as many as cos and sin have; the rest pass."""
+    rotary_dim = cos.shape[-1]
+    rotated, passed = states[..., :rotary_dim], states[..., rotary_dim:]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (batch, 1, length, rotary size)
+    rotated = (rotated * cos + rotate_half(rotated) * sin).to(states.dtype)
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] > 0 else rotated
+
+
+class DCFormerCompose(nn.Module):
+    """
+    Computes, from the attention's input, the weights that compose its heads: equations 5, 6 and 8 and `dw_proj` of
+    appendix D. Each parameter holds four slots (query-wise then key-wise before the softmax, the same after it), used
+    or not, as the authors' checkpoints do.
+
+    Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group, `low_rank_weight`
+    (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group), `static_weight`
+    (2, groups, heads per group, heads per group), pre and post, [in, out].
+    """
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__()
+        self.rank = config.compose_rank
+        self.groups = config.compose_groups
+        self.norm_eps = config.compose_norm_eps
+        self.act_fn = ACT2FN[config.compose_activation]
+        self.stages = [stage for stage, used in enumerate((config.compose_pre, config.compose_post)) if used]
+        self.sides = [side for side, used in enumerate((config.compose_query, config.compose_key)) if used]
+        self.slots = [2 * stage + side for stage in self.stages for side in self.sides]
+        heads = config.num_attention_heads // self.groups  # per group
+        inner = 2 * self.rank * heads
+        dynamic = len(self.slots) > 0
+        self.hidden_weight = self.low_rank_weight = self.gate_weight = self.static_weight = None
+        if config.compose_low_rank and dynamic:
+            self.hidden_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, 4, inner))
+            self.low_rank_weight = nn.Parameter(torch.empty(self.groups, 4, inner, 2 * self.rank, heads))
+        if config.compose_gate and dynamic:
+            self.gate_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, 4 * heads))
+        if config.compose_static:
+            self.static_weight = nn.Parameter(torch.empty(2, self.groups, heads, heads))
+
+    def forward(self, hidden_states: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+        """
+        Args:
+            hidden_states (`Tensor`): (batch, length, hidden), what the q, k and v projections read too.
+
+        Returns:
+            The weights before and after the softmax; None for a place that is switched off.
+        """
+        low_rank, gate = {}, {}  # slot -> its weights
+        if self.hidden_weight is not None:
+            low_rank = dict(zip(self.slots, self._low_rank(hidden_states)))
+        if self.gate_weight is not None:
+            gate = dict(zip(self.slots, self._gates(hidden_states)))
+        stages = [None, None]
+        for stage in self.stages:
+            sides = [None, None]
+            for side in self.sides:
+                slot = 2 * stage + side
+                w1, w2 = low_rank.get(slot, (None, None))
+                if w1 is not None or slot in gate:
+                    sides[side] = ComposeSide(w1, w2, gate.get(slot))
+            static = None if self.static_weight is None else self.static_weight[stage]
+            stages[stage] = ComposeWeights(*sides, static, self.groups)
+        return tuple(stages)
+
+    def _low_rank(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """w1 and w2 of every slot in use, each (batch, rank, heads, length)."""
+        hidden_weight, low_rank_weight = self.hidden_weight, self.low_rank_weight
+        if len(self.slots) < 4:
+            hidden_weight, low_rank_weight = hidden_weight[:, :, self.slots], low_rank_weight[:, self.slots]
+        hidden = self.act_fn(hidden_states @ hidden_weight.flatten(1))
+        hidden = hidden.unflatten(-1, hidden_weight.shape[1:])  # (batch, length, group, slot, K)
+        weights = torch.einsum("btgck,gckrm->cbrgmt", hidden, low_rank_weight)
+        w1, w2 = weights.chunk(2, dim=2)  # (slot, batch, rank, group, head, length) each
+        w1 = rms_normalize(w1, self.norm_eps, dim=4)
+        return list(zip(w1.flatten(3, 4).unbind(0), w2.flatten(3, 4).unbind(0)))
+
+    def _gates(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        """The gate of every slot in use, each (batch, heads, length)."""
+        gates = (hidden_states @ self.gate_weight.flatten(1)).unflatten(-1, (self.groups, 4, -1))
+        if len(self.slots) < 4:
+            gates = gates[:, :, :, self.slots]
+        gates = torch.tanh(at_least_float32(gates)).to(hidden_states.dtype)
+        return gates.permute(3, 0, 2, 4, 1).flatten(2, 3).unbind(0)
+
+
+def composed_eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: "Tensor | Visibility | None",
+    scaling: float,
+    dropout: float = 0.0,
+    pre: ComposeWeights | None = None,
+    post: ComposeWeights | None = None,
+    output_attentions: bool = False,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Composed attention in chunks; with `output_attentions` in one piece, which keeps the weights of every head."""
+    # A mask made elsewhere says all there is to say: causality and window are in it.
+    is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+    options = {
+        "scaling": scaling,
+        "is_causal": module.is_causal and not is_whole,
+        "sliding_window": None if is_whole else sliding_window,
+        "attention_mask": attention_mask,
+        "dropout": dropout,
+    }
+    if output_attentions:
+        output, weights = composed_attention_reference(query, key, value, pre, post, return_weights=True, **options)
+    else:
+        output, weights = composed_attention(query, key, value, pre, post, **options), None
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[Tensor, Tensor]:
+    """Plain multi-head attention, for models that compose nothing."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, query, key)
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+class DCFormerAttention(nn.Module):
+    def __init__(self, config: DCFormerConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.num_key_value_groups = self.num_heads // self.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = (
+            config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        )
+        query_size = self.num_heads * self.head_dim
+        key_value_size = self.num_key_value_heads * self.head_dim
+        self.qkv_sizes = [query_size, key_value_size, key_value_size]
+        self.qkv_proj = nn.Linear(config.hidden_size, sum(self.qkv_sizes), bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
+            self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
+        self.compose = DCFormerCompose(config) if config.composes_heads else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: "Tensor | Visibility | None" = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[Tensor, Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        query, key, value = (
+            states.view(*input_shape, -1, self.head_dim)
+            for states in self.qkv_proj(hidden_states).split(self.qkv_sizes, dim=-1)
+        )  # (batch, length, heads, channels)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
+        pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
+        if past_key_values is not None:
+            key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
+        # A sliding cache may hand back keys that are out of everybody's sight: Transformers keeps all for a window of 1.
+        if attention_mask is not None and (unseen := key.shape[2] - _key_length(attention_mask)) > 0:
+            key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
+
+        eager = eager_attention_forward
+        if self.compose is not None:
+            eager = composed_eager_attention_forward
+            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
+            kwargs.update(pre=pre, post=post)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
+
+    def _update_cache(self, cache: Cache, key: Tensor, value: Tensor, pre, post):
+        """Store this call's keys and values with their compose weights; return those of all cached keys."""
+        pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
+        key, value = cache.update(pack(key, pre_side), pack(value, post_side), self.layer_idx)
+        key, pre_side = unpack(key, self.head_dim, pre_side, self.num_heads)
+        value, post_side = unpack(value, self.head_dim, post_side, self.num_heads)
+        pre, post = (
+            None if stage is None else stage._replace(key=side) for stage, side in ((pre, pre_side), (post, post_side))
+        )
+        return key, value, pre, post
+
+
+def _key_length(mask: "Tensor | Visibility") -> int:
+    return mask.key_length if isinstance(mask, Visibility) else mask.shape[-1]
+
+
+def _drop_first_keys(number: int, key: Tensor, value: Tensor, pre, post):
+    def drop(stage):
+        if stage is None or stage.key is None:
+            return stage
+        side = ComposeSide(*(None if tensor is None else tensor[..., number:] for tensor in stage.key))
+        return stage._replace(key=side)
+
+    return key[:, :, number:], value[:, :, number:], drop(pre), drop(post)
+
+
+class DCFormerMLP(nn.Module):
+    """Gated or plain MLP; with `mlp_gate_dim`, a softmax over the input scales slices of the inner layer."""
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__()
+        self.gate_proj = None
+        if config.mlp_type == "gated":
+            self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_mix = None
+        if config.mlp_gate_dim is not None:
+            self.gate_mix = nn.Linear(config.hidden_size, config.mlp_gate_dim, bias=False)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be one of {', '.join(sorted(ACT2FN))}, got {config.hidden_act!r}.")
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        inner = self.up_proj(hidden_states)  # (batch, length, intermediate)
+        if self.gate_proj is None:
+            inner = self.act_fn(inner)
+        else:
+            inner = self.act_fn(self.gate_proj(hidden_states)) * inner
+        if self.gate_mix is not None:
+            shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
+            inner = (inner.unflatten(-1, (shares.shape[-1], -1)) * shares.unsqueeze(-1)).flatten(-2)
+        return self.down_proj(inner)
+
+
+class DCFormerDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DCFormerConfig, layer_idx: int):
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.input_layernorm = make_norm(config)
+        self.self_attn = DCFormerAttention(config, layer_idx)
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = DCFormerMLP(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: "Tensor | Visibility | None" = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        if self.parallel_residual:
+            return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DCFormerPreTrainedModel(PreTrainedModel):
+    config: DCFormerConfig
+    config_class = DCFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DCFormerDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    # These never see other heads' scores, so they cannot compose; plain models switch them on below.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
+    # Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
+    _keys_to_ignore_on_load_unexpected = [
+        r"dyn_w_proj\.(dw_m|qkw_m|sw)$",
+        r"dyn_w_proj\.(pre|post)_proj\.w$",
+        r"attention\.kv_cache\.",
+        r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
+    ]
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """As the base class for plain models; composing models accept what can mix heads, and nothing else."""
+        if not self.config.composes_heads:
+            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in (None, "eager"):
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} cannot compose attention heads, since it never holds two "
+                "heads' scores at once; use attn_implementation='eager' (the default) or switch composition off."
+            )
+        return "eager"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        super()._init_weights(module)
+        if not isinstance(module, DCFormerCompose):
+            return
+        # Section 4 of the paper. The JAX code draws the gates with sqrt(2 / (hidden + heads)) * 0.005 and the static
+        # matrices with a tenth of Xavier's deviation, the torch code starts from zeros; the paper wins.
+        if module.hidden_weight is not None:
+            hidden_size, _, _, inner = module.hidden_weight.shape
+            heads = module.low_rank_weight.shape[-1]
+            init.normal_(module.hidden_weight, std=math.sqrt(2 / (hidden_size + inner)))
+            init.normal_(module.low_rank_weight, std=0.02 / (math.sqrt(inner) * (heads + module.rank)))
+        if module.gate_weight is not None:
+            hidden_size, heads = module.gate_weight.shape[0], module.gate_weight.shape[-1] // 4
+            init.normal_(module.gate_weight, std=0.05 * math.sqrt(2) / (hidden_size + heads))
+        if module.static_weight is not None:
+            init.normal_(module.static_weight, std=math.sqrt(1 / module.static_weight.shape[-1]))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """
+        As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
+
+        Raises:
+            ValueError: if the weights leave out or add parameters that matter, such as split wq, wk and wv.
+        """
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        _refuse_split_projections(pretrained_model_name_or_path, info["unexpected_keys"])
+        if model.config.oov_policy == "pad":
+            model.pad_vocabulary()
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory, *args, save_original_format: bool = False, **kwargs):
+        """As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read."""
+        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
+
+    def pad_vocabulary(self):
+        """
+        Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. A mean logit
+        is never the largest, so greedy decoding cannot pick a row that was added.
+        """
+        rows = self.config.vocab_size
+        if rows % _VOCABULARY_MULTIPLE == 0:
+            return
+        self.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+        with torch.no_grad():
+            for layer in (self.get_input_embeddings(), self.get_output_embeddings()):
+                if layer is not None:
+                    layer.weight[rows:] = at_least_float32(layer.weight[:rows]).mean(0).to(layer.weight.dtype)
+
+
+def _refuse_split_projections(path, unexpected_keys):
+    split = sorted(key for key in unexpected_keys if key.rsplit(".", 2)[-2] in ("wq", "wk", "wv"))
+    if split:
+        raise ValueError(
+            f"{path} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write it in "
+            "our layout with `dcformer convert hub SRC DST` and load DST."
+        )
+
+
+class DCFormerModel(DCFormerPreTrainedModel):
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = self.rotary_emb = None
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        else:
+            self.rotary_emb = DCFormerRotaryEmbedding(config)
+        self.layers = nn.ModuleList(DCFormerDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids (`torch.LongTensor`, *optional*): (batch, length) token ids. Exactly one of this and `inputs_embeds`.
+            attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
+                (batch, 1, query, key) mask which then says everything; or such masks by layer type.
+            position_ids (`torch.LongTensor`, *optional*): (batch, length). None: consecutive after the cache.
+            past_key_values (`Cache`, *optional*): Any Transformers cache.
+            inputs_embeds (`torch.FloatTensor`, *optional*): (batch, length, hidden).
+            use_cache (`bool`, *optional*): Create a cache if none is given.
+
+        Raises:
+            ValueError: for empty or non-integer input, or a token id without an embedding row (`oov_policy="error"`).
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(self._checked_input_ids(input_ids))
+        if inputs_embeds.shape[1] == 0:
+            raise ValueError(f"The input is empty: got shape {tuple(inputs_embeds.shape)}; give at least one token.")
+
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
+            position_ids = position_ids.unsqueeze(0)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            make_masks = self._visibilities if self._masks_by_block(past_key_values) else self._dense_masks
+            masks = make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+        hidden_states = inputs_embeds
+        position_embeddings = None
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        else:
+            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden_states = layer(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[layer_type],
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _checked_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Ids that all have an embedding row, by `oov_policy`; an id without one would read foreign memory on a GPU."""
+        if input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
+            raise ValueError(f"input_ids must be integers, got {input_ids.dtype}; pass embeddings as inputs_embeds.")
+        rows = self.embed_tokens.num_embeddings
+        # A compiled decoding step feeds back the model's own choices; clamping costs it nothing and keeps it safe.
+        if self.config.oov_policy == "clamp" or torch.compiler.is_compiling():
+            return input_ids.clamp(0, rows - 1)
+        outside = (input_ids < 0) | (input_ids >= rows)
+        if outside.any():
+            position = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "
+                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp' or 'pad'."
+            )
+        return input_ids
+
+    def _masks_by_block(self, past_key_values: Cache | None) -> bool:
+        # Static caches are there to be compiled, which wants tensors, and they know their length only on the device.
+        return self.config.composes_heads and not getattr(past_key_values, "is_compileable", False)
+
+    def _visibilities(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
+        """One [`Visibility`] per layer type: what Transformers' masks say, without their quadratic size."""
+        batch, length = inputs_embeds.shape[:2]
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return dict.fromkeys(self.config.layer_types, attention_mask)
+        sequence_ids = None
+        if attention_mask is None and past_key_values is None:
+            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        is_causal = getattr(self.config, "is_causal", True)
+        visibilities = {}
+        for layer_type in set(self.config.layer_types):
+            past_length, key_length, key_offset = 0, length, 0
+            if past_key_values is not None:
+                layer_idx = self.config.layer_types.index(layer_type)
+                past_length = past_key_values.get_seq_length(layer_idx)
+                key_length, key_offset = past_key_values.get_mask_sizes(length, layer_idx)
+            elif attention_mask is not None:
+                key_length = attention_mask.shape[-1]  # PEFT's prefix tuning extends the mask alone
+            visibilities[layer_type] = Visibility(
+                length,
+                key_length,
+                is_causal=is_causal,
+                sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
+                query_offset=past_length - key_offset,
+                padding=_padding(attention_mask, key_length, key_offset),
+                sequence_ids=sequence_ids,
+            )
+        return visibilities
+
+    def _dense_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
+        """Transformers' own masks: for plain attention and for static caches."""
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        return {layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)}
+
+
+def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) -> Tensor | None:
+    """The part of a (batch, length) mask that covers the cached and new keys, or None if it hides nothing."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape[-1] < key_offset + key_length:
+        raise ValueError(
+            f"attention_mask covers {attention_mask.shape[-1]} tokens, but cache and input hold "
+            f"{key_offset + key_length}; it must cover both."
+        )
+    padding = attention_mask[:, key_offset : key_offset + key_length]
+    if not torch.compiler.is_compiling() and bool((padding != 0).all()):
+        return None
+    return padding
+
+
+class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+    _model_class = DCFormerModel
+
+    def __init__(self, config: DCFormerConfig):
+        super().__init__(config)
+        self.model = self._model_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        """
+        As [`DCFormerModel.forward`], and:
+
+        Args:
+            labels (`torch.LongTensor`, *optional*): (batch, length), shifted inside; -100 is left out of the loss.
+                `num_items_in_batch` as a further argument divides the summed loss by that number of tokens.
+            logits_to_keep (`int` or `Tensor`, defaults to 0): Logits of the last so many positions, or of these
+                positions; 0 for all.
+
+        Returns:
+            `CausalLMOutputWithPast`: logits (batch, kept length, vocabulary), `past_key_values`, and `loss` with labels.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _get_static_cache_init_shape(self):
+        # Rows of a static cache are as wide as the packed ones; if keys and values differ, they are sized on first use.
+        shape = super()._get_static_cache_init_shape()
+        key_channels, value_channels = compose_channels(self.config)
+        if shape is None or not self.config.composes_heads:
+            return shape
+        if key_channels != value_channels:
+            return None
+        return self.config.num_key_value_heads, self.config.head_dim + key_channels
+
+    def init_continuous_batching(self, *args, **kwargs):
+        if self.config.composes_heads:
+            raise ValueError(
+                "Continuous batching stores keys and values of head_dim channels and runs sdpa, flash or paged eager "
+                "attention, none of which can compose heads; use generate() with a padded batch."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
+
+class DCPythiaModel(DCFormerModel):
+    config: DCPythiaConfig
+    config_class = DCPythiaConfig
+
+
+class DCPythiaForCausalLM(DCFormerForCausalLM):
+    config: DCPythiaConfig
+    config_class = DCPythiaConfig
+    _model_class = DCPythiaModel
+
+
+# Where the authors' files keep what. Renaming only: splitting or merging tensors while loading is wrong when every rank
+# of a sharded load sees a part of them.
+_AUTHORS_NAMES = {
+    r"^tok_embeddings\.": "embed_tokens.",
+    r"\.attention\.wqkv\.": ".self_attn.qkv_proj.",
+    r"\.attention\.wo\.": ".self_attn.o_proj.",
+    r"\.attention\.q_norm\.scale$": ".self_attn.q_norm.weight",
+    r"\.attention\.k_norm\.scale$": ".self_attn.k_norm.weight",
+    r"\.attention\.dyn_w_proj\.dw1$": ".self_attn.compose.hidden_weight",
+    r"\.attention\.dyn_w_proj\.qkw$": ".self_attn.compose.low_rank_weight",
+    r"\.attention\.dyn_w_proj\.dd$": ".self_attn.compose.gate_weight",
+    r"\.attention_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.",
+    r"\.feed_forward\.w2\.": ".mlp.down_proj.",
+}
+_AUTHORS_MLP_NAMES = {
+    "DCFormer": {
+        r"\.feed_forward\.w1\.": ".mlp.gate_proj.",
+        r"\.feed_forward\.w3\.": ".mlp.up_proj.",
+        r"\.feed_forward\.mg\.": ".mlp.gate_mix.",
+    },
+    "DCPythia": {r"\.feed_forward\.w1\.": ".mlp.up_proj."},
+}
+for _family, _mlp_names in _AUTHORS_MLP_NAMES.items():
+    register_checkpoint_conversion_mapping(
+        f"{_family}Model",
+        [WeightRenaming(source, target) for source, target in {**_AUTHORS_NAMES, **_mlp_names}.items()],
+        overwrite=True,
+    )
+    register_checkpoint_conversion_mapping(
+        f"{_family}ForCausalLM", [WeightRenaming(r"^output\.", "lm_head.")], overwrite=True
+    )
+
+
+__all__ = [
+    "DCFormerForCausalLM",
+    "DCFormerModel",
+    "DCFormerPreTrainedModel",
+    "DCPythiaForCausalLM",
+    "DCPythiaModel",
+]
