@@ -122,7 +122,9 @@ class Visibility:
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
         # Finding the range of a dense mask reads its values: not inside a compiled graph, nor where it spares nothing.
         if self.dense is not None and self.query_length > 1 and not torch.compiler.is_compiling():
-            seen = (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0).nonzero()  # (seen keys, 1)
+            seen = (
+                (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0).nonzero()
+            )  # (seen keys, 1)
             if len(seen) > 0:
                 first, last = max(first, int(seen[0])), min(last, int(seen[-1]) + 1)
         first = min(max(first, 0), self.key_length - 1)
@@ -156,7 +158,7 @@ class Visibility:
         `hidden` restricted to the columns where it can hold True: a block inside the band is hidden only at its edges.
 
         Returns:
-            list of (columns relative to `first`, boolean of these columns that broadcasts to (batch, heads, query, columns)).
+            list of (columns relative to `first`, boolean that broadcasts to (batch, heads, query, these columns)).
         """
         columns = [slice(0, last - first)]
         if self.band_only:
@@ -198,7 +200,7 @@ class Visibility:
         return parts
 
     def bias(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
-        """What a floating point mask adds to the scores of this block, (batch or 1, heads or 1, query, key), or None."""
+        """What a floating point mask adds to this block's scores, (batch or 1, heads or 1, query, key), or None."""
         if self.dense is None or not self.dense.dtype.is_floating_point:
             return None
         block = self.dense[:, :, start:stop, first:last]

@@ -1,9 +1,9 @@
 """How key-wise compose weights ride in any Transformers cache.
 
 They depend on the key alone, so decoding reads them back instead of recomputing them. Per key and head they are
-2 rank + 1 numbers before the softmax and as many after it. The former are appended to the key states as extra channels, the
-latter to the value states, each block padded to a multiple of 8 channels so that rows stay 16-byte aligned in 16-bit
-types. A cache sees nothing but slightly wider heads, so every stock cache and every operation on it (reorder, crop,
+2 rank + 1 numbers before the softmax and as many after it. The former are appended to the key states as extra
+channels, the latter to the value states, each block padded to a multiple of 8 channels so that rows stay 16-byte
+aligned in 16-bit types. A cache sees nothing but slightly wider heads, so every stock cache and every operation on it (reorder, crop,
 repeat, offload) works. With grouped-query attention a key/value head carries the weights of all its query heads.
 
 Channels of one key/value head after its states: w1 of rank 0 for each query head it serves, w1 of rank 1, ..., w2
@@ -100,7 +100,9 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
             fields.append(None)
             continue
         rank = weights.shape[1] if weights.dim() == 4 else 1
-        block = packed[..., position : position + rank * served].transpose(2, 3)  # (batch, kv heads, rank x served, key)
+        block = packed[..., position : position + rank * served].transpose(
+            2, 3
+        )  # (batch, kv heads, rank x served, key)
         position += rank * served
         block = block.unflatten(2, (rank, served)).transpose(1, 2).flatten(2, 3)  # (batch, rank, heads, key)
         fields.append(block if weights.dim() == 4 else block.squeeze(1))

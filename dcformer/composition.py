@@ -43,7 +43,7 @@ class ComposeWeights(NamedTuple):
     Args:
         query (`ComposeSide`, *optional*): Query-wise weights (branches 2 and 3), length = queries.
         key (`ComposeSide`, *optional*): Key-wise weights (branches 4 and 5), length = keys.
-        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, without the identity.
+        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, no identity in it.
         groups (`int`, defaults to 1): Groups of heads that compose among themselves (section 3.2).
     """
 
@@ -151,8 +151,9 @@ def composed_attention(
         sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
             |t - s| < w.
         attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
-            (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the composed
-            scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands for all three.
+            (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the
+            composed scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands
+            for all three.
         dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
         chunk_size (`int`, *optional*): Queries computed at once. None: chosen so that a chunk stays small.
 
@@ -222,7 +223,9 @@ def _attend(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
     key_value_heads = key.shape[1]
-    grouped_query = query.unflatten(1, (key_value_heads, -1)).flatten(2, 3)  # (batch, key/value heads, shared query, channels)
+    grouped_query = query.unflatten(1, (key_value_heads, -1)).flatten(
+        2, 3
+    )  # (batch, key/value heads, shared query, channels)
     scores = grouped_query.matmul(key.transpose(-1, -2)).to(dtype) * scaling
     scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, key)
     scores = compose(scores, _to_dtype(pre, dtype))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -69,7 +68,7 @@ class DCFormerConfig(PreTrainedConfig):
         intermediate_size (`int`, defaults to 6912): Width of the MLP's inner layer.
         num_hidden_layers (`int`, defaults to 32): Number of decoder layers.
         num_attention_heads (`int`, defaults to 32): Query heads; composition mixes these.
-        num_key_value_heads (`int`, *optional*): Key/value heads (grouped-query attention). None: as many as query heads.
+        num_key_value_heads (`int`, *optional*): Key/value heads (grouped-query attention). None: one per query head.
         head_dim (`int`, *optional*): Channels per head. None: `hidden_size // num_attention_heads`.
         hidden_act (`str`, defaults to `"silu"`): Activation of the MLP.
         mlp_type (`str`, defaults to `"gated"`): `"gated"` (SwiGLU with silu) or `"plain"` (two matrices).
@@ -84,7 +83,8 @@ class DCFormerConfig(PreTrainedConfig):
         max_position_embeddings (`int`, defaults to 2048): Longest sequence the model was trained on.
         position_embedding_type (`str`, defaults to `"rope"`): `"rope"`, or `"learned"` absolute positions (the
             GPT-3 style Transformer baseline of section 4.1).
-        rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default"), `partial_rotary_factor` (1.0).
+        rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default") and
+            `partial_rotary_factor` (1.0).
         sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, the query's own included.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. None: alternating,
             sliding first; all full if `sliding_window` is None.
@@ -302,7 +302,9 @@ class DCFormerConfig(PreTrainedConfig):
         """
         presets = {path.stem: values for path, values in _preset_files() if values["model_type"] == cls.model_type}
         if name not in presets:
-            raise ValueError(f"There is no {cls.model_type} preset {name!r}; choose one of {_choices(sorted(presets))}.")
+            raise ValueError(
+                f"There is no {cls.model_type} preset {name!r}; choose one of {_choices(sorted(presets))}."
+            )
         values = {key: value for key, value in presets[name].items() if key not in ("model_type", "description")}
         return cls(**{**values, **overrides})
 
@@ -335,9 +337,7 @@ class DCFormerConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}.")
-        if self.mlp_gate_dim is not None and (
-            self.mlp_gate_dim < 1 or self.intermediate_size % self.mlp_gate_dim != 0
-        ):
+        if self.mlp_gate_dim is not None and (self.mlp_gate_dim < 1 or self.intermediate_size % self.mlp_gate_dim != 0):
             raise ValueError(
                 f"mlp_gate_dim must divide intermediate_size ({self.intermediate_size}), got {self.mlp_gate_dim}; "
                 "use None for no gate."
@@ -402,7 +402,9 @@ class DCFormerConfig(PreTrainedConfig):
                 f"(head_dim {self.head_dim}, partial_rotary_factor {factor})."
             )
         if self.rope_parameters["rope_theta"] <= 0:
-            raise ValueError(f"rope_parameters['rope_theta'] must be positive, got {self.rope_parameters['rope_theta']}.")
+            raise ValueError(
+                f"rope_parameters['rope_theta'] must be positive, got {self.rope_parameters['rope_theta']}."
+            )
 
 
 @_with_value_errors

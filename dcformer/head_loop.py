@@ -47,7 +47,7 @@ class _Stage(NamedTuple):
         return _Stage(query, key, static, self.groups)
 
     def chunk(self, start: int, stop: int, first: int, last: int) -> "_Stage":
-        """The weights of one block, each with a singleton axis where it does not vary: (..., query, 1) or (..., 1, key)."""
+        """The weights of one block, with a singleton axis where they do not vary: (..., query, 1) or (..., 1, key)."""
         query = _Side(*(None if w is None else w[..., start:stop, None] for w in self.query))
         key = _Side(*(None if w is None else w[..., None, first:last] for w in self.key))
         return self._replace(query=query, key=key)
@@ -173,7 +173,7 @@ class _Problem:
         self.visibility = visibility
         self.workspace = _Workspace(self.query)
         self.stages = [_stage(weights[7 * i : 7 * i + 7], groups[i], self.dtype) for i in range(2)]
-        heads, batch, queries = self.query.shape[:3]
+        heads, batch = self.query.shape[:2]
         keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
         self.chunk_size = chunk_size or max(16, min(128, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
 
@@ -315,7 +315,9 @@ def _compose_(attention: Tensor, stage: _Stage | None, block, workspace: _Worksp
 def _zero_gradients(stage: _Stage | None) -> _Stage | None:
     if stage is None:
         return None
-    query, key = (_Side(*(None if w is None else torch.zeros_like(w) for w in side)) for side in (stage.query, stage.key))
+    query, key = (
+        _Side(*(None if w is None else torch.zeros_like(w) for w in side)) for side in (stage.query, stage.key)
+    )
     return _Stage(query, key, None if stage.static is None else torch.zeros_like(stage.static), stage.groups)
 
 

@@ -6,12 +6,14 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import math
+import pickle
+import re
 from collections.abc import Callable
-from typing import Optional, Unpack
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
@@ -27,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -95,9 +98,11 @@ class DCFormerRotaryEmbedding(nn.Module):
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
     def _apply(self, function, recurse=True):
-        # `model.half()` would round the frequencies, and with them every angle: rebuild them in float32 instead.
+        # `model.half()` would round the frequencies, and with them every angle, and `model.to_empty()` leaves them
+        # undefined: rebuild them in float32 instead.
+        was_meta = self.inv_freq.is_meta
         super()._apply(function, recurse)
-        if self.inv_freq.dtype != torch.float32 and not self.inv_freq.is_meta:
+        if (was_meta or self.inv_freq.dtype != torch.float32) and not self.inv_freq.is_meta:
             self.inv_freq, self.attention_scaling = self.compute_rope_parameters(self.inv_freq.device)
             self.original_inv_freq = self.inv_freq.clone()
         return self
@@ -268,9 +273,7 @@ class DCFormerAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.sliding_window = (
-            config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        )
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         query_size = self.num_heads * self.head_dim
         key_value_size = self.num_key_value_heads * self.head_dim
         self.qkv_sizes = [query_size, key_value_size, key_value_size]
@@ -303,12 +306,13 @@ class DCFormerAttention(nn.Module):
         pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
         if past_key_values is not None:
             key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
-        # A sliding cache may hand back keys that are out of everybody's sight: Transformers keeps all for a window of 1.
+        # A sliding cache may hand back keys that nobody sees any more: Transformers' keeps all for a window of 1.
         if attention_mask is not None and (unseen := key.shape[2] - _key_length(attention_mask)) > 0:
             key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
 
         eager = eager_attention_forward
         if self.compose is not None:
+            _checked_implementation(self.config._attn_implementation)
             eager = composed_eager_attention_forward
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
@@ -336,6 +340,16 @@ class DCFormerAttention(nn.Module):
             None if stage is None else stage._replace(key=side) for stage, side in ((pre, pre_side), (post, post_side))
         )
         return key, value, pre, post
+
+
+def _checked_implementation(name: str) -> str:
+    """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
+    if name != "eager":
+        raise ValueError(
+            f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
+            "once; use attn_implementation='eager' (the default) or switch composition off."
+        )
+    return name
 
 
 def _key_length(mask: "Tensor | Visibility") -> int:
@@ -371,10 +385,7 @@ class DCFormerMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner = self.up_proj(hidden_states)  # (batch, length, intermediate)
-        if self.gate_proj is None:
-            inner = self.act_fn(inner)
-        else:
-            inner = self.act_fn(self.gate_proj(hidden_states)) * inner
+        inner = self.act_fn(inner) if self.gate_proj is None else self.act_fn(self.gate_proj(hidden_states)) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
             inner = (inner.unflatten(-1, (shares.shape[-1], -1)) * shares.unsqueeze(-1)).flatten(-2)
@@ -438,12 +449,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if not self.config.composes_heads:
             self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        if requested_attention not in (None, "eager"):
-            raise ValueError(
-                f"attn_implementation={requested_attention!r} cannot compose attention heads, since it never holds two "
-                "heads' scores at once; use attn_implementation='eager' (the default) or switch composition off."
-            )
-        return "eager"
+        return _checked_implementation(requested_attention or "eager")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -464,17 +470,37 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             init.normal_(module.static_weight, std=math.sqrt(1 / module.static_weight.shape[-1]))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        output_loading_info: bool = False,
+        ignore_mismatched_sizes: bool = False,
+        **kwargs,
+    ):
         """
         As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
 
         Raises:
-            ValueError: if the weights leave out or add parameters that matter, such as split wq, wk and wv.
+            FileNotFoundError: if a local path does not exist.
+            ValueError: if a weights file is truncated, a weight has another shape than the configuration says (unless
+                `ignore_mismatched_sizes`), or query, key and value projections are split.
         """
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        _refuse_split_projections(pretrained_model_name_or_path, info["unexpected_keys"])
+        path = pretrained_model_name_or_path
+        if path is not None and _looks_local(path) and not Path(path).exists():
+            raise FileNotFoundError(f"There is no model folder {str(path)!r}; check the path.")
+        try:
+            # Mismatches are let through here, to be reported below by name and shape.
+            model, info = super().from_pretrained(
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(_unreadable(path, error)) from error
+        except RuntimeError as error:
+            if "PytorchStreamReader" not in str(error):
+                raise
+            raise ValueError(_unreadable(path, error)) from error
+        _check_loaded(path, info, ignore_mismatched_sizes)
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model
@@ -485,8 +511,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
 
     def pad_vocabulary(self):
         """
-        Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. A mean logit
-        is never the largest, so greedy decoding cannot pick a row that was added.
+        Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
+        of the logits is never their largest, so greedy decoding cannot pick a row that was added.
         """
         rows = self.config.vocab_size
         if rows % _VOCABULARY_MULTIPLE == 0:
@@ -498,12 +524,30 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                     layer.weight[rows:] = at_least_float32(layer.weight[:rows]).mean(0).to(layer.weight.dtype)
 
 
-def _refuse_split_projections(path, unexpected_keys):
-    split = sorted(key for key in unexpected_keys if key.rsplit(".", 2)[-2] in ("wq", "wk", "wv"))
+def _looks_local(path) -> bool:
+    """Whether a name can only be a path: names on the Hub have at most one slash and do not start with one or a dot."""
+    return isinstance(path, Path) or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
+
+
+def _unreadable(path, error: Exception) -> str:
+    reason = str(error).split(". ")[0]
+    return f"A weights file in {str(path)!r} is truncated or damaged ({reason}); copy or download it again."
+
+
+def _check_loaded(path, info: dict, ignore_mismatched_sizes: bool):
+    """Refuse a load that left parameters at random values although the file holds something for them."""
+    split = sorted(key for key in info["unexpected_keys"] if re.search(r"\battention\.w[qkv]\.", key))
     if split:
         raise ValueError(
-            f"{path} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write it in "
-            "our layout with `dcformer convert hub SRC DST` and load DST."
+            f"{str(path)!r} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write "
+            "it in our layout with `dcformer convert hub SRC DST` and load DST."
+        )
+    if info["mismatched_keys"] and not ignore_mismatched_sizes:
+        key, in_file, by_config = sorted(info["mismatched_keys"], key=lambda item: item[0])[0]
+        raise ValueError(
+            f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by its config.json, and "
+            f"{len(info['mismatched_keys']) - 1} more differ; correct the configuration, or pass "
+            "ignore_mismatched_sizes=True to draw these anew."
         )
 
 
@@ -535,7 +579,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids (`torch.LongTensor`, *optional*): (batch, length) token ids. Exactly one of this and `inputs_embeds`.
+            input_ids (`torch.LongTensor`, *optional*): (batch, length) token ids; either these or `inputs_embeds`.
             attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
                 (batch, 1, query, key) mask which then says everything; or such masks by layer type.
             position_ids (`torch.LongTensor`, *optional*): (batch, length). None: consecutive after the cache.
@@ -584,6 +628,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _checked_input_ids(self, input_ids: Tensor) -> Tensor:
         """Ids that all have an embedding row, by `oov_policy`; an id without one would read foreign memory on a GPU."""
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be (batch, length), got shape {tuple(input_ids.shape)}.")
         if input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
             raise ValueError(f"input_ids must be integers, got {input_ids.dtype}; pass embeddings as inputs_embeds.")
         rows = self.embed_tokens.num_embeddings
@@ -696,7 +742,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
                 positions; 0 for all.
 
         Returns:
-            `CausalLMOutputWithPast`: logits (batch, kept length, vocabulary), `past_key_values`, and `loss` with labels.
+            `CausalLMOutputWithPast`: logits (batch, kept length, vocabulary), the cache, and with labels the loss.
         """
         outputs: BaseModelOutputWithPast = self.model(
             input_ids=input_ids,

@@ -1,0 +1,49 @@
+"""Package metadata; the tools are configured in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
+
+EXTRAS = {
+    "convert": ["tensorstore>=0.1.60", "numpy", "typer", "rich", "safetensors"],
+    "eval": ["lm-eval>=0.4.13", "datasets", "matplotlib", "typer", "rich"],
+    "triton": ["triton>=3.4; platform_system == 'Linux'"],
+    "train": ["accelerate>=1.1", "datasets", "typer", "rich"],
+    "dev": [
+        "hypothesis",
+        "pytest",
+        "pytest-cov",
+        "pytest-xdist",
+        "ruff",
+        "tensorstore>=0.1.60",
+        "ml_dtypes",
+        "rich",
+        "accelerate>=1.1",
+    ],
+}
+
+setup(
+    name="dcformer",
+    version=VERSION,
+    description="DCFormer (Dynamically Composable Multi-Head Attention, ICML 2024) for HuggingFace Transformers",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
+    packages=find_packages(include=["dcformer", "dcformer.*"]),
+    package_data={"dcformer": ["presets/*.json"]},
+    python_requires=">=3.10",
+    install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy"],
+    extras_require=EXTRAS,
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
