@@ -3,8 +3,9 @@
 They depend on the key alone, so decoding reads them back instead of recomputing them. Per key and head they are
 2 rank + 1 numbers before the softmax and as many after it. The former are appended to the key states as extra
 channels, the latter to the value states, each block padded to a multiple of 8 channels so that rows stay 16-byte
-aligned in 16-bit types. A cache sees nothing but slightly wider heads, so every stock cache and every operation on it (reorder, crop,
-repeat, offload) works. With grouped-query attention a key/value head carries the weights of all its query heads.
+aligned in 16-bit types. A cache sees nothing but slightly wider heads, so every stock cache and every operation on it
+(reorder, crop, repeat, offload) works. With grouped-query attention a key/value head carries the weights of all its
+query heads.
 
 Channels of one key/value head after its states: w1 of rank 0 for each query head it serves, w1 of rank 1, ..., w2
 likewise, then the gates.

@@ -43,7 +43,7 @@ class ComposeWeights(NamedTuple):
     Args:
         query (`ComposeSide`, *optional*): Query-wise weights (branches 2 and 3), length = queries.
         key (`ComposeSide`, *optional*): Key-wise weights (branches 4 and 5), length = keys.
-        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, no identity in it.
+        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, no identity.
         groups (`int`, defaults to 1): Groups of heads that compose among themselves (section 3.2).
     """
 
