@@ -1,0 +1,191 @@
+"""One forward, chunked prefill and token by token give the same logits, in every cache and with padding."""
+
+import pytest
+import torch
+from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
+from transformers import DynamicCache, StaticCache
+
+from dcformer import DCFormerForCausalLM
+
+
+# These models compose so strongly that float32 noise grows past 1e-5; in float64 the same comparison is sharper. What
+# float32 gives at the size of weights that training starts from has a test of its own.
+TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
+WINDOW = TINY["sliding_window"]
+LENGTHS = [*range(WINDOW - 2, 2 * WINDOW + 3), 29]
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "dynamic_without_config": lambda config: DynamicCache(),
+    "static": lambda config: StaticCache(config=config, max_cache_len=40),
+}
+
+
+def exact_model(*args, **kwargs):
+    return tiny_model(*args, **kwargs).double()
+
+
+def feed(model, tokens, cache, pieces, attention_mask=None, position_ids=None):
+    """Logits of `tokens` fed in pieces of the given lengths, the last of which repeats until the end."""
+    logits, start = [], 0
+    pieces = list(pieces)
+    while start < tokens.shape[1]:
+        piece = pieces.pop(0) if len(pieces) > 1 else pieces[0]
+        stop = min(start + piece, tokens.shape[1])
+        logits.append(
+            model(
+                tokens[:, start:stop],
+                attention_mask=None if attention_mask is None else attention_mask[:, :stop],
+                position_ids=None if position_ids is None else position_ids[:, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+        )
+        start = stop
+    return torch.cat(logits, dim=1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"length_{length}")
+def test_chunked_and_token_by_token_equal_one_forward(length, cache):
+    model = exact_model()
+    tokens = random_tokens(2, length)
+    expected = model(tokens, use_cache=False).logits
+    for pieces in ([1], [length], [3], [length - 1, 1], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
+        logits = feed(model, tokens, CACHES[cache](model.config), pieces)
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_decodes_as_it_prefills(variant, cache):
+    model = exact_model(variant)
+    tokens = random_tokens(2, 21)
+    expected = model(tokens, use_cache=False).logits
+    for pieces in ([1], [9, 4, 1]):
+        logits = feed(model, tokens, CACHES[cache](model.config), pieces)
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("batch", [1, 2, 4], ids=lambda batch: f"batch_{batch}")
+def test_padded_rows_equal_their_unpadded_runs(batch, side):
+    model = exact_model()
+    lengths = [19, 5, 12, 7][:batch]
+    width = max(lengths) + 3
+    tokens = torch.zeros(batch, width, dtype=torch.long)
+    mask = torch.zeros(batch, width, dtype=torch.long)
+    spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in lengths]
+    for row, (n, span) in enumerate(zip(lengths, spans)):
+        tokens[row, span] = random_tokens(1, n, seed=row)[0]
+        mask[row, span] = 1
+    logits = model(tokens, attention_mask=mask).logits
+    for row, span in enumerate(spans):
+        alone = model(tokens[row : row + 1, span]).logits
+        torch.testing.assert_close(logits[row : row + 1, span], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("pieces", [[1], [10, 1], [4]], ids=["tokens", "prefill_then_tokens", "chunks"])
+def test_left_padded_decoding_equals_unpadded_runs(cache, pieces):
+    model = exact_model()
+    lengths = [23, 9, 16, 4]
+    width = max(lengths)
+    tokens = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, n in enumerate(lengths):
+        tokens[row, width - n :] = random_tokens(1, n, seed=row)[0]
+        mask[row, width - n :] = 1
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = feed(model, tokens, CACHES[cache](model.config), pieces, mask, position_ids)
+    for row, n in enumerate(lengths):
+        alone = model(tokens[row : row + 1, width - n :]).logits
+        torch.testing.assert_close(logits[row : row + 1, width - n :], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_padding_holds_no_nan_and_does_not_reach_real_tokens():
+    model = exact_model()
+    tokens, mask = random_tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    logits = model(tokens, attention_mask=mask).logits
+    other = tokens.clone()
+    other[0, :5] = 3
+    assert torch.isfinite(logits).all()
+    assert torch.equal(model(other, attention_mask=mask).logits[0, 5:], logits[0, 5:])
+
+
+@torch.no_grad()
+def test_packed_sequences_equal_separate_ones():
+    model = exact_model()
+    first, second = random_tokens(1, 17, seed=3), random_tokens(1, 11, seed=4)
+    position_ids = torch.cat([torch.arange(17), torch.arange(11)])[None]
+    packed = model(torch.cat([first, second], dim=1), position_ids=position_ids, use_cache=False).logits
+    torch.testing.assert_close(packed[:, :17], model(first).logits, **TOLERANCE)
+    torch.testing.assert_close(packed[:, 17:], model(second).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_four_dimensional_mask_says_everything():
+    """A prefix that sees itself in both directions, in sliding layers too, as in other Transformers models."""
+    model = exact_model()
+    tokens = random_tokens(1, 18)
+    visible = torch.ones(18, 18, dtype=torch.bool).tril()
+    visible[:9, :9] = True
+    additive = torch.zeros(1, 1, 18, 18, dtype=torch.float64).masked_fill(~visible, torch.finfo(torch.float64).min)
+    boolean = model(tokens, attention_mask=visible[None, None]).logits
+    torch.testing.assert_close(model(tokens, attention_mask=additive).logits, boolean, **TOLERANCE)
+    wide = exact_model(sliding_window=None)
+    torch.testing.assert_close(wide(tokens, attention_mask=visible[None, None]).logits, boolean, **TOLERANCE)
+    assert not torch.allclose(model(tokens).logits[:, 0], boolean[:, 0], atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "grouped_query_attention", "query_wise", "pre_only"])
+def test_generate_is_the_same_with_every_cache(variant):
+    model = exact_model(variant)
+    tokens = random_tokens(3, 9)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, use_cache=False, **arguments)
+    assert torch.equal(model.generate(tokens, **arguments), expected)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **arguments), expected)
+    chunked = model.generate(tokens, prefill_chunk_size=4, cache_implementation="static", **arguments)
+    assert torch.equal(chunked, expected)
+    assert torch.equal(
+        model.generate(tokens, num_beams=3, **arguments),
+        model.generate(tokens, num_beams=3, use_cache=False, **arguments),
+    )
+
+
+@torch.no_grad()
+def test_each_row_of_a_generated_batch_equals_its_own_run():
+    model = exact_model()
+    tokens = random_tokens(3, 14)
+    mask = torch.ones_like(tokens)
+    mask[0, :6], mask[2, :11] = 0, 0
+    arguments = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(tokens, attention_mask=mask, **arguments)[:, 14:]
+    for row, skipped in enumerate((6, 0, 11)):
+        alone = model.generate(tokens[row : row + 1, skipped:], **arguments)[:, 14 - skipped :]
+        assert torch.equal(together[row : row + 1], alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", CACHES)
+def test_float32_stays_within_1e_5_at_initialisation(cache):
+    torch.manual_seed(0)
+    model = DCFormerForCausalLM(tiny_config(hidden_size=64, num_hidden_layers=4)).eval()
+    lengths = [23, 9, 16, 4]
+    tokens, mask = torch.zeros(4, 23, dtype=torch.long), torch.zeros(4, 23, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        tokens[row, 23 - n :] = random_tokens(1, n, seed=row)[0]
+        mask[row, 23 - n :] = 1
+    logits = feed(model, tokens, CACHES[cache](model.config), [7, 1], mask)
+    for row, n in enumerate(lengths):
+        alone = model(tokens[row : row + 1, 23 - n :]).logits
+        torch.testing.assert_close(logits[row : row + 1, 23 - n :], alone, atol=1e-5, rtol=0)

@@ -1,0 +1,361 @@
+"""`compose` against explicit heads x heads maps, and both forms of `composed_attention` against the reference."""
+
+import functools
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from operator_inputs import (
+    BRANCHES,
+    FORMS,
+    MASKED_CASES,
+    SHAPED_CASES,
+    VECTORISED_CASES,
+    Case,
+    attend,
+    boolean_mask,
+    boolean_mask_per_head,
+    explicit_attention,
+    explicit_compose,
+    float_mask,
+    left_padding,
+    make_inputs,
+    make_weights,
+    right_padding,
+    shared_boolean_mask,
+    sixteen_bit_attention,
+    value_and_gradients,
+    visible_keys,
+)
+from torch.testing import assert_close
+
+from dcformer.composition import (
+    ComposeSide,
+    ComposeWeights,
+    compose,
+    composed_attention,
+    composed_attention_reference,
+)
+
+
+# float64 against float64: sums of some hundred terms of order 1 to 10 in another order.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+# The same, times the further sums over queries and keys in a gradient.
+EXACT_GRADIENT = {"rtol": 1e-11, "atol": 1e-11}
+
+both_forms = pytest.mark.parametrize("form", FORMS)
+
+
+def by_name(cases: dict[str, Case]):
+    return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.items()])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4], ids="rank_{}".format)
+@pytest.mark.parametrize("groups", [1, 2, 4], ids="{}_groups".format)
+def test_compose_equals_one_explicit_map_per_query_and_key(groups, rank):
+    weights = make_weights(queries=5, keys=6, rank=rank, groups=groups)
+    attention = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    assert_close(compose(attention, weights), explicit_compose(attention, weights), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [*[(branch,) for branch in BRANCHES], *itertools.combinations(BRANCHES, 2)],
+    ids="_and_".join,
+)
+def test_compose_with_some_branches_equals_explicit_maps(branches):
+    weights = make_weights(queries=4, keys=5, groups=2, branches=branches)
+    attention = torch.randn(2, 4, 4, 5, dtype=torch.float64)
+    assert_close(compose(attention, weights), explicit_compose(attention, weights), **EXACT)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [None, ComposeWeights(), ComposeWeights(ComposeSide(), ComposeSide(), groups=2)],
+    ids=["none", "no_sides", "empty_sides"],
+)
+def test_compose_without_branches_is_the_identity(weights):
+    attention = torch.randn(2, 4, 5, 5)
+    assert torch.equal(compose(attention, weights), attention)
+
+
+@pytest.mark.parametrize("groups", [2, 4], ids="{}_groups".format)
+def test_groups_do_not_see_each_other(groups):
+    weights = make_weights(queries=5, groups=groups)
+    attention = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    changed = attention.clone()
+    changed[:, : 4 // groups] += 1.0  # the first group
+    difference = (compose(changed, weights) - compose(attention, weights)).abs().amax((0, 2, 3))
+    assert (difference > 0).tolist() == [head < 4 // groups for head in range(4)]
+
+
+@by_name(
+    {
+        "causal": Case({"queries": 7}),
+        "bidirectional": Case({"queries": 7}, {"is_causal": False}),
+        "window_3": Case({"queries": 7}, {"sliding_window": 3}),
+        "bidirectional_window_3": Case({"queries": 7}, {"is_causal": False, "sliding_window": 3}),
+        "fewer_queries_than_keys": Case({"queries": 3, "keys": 8}, {"sliding_window": 4}),
+        "more_queries_than_keys": Case({"queries": 8, "keys": 5}),
+        "grouped_query_and_groups": Case({"queries": 6, "key_value_heads": 2, "groups": 2, "value_channels": 2}),
+    }
+)
+def test_reference_equals_the_explicit_equations(case):
+    inputs, options = case.build()
+    band = {"is_causal": True, "sliding_window": None, **options}
+    visible = visible_keys(inputs.query.shape[2], inputs.key.shape[2], **band)
+    assert_close(composed_attention_reference(*inputs, **options), explicit_attention(inputs, visible), **EXACT)
+
+
+@pytest.mark.parametrize("pad", [left_padding, right_padding], ids=["left", "right"])
+def test_reference_obeys_padding(pad):
+    inputs, padding = make_inputs(queries=7), pad(2, 4, 7, 7)
+    visible = visible_keys(7, 7, is_causal=True, sliding_window=None) & padding[:, None, None].bool()
+    output = composed_attention_reference(*inputs, attention_mask=padding)
+    assert_close(output, explicit_attention(inputs, visible), **EXACT)
+
+
+def test_reference_obeys_a_boolean_mask_per_head():
+    inputs, mask = make_inputs(queries=7), boolean_mask_per_head(2, 4, 7, 7)
+    output = composed_attention_reference(*inputs, attention_mask=mask, is_causal=False)
+    assert_close(output, explicit_attention(inputs, mask), **EXACT)
+
+
+def test_reference_adds_a_float_mask_to_the_composed_scores():
+    inputs, mask = make_inputs(queries=7), float_mask(2, 4, 7, 7)
+    visible = mask > torch.finfo(torch.float32).min
+    output = composed_attention_reference(*inputs, attention_mask=mask, is_causal=False)
+    assert_close(output, explicit_attention(inputs, visible, torch.where(visible, mask, 0.0)), **EXACT)
+
+
+def test_weights_sum_to_one_without_post_composition():
+    _, weights = composed_attention_reference(*make_inputs(post=None), return_weights=True)
+    assert_close(weights.sum(-1), torch.ones(2, 4, 20, dtype=torch.float64), **EXACT)
+
+
+def test_post_composition_does_not_renormalise():
+    gate = torch.rand(2, 4, 20, dtype=torch.float64)
+    inputs = make_inputs(post=None)._replace(post=ComposeWeights(query=ComposeSide(gate=gate)))
+    _, weights = composed_attention_reference(*inputs, return_weights=True)
+    assert_close(weights.sum(-1), 1 + gate, **EXACT)
+
+
+def test_masked_weights_of_the_reference_are_exactly_zero():
+    padding = left_padding(2, 4, 9, 9)
+    _, weights = composed_attention_reference(
+        *make_inputs(queries=9), sliding_window=4, attention_mask=padding, return_weights=True
+    )
+    visible = visible_keys(9, 9, is_causal=True, sliding_window=4) & padding[:, None, None].bool()
+    assert torch.equal(weights != 0, visible.expand_as(weights))
+
+
+def with_identity_values(inputs):
+    """Inputs whose output is the composed weights themselves."""
+    batch, heads, keys = *inputs.query.shape[:2], inputs.key.shape[2]
+    return inputs._replace(value=torch.eye(keys, dtype=inputs.query.dtype).expand(batch, heads, -1, -1))
+
+
+@both_forms
+def test_masked_weights_of_both_forms_are_exactly_zero(form):
+    padding = left_padding(2, 4, 20, 20)
+    inputs = with_identity_values(make_inputs())
+    weights = attend(form, *inputs, sliding_window=5, attention_mask=padding, chunk_size=8)
+    visible = visible_keys(20, 20, is_causal=True, sliding_window=5) & padding[:, None, None].bool()
+    assert torch.equal(weights != 0, visible.expand_as(weights))
+
+
+def assert_value_and_gradients_equal_the_reference(function, case):
+    inputs, options = case.build()
+    output, gradients = value_and_gradients(function, inputs, **options)
+    options.pop("chunk_size", None)
+    expected, expected_gradients = value_and_gradients(composed_attention_reference, inputs, **options)
+    assert_close(output, expected, **EXACT)
+    for name, gradient in gradients.items():
+        assert_close(gradient, expected_gradients[name], **EXACT_GRADIENT, msg=lambda text: f"{name}: {text}")
+
+
+@both_forms
+@by_name({**MASKED_CASES, **SHAPED_CASES})
+def test_output_and_gradients_equal_the_reference(case, form):
+    assert_value_and_gradients_equal_the_reference(functools.partial(attend, form), case)
+
+
+@by_name(VECTORISED_CASES)
+def test_short_or_per_head_problems_take_the_vectorised_form_and_equal_the_reference(case, monkeypatch):
+    monkeypatch.delattr("dcformer.composition.head_loop_attention")
+    assert_value_and_gradients_equal_the_reference(composed_attention, case)
+
+
+def test_sixteen_queries_take_the_head_loop(monkeypatch):
+    monkeypatch.delattr("dcformer.composition._attend")
+    assert composed_attention(*make_inputs(queries=16)).isfinite().all()
+
+
+@st.composite
+def problems(draw):
+    """A form, and random shapes and options that fit together and that the form accepts."""
+    form = draw(st.sampled_from(FORMS))
+    groups, per_group = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 1)]))
+    heads = groups * per_group
+    queries = draw(st.integers(16 if form == "head_loop" else 1, 40))
+    branches = st.none() | st.lists(st.sampled_from(BRANCHES), unique=True).map(tuple)
+    shape = {
+        "heads": heads,
+        "key_value_heads": draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0])),
+        "queries": queries,
+        "keys": draw(st.just(queries) | st.integers(1, 40)),
+        "value_channels": draw(st.integers(1, 4)),
+        "rank": draw(st.integers(1, 3)),
+        "groups": groups,
+        "pre": draw(branches),
+        "post": draw(branches),
+    }
+    options = {
+        "is_causal": draw(st.booleans()),
+        "sliding_window": draw(st.none() | st.integers(1, 12)),
+        "chunk_size": draw(st.none() | st.integers(1, 45)),
+    }
+    masks = (left_padding, right_padding, boolean_mask, shared_boolean_mask, float_mask)
+    return form, Case(shape, options, draw(st.none() | st.sampled_from(masks)))
+
+
+@given(problem=problems())
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_any_problem_equals_the_reference(problem):
+    form, case = problem
+    assert_value_and_gradients_equal_the_reference(functools.partial(attend, form), case)
+
+
+@both_forms
+@pytest.mark.parametrize("queries", [20, 17], ids=["square", "fewer_queries"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+def test_a_key_reaches_exactly_the_queries_whose_window_holds_it(is_causal, queries, form):
+    window, position, offset = 5, 9, 20 - queries
+    inputs = make_inputs(queries=queries, keys=20)
+
+    def disturbed(tensor):
+        """Everything that belongs to key `position` changed: its states and its compose weights."""
+        tensor = tensor.clone()
+        tensor[..., position] += 1.0
+        return tensor
+
+    pre, post = (
+        stage._replace(key=ComposeSide(*(disturbed(tensor) for tensor in stage.key))) for stage in inputs[3:]
+    )
+    changed = inputs._replace(key=disturbed(inputs.key.mT).mT, value=disturbed(inputs.value.mT).mT, pre=pre, post=post)
+    options = {"is_causal": is_causal, "sliding_window": window, "chunk_size": 8}
+    difference = (attend(form, *changed, **options) - attend(form, *inputs, **options)).abs().amax((0, 1, 3))
+    positions = range(offset, 20)
+    first = position if is_causal else position - window + 1
+    assert (difference > 0).tolist() == [first <= t < position + window for t in positions]
+
+
+BLIND = {
+    "left_padding": Case(mask=left_padding),
+    "more_queries_than_keys": Case({"queries": 24, "keys": 20}),
+    "boolean_mask": Case(mask=lambda *shape: torch.arange(20).ge(4)[None, None, :, None].expand(2, 1, -1, 20)),
+    "float_mask_of_minus_infinity": Case(
+        mask=lambda *shape: torch.zeros(2, 1, 20, 20).index_fill(2, torch.arange(4), -torch.inf)
+    ),
+    "float_mask_of_the_smallest_number": Case(
+        mask=lambda *shape: torch.zeros(2, 1, 20, 20).index_fill(2, torch.arange(4), torch.finfo(torch.float32).min)
+    ),
+    "float16_mask_of_the_smallest_number": Case(
+        mask=lambda *shape: torch.zeros(2, 1, 20, 20).index_fill(2, torch.arange(4), -65504.0).half()
+    ),
+}
+
+
+@both_forms
+@by_name(BLIND)
+def test_a_query_that_sees_no_key_gets_exact_zeros_and_no_gradient(case, form):
+    inputs, options = case.build()
+    output, gradients = value_and_gradients(functools.partial(attend, form), inputs, **options)
+    assert output[0, :, :4].eq(0).all() and output[0, :, 4:].ne(0).all()
+    assert gradients["query"][0, :, :4].eq(0).all() and gradients["query"][0, :, 5:].ne(0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_output_and_gradients_have_the_dtype_of_the_inputs(dtype, form):
+    output, gradients = value_and_gradients(functools.partial(attend, form), make_inputs().to(dtype))
+    assert {output.dtype, *(gradient.dtype for gradient in gradients.values())} == {dtype}
+
+
+def root_mean_square(tensor):
+    return tensor.double().pow(2).mean().sqrt()
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(dtype, form):
+    inputs = make_inputs(queries=64, channels=16).to(dtype)
+    visible = visible_keys(64, 64, is_causal=True, sliding_window=None)
+    exact = composed_attention_reference(*inputs.to(torch.float64))
+    error = root_mean_square(attend(form, *inputs) - exact)
+    assert error <= 2 * root_mean_square(sixteen_bit_attention(inputs, visible) - exact)
+
+
+@both_forms
+def test_compositions_of_sixteen_bit_inputs_run_in_float32(form):
+    # Values of exactly 1 and equal scores leave the composition as the only source of rounding; its result is rounded
+    # to bfloat16 once (2^-9) and, in the vectorised form, its weights a second time.
+    inputs = make_inputs(queries=64).to(torch.bfloat16)
+    inputs = inputs._replace(query=torch.zeros_like(inputs.query), value=torch.ones_like(inputs.value))
+    exact = composed_attention_reference(*inputs.to(torch.float64))
+    assert_close(attend(form, *inputs).double(), exact, rtol=2**-8, atol=2**-8)
+
+
+def test_dropout_drops_composed_weights_and_scales_up_the_rest():
+    inputs = with_identity_values(make_inputs())
+    weights = composed_attention(*inputs)
+    dropped = composed_attention(*inputs, dropout=0.5)
+    kept = dropped != 0
+    assert_close(dropped, torch.where(kept, 2 * weights, 0.0), **EXACT)
+    # 1680 visible weights: half of them within four standard deviations of a binomial.
+    assert abs(int(kept.sum()) - 840) < 4 * 1680**0.5 / 2
+
+
+def test_dropout_preserves_the_expectation():
+    copies = 400
+    inputs = make_inputs(batch=1, queries=16).map(
+        lambda tensor: tensor.expand(copies, *tensor.shape[1:]) if tensor.shape[0] == 1 and tensor.dim() > 2 else tensor
+    )
+    static = make_weights(batch=1, queries=16).static
+    pre, post = (stage._replace(static=static) for stage in inputs[3:])
+    inputs = inputs._replace(pre=pre, post=post)
+    draws = composed_attention(*inputs, dropout=0.5)
+    error = draws.mean(0) - composed_attention(*inputs)[0]
+    # 192 means of 400 draws each: five standard errors.
+    assert (error.abs() <= 5 * draws.std(0) / copies**0.5 + 1e-12).all() and (draws.std(0) > 0).all()
+
+
+@both_forms
+def test_inputs_are_not_modified(form):
+    inputs = make_inputs(key_value_heads=2, groups=2)
+    leaves = inputs.leaves()
+    attend(form, *leaves, sliding_window=5, attention_mask=float_mask(2, 4, 20, 20), chunk_size=8).sum().backward()
+    for name, tensor in leaves.tensors().items():
+        assert torch.equal(tensor, inputs.tensors()[name]), name
+
+
+@both_forms
+def test_strided_inputs_equal_contiguous_ones(form):
+    inputs = make_inputs()
+    strided = inputs.map(lambda tensor: tensor.mT.contiguous().mT)
+    assert_close(attend(form, *strided), attend(form, *inputs), **EXACT)
+
+
+@both_forms
+@pytest.mark.parametrize("name", make_inputs().tensors())
+def test_one_input_alone_gets_its_gradient(name, form):
+    inputs = make_inputs()
+    _, expected = value_and_gradients(composed_attention_reference, inputs)
+    leaf = inputs.tensors()[name].clone().requires_grad_()
+    arguments = inputs.map(lambda tensor: leaf if tensor is inputs.tensors()[name] else tensor)
+    output = attend(form, *arguments)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
+    assert_close(torch.autograd.grad(output, leaf, cotangent)[0], expected[name], **EXACT_GRADIENT)
