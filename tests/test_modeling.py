@@ -1,0 +1,305 @@
+"""The model as a Transformers user meets it: losses, inputs, precisions, initialisation, baselines."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from dcformer import DCFormerForCausalLM, DCFormerModel, compose, composed_attention_reference, modeling_dcformer
+
+
+COMPOSING = [name for name in VARIANTS if tiny_config(name).composes_heads]
+PLAIN = [name for name in VARIANTS if not tiny_config(name).composes_heads]
+
+
+@torch.no_grad()
+def test_loss_is_the_mean_cross_entropy_of_the_next_token():
+    model, tokens = tiny_model(), random_tokens(2, 15)
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    outputs = model(tokens, labels=labels)
+    expected = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(outputs.loss, expected)
+    counted = model(tokens, labels=labels, num_items_in_batch=100).loss
+    torch.testing.assert_close(counted, expected * (labels[:, 1:] != -100).sum() / 100)
+
+
+@torch.no_grad()
+def test_logits_to_keep():
+    model, tokens = tiny_model(), random_tokens(2, 15)
+    logits = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=4).logits, logits[:, -4:])
+    kept = torch.tensor([0, 3, 14])
+    torch.testing.assert_close(model(tokens, logits_to_keep=kept).logits, logits[:, kept])
+
+
+@torch.no_grad()
+def test_embeddings_instead_of_ids():
+    model, tokens = tiny_model(), random_tokens(2, 15)
+    embeddings = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(tokens).logits)
+
+
+@torch.no_grad()
+def test_positions_are_relative_and_can_be_given():
+    model, tokens = tiny_model().double(), random_tokens(1, 15)
+    shifted = model(tokens, position_ids=torch.arange(15)[None] + 7).logits
+    torch.testing.assert_close(shifted, model(tokens).logits, atol=1e-8, rtol=0)
+    stretched = model(tokens, position_ids=torch.arange(15)[None] * 2, attention_mask=torch.ones(1, 15)).logits
+    assert not torch.allclose(stretched, model(tokens).logits, atol=1e-2)
+
+
+@torch.no_grad()
+def test_outputs_without_a_head():
+    model, tokens = tiny_model(), random_tokens(2, 9)
+    outputs = model.model(tokens, output_hidden_states=True)
+    assert isinstance(model.model, DCFormerModel)
+    assert len(outputs.hidden_states) == TINY["num_hidden_layers"] + 1
+    assert torch.equal(outputs.hidden_states[-1], outputs.last_hidden_state)
+    assert isinstance(outputs.past_key_values, DynamicCache)
+    assert model.model(tokens, use_cache=False).past_key_values is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "grouped_query_attention", "post_only"])
+def test_attentions_are_the_composed_weights(variant):
+    model, tokens = tiny_model(variant).double(), random_tokens(2, 17)
+    outputs = model(tokens, output_attentions=True)
+    torch.testing.assert_close(outputs.logits, model(tokens).logits, atol=1e-10, rtol=0)
+    assert len(outputs.attentions) == TINY["num_hidden_layers"]
+    weights = outputs.attentions[0]
+    assert weights.shape == (2, 4, 17, 17)
+    assert (weights.triu(1) == 0).all()
+    assert (weights.tril(-TINY["sliding_window"]) == 0).all()
+    assert not torch.allclose(weights.sum(-1), torch.ones(()).double(), atol=1e-3)  # composed, not renormalised
+
+
+@pytest.mark.parametrize("variant", COMPOSING)
+def test_gradients_equal_those_of_the_reference(variant, monkeypatch):
+    tokens = random_tokens(2, 23)
+
+    def gradients():
+        model = tiny_model(variant).double().train()
+        model(tokens, labels=tokens).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    ours = gradients()
+    monkeypatch.setattr(modeling_dcformer, "composed_attention", composed_attention_reference)
+    for name, expected in gradients().items():
+        torch.testing.assert_close(ours[name], expected, atol=1e-10, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_gradient_checkpointing_changes_nothing():
+    tokens = random_tokens(2, 23)
+    gradients = []
+    for use in (False, True):
+        model = tiny_model().double().train()
+        if use:
+            model.gradient_checkpointing_enable()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(checkpointed, plain, atol=1e-12, rtol=1e-10)
+
+
+def test_training_learns_a_sequence_by_heart():
+    torch.manual_seed(0)
+    model = DCFormerForCausalLM(tiny_config(attention_dropout=0.05)).train()
+    tokens = random_tokens(2, 33)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(TINY["vocab_size"]), abs=0.2)
+    assert losses[-1] < 0.5
+
+
+def eager_16_bit_attention(query, key, value, pre, post, *, scaling, attention_mask, **kwargs):
+    """How an eager model of Transformers computes in 16 bits: every tensor rounded, the softmax in float32."""
+    dtype = query.dtype
+    scores = compose(query.matmul(key.transpose(-1, -2)) * scaling, pre)
+    hidden = attention_mask.hidden(0, query.shape[2], 0, key.shape[2])
+    weights = scores.masked_fill(hidden, torch.finfo(dtype).min).float().softmax(-1).to(dtype)
+    return compose(weights, post).masked_fill(hidden, 0).matmul(value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype, monkeypatch):
+    torch.manual_seed(0)
+    config = tiny_config(hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
+    exact = DCFormerForCausalLM(config).eval().to(dtype).float()
+    tokens = random_tokens(4, 40)
+    expected = exact(tokens).logits
+    rounded = exact.to(dtype)
+    ours = (rounded(tokens).logits.float() - expected).abs().mean()
+    monkeypatch.setattr(modeling_dcformer, "composed_attention", eager_16_bit_attention)
+    eager = (rounded(tokens).logits.float() - expected).abs().mean()
+    assert 0 < ours <= 2 * eager
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtype_of_outputs_and_of_the_rotary_frequencies(dtype):
+    model = tiny_model()
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model = model.to(dtype)
+    assert model(random_tokens(1, 20)).logits.dtype == dtype
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_buffers_are_rebuilt_after_meta_initialisation():
+    model, tokens = tiny_model(), random_tokens(1, 9)
+    with torch.device("meta"):
+        empty = DCFormerForCausalLM(model.config)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_only_parameters_are_saved():
+    model = tiny_model("all_branches")
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("groups", [1, 4], ids=lambda groups: f"{groups}_groups")
+def test_composition_starts_as_section_4_of_the_paper_says(groups):
+    torch.manual_seed(0)
+    hidden, all_heads, rank = 256, 16, 2
+    config = tiny_config(
+        hidden_size=hidden,
+        num_attention_heads=all_heads,
+        compose_groups=groups,
+        compose_static=True,
+        num_hidden_layers=8,
+    )
+    model = DCFormerForCausalLM(config)
+    heads = all_heads // groups
+    expected = {
+        "low_rank_weight": 0.02 / (math.sqrt(2 * heads * rank) * (heads + rank)),
+        "gate_weight": 0.05 * math.sqrt(2) / (hidden + heads),
+        "hidden_weight": math.sqrt(2 / (hidden + 2 * heads * rank)),
+        "static_weight": math.sqrt(2 / (heads + heads)),
+    }
+    for name, deviation in expected.items():
+        drawn = torch.cat([p.flatten() for n, p in model.named_parameters() if n.endswith(name)])
+        # The relative error of a deviation estimated from n numbers is about 1 / sqrt(2 n).
+        assert drawn.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * drawn.numel()))
+        assert abs(drawn.mean().item()) < 4 * deviation / math.sqrt(drawn.numel())
+    for name in ("qkv_proj", "o_proj", "up_proj", "embed_tokens", "lm_head"):
+        drawn = torch.cat([p.flatten() for n, p in model.named_parameters() if n.endswith(f"{name}.weight")])
+        assert drawn.std().item() == pytest.approx(config.initializer_range, rel=0.02)
+
+
+@torch.no_grad()
+def test_a_model_without_composition_is_llama():
+    config = tiny_config("plain_gated_transformer", qk_norm=False, sliding_window=None, num_key_value_heads=2)
+    ours, tokens = DCFormerForCausalLM(config).eval(), random_tokens(2, 20)
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=2,
+            rms_norm_eps=config.norm_eps,
+        )
+    ).eval()
+    weights = {}
+    for name, weight in ours.state_dict().items():
+        if "qkv_proj" in name:
+            parts = weight.split(ours.model.layers[0].self_attn.qkv_sizes)
+            weights |= {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in zip("qkv", parts)}
+        else:
+            weights[name] = weight
+    llama.load_state_dict(weights)
+    torch.testing.assert_close(ours(tokens).logits, llama(tokens).logits, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", PLAIN)
+def test_plain_models_run_through_sdpa_and_equal_eager(variant):
+    model, tokens = tiny_model(variant), random_tokens(2, 20)
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    assert model.config._attn_implementation == "sdpa"
+    fast = model(tokens, attention_mask=mask).logits
+    model.set_attn_implementation("eager")
+    eager = model(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(fast[mask == 1], eager[mask == 1], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_switching_composition_off_by_weights_is_switching_it_off_by_value():
+    model = tiny_model()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("low_rank_weight", "gate_weight")):
+            parameter.zero_()
+    plain = DCFormerForCausalLM(tiny_config("plain_gated_transformer")).eval()
+    plain.load_state_dict({name: w for name, w in model.state_dict().items() if "compose" not in name})
+    tokens = random_tokens(2, 20)
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "paged|eager"])
+def test_attention_that_cannot_mix_heads_is_refused(name):
+    with pytest.raises(ValueError, match=r"attn_implementation='.*' cannot compose attention heads"):
+        DCFormerForCausalLM(tiny_config(attn_implementation=name))
+    model = tiny_model()
+    with pytest.raises(ValueError, match="cannot compose attention heads"):
+        model.set_attn_implementation(name)
+    model.config._attn_implementation = name
+    with pytest.raises(ValueError, match="cannot compose attention heads"):
+        model(random_tokens(1, 5))
+
+
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="Continuous batching"):
+        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "input is empty"),
+        ({"input_ids": torch.zeros(1, 4)}, "must be integers, got torch.float32"),
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"\(batch, length\), got shape \(4,\)"),
+        ({}, "exactly one of input_ids and inputs_embeds"),
+        ({"input_ids": torch.tensor([[1, 2]]), "inputs_embeds": torch.zeros(1, 2, 32)}, "exactly one"),
+        ({"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 2)}, "covers 2 tokens.*3"),
+    ],
+    ids=["empty", "float", "one_axis", "nothing", "both", "short_mask"],
+)
+def test_wrong_inputs_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_model()(**arguments)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match=r"hidden_act must be one of .*gelu.*, got 'gulp'"):
+        DCFormerForCausalLM(tiny_config(hidden_act="gulp"))
+
+
+@torch.no_grad()
+def test_not_causal_when_the_configuration_says_so():
+    model, tokens = tiny_model(), random_tokens(1, 20)
+    model.config.is_causal = False
+    other = tokens.clone()
+    other[0, -1] = (tokens[0, -1] + 1) % TINY["vocab_size"]
+    assert not torch.equal(model(tokens).logits[:, 0], model(other).logits[:, 0])
+
+
+@torch.no_grad()
+def test_a_compiled_forward_equals_the_eager_one():
+    model, tokens = tiny_model(), random_tokens(2, 20)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
