@@ -796,41 +796,48 @@ class DCPythiaForCausalLM(DCFormerForCausalLM):
     _model_class = DCPythiaModel
 
 
-# Where the authors' files keep what. Renaming only: splitting or merging tensors while loading is wrong when every rank
-# of a sharded load sees a part of them.
-_AUTHORS_NAMES = {
-    r"^tok_embeddings\.": "embed_tokens.",
-    r"\.attention\.wqkv\.": ".self_attn.qkv_proj.",
-    r"\.attention\.wo\.": ".self_attn.o_proj.",
-    r"\.attention\.q_norm\.scale$": ".self_attn.q_norm.weight",
-    r"\.attention\.k_norm\.scale$": ".self_attn.k_norm.weight",
-    r"\.attention\.dyn_w_proj\.dw1$": ".self_attn.compose.hidden_weight",
-    r"\.attention\.dyn_w_proj\.qkw$": ".self_attn.compose.low_rank_weight",
-    r"\.attention\.dyn_w_proj\.dd$": ".self_attn.compose.gate_weight",
-    r"\.attention_norm\.": ".input_layernorm.",
-    r"\.ffn_norm\.": ".post_attention_layernorm.",
-    r"\.feed_forward\.w2\.": ".mlp.down_proj.",
+# The authors' name of a parameter, in parts, -> ours. Only renaming: to split or merge tensors while loading is wrong
+# when every rank of a sharded load sees a part of them.
+_SHARED_NAMES = {
+    "tok_embeddings.": "embed_tokens.",
+    ".attention.wqkv.": ".self_attn.qkv_proj.",
+    ".attention.wo.": ".self_attn.o_proj.",
+    ".attention.q_norm.scale": ".self_attn.q_norm.weight",
+    ".attention.k_norm.scale": ".self_attn.k_norm.weight",
+    ".attention.dyn_w_proj.dw1": ".self_attn.compose.hidden_weight",
+    ".attention.dyn_w_proj.qkw": ".self_attn.compose.low_rank_weight",
+    ".attention.dyn_w_proj.dd": ".self_attn.compose.gate_weight",
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
 }
-_AUTHORS_MLP_NAMES = {
-    "DCFormer": {
-        r"\.feed_forward\.w1\.": ".mlp.gate_proj.",
-        r"\.feed_forward\.w3\.": ".mlp.up_proj.",
-        r"\.feed_forward\.mg\.": ".mlp.gate_mix.",
+AUTHORS_NAMES = {
+    DCFormerModel: {
+        **_SHARED_NAMES,
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.mg.": ".mlp.gate_mix.",
     },
-    "DCPythia": {r"\.feed_forward\.w1\.": ".mlp.up_proj."},
+    DCFormerForCausalLM: {"output.": "lm_head."},
+    DCPythiaModel: {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
+    DCPythiaForCausalLM: {"output.": "lm_head."},
 }
-for _family, _mlp_names in _AUTHORS_MLP_NAMES.items():
+
+
+def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
+    # A part that does not start with a dot starts the name; one that does not end with a dot ends it.
+    start, end = "" if authors_part.startswith(".") else "^", "" if authors_part.endswith(".") else "$"
+    return WeightRenaming(start + re.escape(authors_part) + end, our_part)
+
+
+for _model_class, _names in AUTHORS_NAMES.items():
     register_checkpoint_conversion_mapping(
-        f"{_family}Model",
-        [WeightRenaming(source, target) for source, target in {**_AUTHORS_NAMES, **_mlp_names}.items()],
-        overwrite=True,
-    )
-    register_checkpoint_conversion_mapping(
-        f"{_family}ForCausalLM", [WeightRenaming(r"^output\.", "lm_head.")], overwrite=True
+        _model_class.__name__, [_renaming(*parts) for parts in _names.items()], overwrite=True
     )
 
 
 __all__ = [
+    "AUTHORS_NAMES",
     "DCFormerForCausalLM",
     "DCFormerModel",
     "DCFormerPreTrainedModel",
