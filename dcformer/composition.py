@@ -8,6 +8,7 @@ closed-form gradients); elsewhere through `compose` with the chunk recomputed in
 Axis letters: b batch, g group, m and n heads of a group, t query, s key, r rank, d channel.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -83,6 +84,20 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     return composed.flatten(1, 2)
 
 
+def _without_autocast(attention):
+    """Autocast would take the sums of a composition down to 16 bits; the functions below choose their own types."""
+
+    @functools.wraps(attention)
+    def wrapper(query, *args, **kwargs):
+        if not torch.amp.is_autocast_available(query.device.type):
+            return attention(query, *args, **kwargs)
+        with torch.autocast(query.device.type, enabled=False):
+            return attention(query, *args, **kwargs)
+
+    return wrapper
+
+
+@_without_autocast
 def composed_attention_reference(
     query: Tensor,
     key: Tensor,
@@ -122,6 +137,7 @@ def composed_attention_reference(
     )
 
 
+@_without_autocast
 def composed_attention(
     query: Tensor,
     key: Tensor,

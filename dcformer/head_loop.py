@@ -23,7 +23,7 @@ from .attention_visibility import Visibility
 
 
 # One operation on so many elements keeps both the call overhead and the working set small (measured on 2 cores).
-_ELEMENTS_PER_OPERATION = 2**19
+_ELEMENTS_PER_OPERATION = 2**20
 _ELEMENTS_PER_CHUNK = 2**22
 
 
@@ -72,8 +72,7 @@ def head_loop_attention(query, key, value, pre, post, scaling: float, visibility
     """
     weights = [tensor for stage in (pre, post) for tensor in _flatten(stage)]
     groups = tuple(None if stage is None else stage.groups for stage in (pre, post))
-    with torch.autocast("cpu", enabled=False):
-        return _HeadLoop.apply(query, key, value, scaling, visibility, chunk_size, groups, *weights)
+    return _HeadLoop.apply(query, key, value, scaling, visibility, chunk_size, groups, *weights)
 
 
 def _flatten(stage) -> list[Tensor | None]:
@@ -122,6 +121,7 @@ class _Workspace:
 
 class _HeadLoop(torch.autograd.Function):
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, query, key, value, scaling, visibility, chunk_size, groups, *weights):
         ctx.save_for_backward(query, key, value, *weights)
         ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups = scaling, visibility, chunk_size, groups
@@ -137,6 +137,7 @@ class _HeadLoop(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, output_gradient):
         query, key, value, *weights = ctx.saved_tensors
         problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups)
@@ -175,7 +176,7 @@ class _Problem:
         self.stages = [_stage(weights[7 * i : 7 * i + 7], groups[i], self.dtype) for i in range(2)]
         heads, batch = self.query.shape[:2]
         keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
-        self.chunk_size = chunk_size or max(16, min(128, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
+        self.chunk_size = chunk_size or max(16, min(112, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
 
     def split_heads(self, states: Tensor) -> Tensor:
         """(batch, key/value heads, key, channels) -> (heads, batch, key, channels)."""
@@ -291,23 +292,23 @@ def _compose_(attention: Tensor, stage: _Stage | None, block, workspace: _Worksp
         mixed = None
         if own.static is not None:
             mixed = torch.matmul(own.static.t(), members.flatten(1)).view_as(members)
-        additions = []  # (rank map, the weights that spread it over the heads)
+        spreads = []  # (rank map, what spreads it over these heads, those, ...)
         for name, side in (("query maps", own.query), ("key maps", own.key)):
             if side.w1 is not None:
                 maps = workspace.take(name, side.w1.shape[1], *members.shape[1:])
-                additions.extend(zip(_rank_maps(members, side, maps).unbind(0), side.w2.unbind(1)))
-        gates = [side.gate for side in (own.query, own.key) if side.gate is not None]
+                maps = _rank_maps(members, side, maps).unbind(0)
+                spreads.extend((rank_map, w2.split(step)) for rank_map, w2 in zip(maps, side.w2.unbind(1)))
+        gates = [side.gate.split(step) for side in (own.query, own.key) if side.gate is not None]
         for index, heads in enumerate(members.split(step)):
-            part = slice(index * step, (index + 1) * step)
             if len(gates) == 2:
                 gate = workspace.take("gate", *heads.shape)
-                heads.mul_(torch.add(gates[0][part], gates[1][part], out=gate))
+                heads.mul_(torch.add(gates[0][index], gates[1][index], out=gate))
             elif gates:
-                heads.mul_(gates[0][part])
-            for rank_map, w2 in additions:
-                heads.addcmul_(rank_map, w2[part])
+                heads.mul_(gates[0][index])
+            for rank_map, w2 in spreads:
+                heads.addcmul_(rank_map, w2[index])
             if mixed is not None:
-                heads.add_(mixed[part])
+                heads.add_(mixed[index * step : (index + 1) * step])
             if finish is not None:
                 finish(heads)
 

@@ -1,7 +1,7 @@
 """Inputs for the tests of composed attention, the operator entry by entry, and a way to choose its form.
 
-`explicit_attention` follows equations 3 to 8 with one heads x heads map per pair of query and key and an explicit list of
-visible keys; it shares nothing with the package but the shapes.
+`explicit_attention` follows equations 3 to 8 with one heads x heads map per pair of query and key and an explicit
+list of visible keys; it shares nothing with the package but the shapes.
 """
 
 from collections.abc import Callable

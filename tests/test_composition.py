@@ -48,6 +48,15 @@ EXACT_GRADIENT = {"rtol": 1e-11, "atol": 1e-11}
 both_forms = pytest.mark.parametrize("form", FORMS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """On tensors this small a second thread costs more than it saves, many times more on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def by_name(cases: dict[str, Case]):
     return pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.items()])
 
@@ -172,8 +181,7 @@ def assert_value_and_gradients_equal_the_reference(function, case):
     options.pop("chunk_size", None)
     expected, expected_gradients = value_and_gradients(composed_attention_reference, inputs, **options)
     assert_close(output, expected, **EXACT)
-    for name, gradient in gradients.items():
-        assert_close(gradient, expected_gradients[name], **EXACT_GRADIENT, msg=lambda text: f"{name}: {text}")
+    assert_close(gradients, expected_gradients, **EXACT_GRADIENT)
 
 
 @both_forms
@@ -222,7 +230,7 @@ def problems(draw):
 
 
 @given(problem=problems())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=300)
 def test_any_problem_equals_the_reference(problem):
     form, case = problem
     assert_value_and_gradients_equal_the_reference(functools.partial(attend, form), case)
@@ -241,9 +249,7 @@ def test_a_key_reaches_exactly_the_queries_whose_window_holds_it(is_causal, quer
         tensor[..., position] += 1.0
         return tensor
 
-    pre, post = (
-        stage._replace(key=ComposeSide(*(disturbed(tensor) for tensor in stage.key))) for stage in inputs[3:]
-    )
+    pre, post = (stage._replace(key=ComposeSide(*(disturbed(tensor) for tensor in stage.key))) for stage in inputs[3:])
     changed = inputs._replace(key=disturbed(inputs.key.mT).mT, value=disturbed(inputs.value.mT).mT, pre=pre, post=post)
     options = {"is_causal": is_causal, "sliding_window": window, "chunk_size": 8}
     difference = (attend(form, *changed, **options) - attend(form, *inputs, **options)).abs().amax((0, 1, 3))
@@ -301,12 +307,12 @@ def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(dtype,
 
 @both_forms
 def test_compositions_of_sixteen_bit_inputs_run_in_float32(form):
-    # Values of exactly 1 and equal scores leave the composition as the only source of rounding; its result is rounded
-    # to bfloat16 once (2^-9) and, in the vectorised form, its weights a second time.
-    inputs = make_inputs(queries=64).to(torch.bfloat16)
-    inputs = inputs._replace(query=torch.zeros_like(inputs.query), value=torch.ones_like(inputs.value))
-    exact = composed_attention_reference(*inputs.to(torch.float64))
-    assert_close(attend(form, *inputs).double(), exact, rtol=2**-8, atol=2**-8)
+    # Whole numbers make the scores exact in bfloat16 and identity values show the weights, so that all that is left to
+    # round is the weights themselves: half a unit of 2^-8. Composing in 16 bit is off by a few percent.
+    inputs = with_identity_values(make_inputs())
+    inputs = inputs._replace(query=inputs.query.round(), key=inputs.key.round()).to(torch.bfloat16)
+    exact = composed_attention_reference(*inputs.to(torch.float64), scaling=0.25)
+    assert_close(attend(form, *inputs, scaling=0.25).double(), exact, rtol=2**-8, atol=1e-5)
 
 
 def test_dropout_drops_composed_weights_and_scales_up_the_rest():
@@ -320,17 +326,13 @@ def test_dropout_drops_composed_weights_and_scales_up_the_rest():
 
 
 def test_dropout_preserves_the_expectation():
-    copies = 400
-    inputs = make_inputs(batch=1, queries=16).map(
-        lambda tensor: tensor.expand(copies, *tensor.shape[1:]) if tensor.shape[0] == 1 and tensor.dim() > 2 else tensor
-    )
-    static = make_weights(batch=1, queries=16).static
-    pre, post = (stage._replace(static=static) for stage in inputs[3:])
-    inputs = inputs._replace(pre=pre, post=post)
-    draws = composed_attention(*inputs, dropout=0.5)
-    error = draws.mean(0) - composed_attention(*inputs)[0]
+    copies, per_row = 400, BRANCHES[1:]  # all branches but the static one have a batch axis
+    inputs = make_inputs(batch=1, queries=16, pre=per_row, post=per_row)
+    draws = composed_attention(*inputs.map(lambda tensor: tensor.expand(copies, *tensor.shape[1:])), dropout=0.5)
+    deviation = draws.std(0)
     # 192 means of 400 draws each: five standard errors.
-    assert (error.abs() <= 5 * draws.std(0) / copies**0.5 + 1e-12).all() and (draws.std(0) > 0).all()
+    assert ((draws.mean(0) - composed_attention(*inputs)[0]).abs() <= 5 * deviation / copies**0.5).all()
+    assert (deviation > 0).all()
 
 
 @both_forms

@@ -144,6 +144,32 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype, monkeypatch
     assert 0 < ours <= 2 * eager
 
 
+@pytest.mark.parametrize("length", [8, 40], ids=["vectorised", "head_loop"])
+def test_autocast_leaves_the_composition_in_float32(length, monkeypatch):
+    """Only the linear layers round: the step is the same as with the operator run outside autocast."""
+    tokens = random_tokens(2, length)
+
+    def step():
+        model = tiny_model().train()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+        return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+    loss, gradients = step()
+
+    def outside(*args, **kwargs):
+        with torch.autocast("cpu", enabled=False):
+            return composed_attention_reference(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_dcformer, "composed_attention", outside)
+    expected_loss, expected = step()
+    torch.testing.assert_close(loss, expected_loss, atol=2e-3, rtol=0)
+    for gradient, other in zip(gradients, expected):
+        assert gradient.dtype == torch.float32
+        assert (gradient - other).norm() <= 0.05 * other.norm() + 1e-6
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_dtype_of_outputs_and_of_the_rotary_frequencies(dtype):

@@ -1,0 +1,295 @@
+"""`Visibility` against the definition of a mask, pair by pair; and what malformed calls of the operator are told."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from operator_inputs import make_inputs, make_weights, visible_keys
+
+from dcformer.attention_visibility import Visibility
+from dcformer.composition import ComposeSide, composed_attention, composed_attention_reference
+
+
+exhaustive = settings(derandomize=True, deadline=None, max_examples=300)
+HEADS = 2
+
+
+def bits(*shape):
+    """Boolean tensors of this shape."""
+    size = torch.Size(shape).numel()
+    return st.lists(st.booleans(), min_size=size, max_size=size).map(lambda values: torch.tensor(values).view(shape))
+
+
+@st.composite
+def bands(draw):
+    """Causality, window and offset alone."""
+    return Visibility(
+        draw(st.integers(1, 8)),
+        draw(st.integers(1, 9)),
+        is_causal=draw(st.booleans()),
+        sliding_window=draw(st.none() | st.integers(1, 10)),
+        query_offset=draw(st.none() | st.integers(-6, 12)),
+    )
+
+
+@st.composite
+def visibilities(draw):
+    """Any combination of causality, window, offset, padding, a dense mask and packed sequences."""
+    band = draw(bands())
+    queries, keys, batch = band.query_length, band.key_length, draw(st.integers(1, 2))
+    padding = draw(st.none() | bits(batch, keys))
+    if padding is not None:
+        padding = padding.to(draw(st.sampled_from([torch.bool, torch.int64, torch.float32])))
+    dense = draw(st.none() | st.tuples(st.sampled_from([1, batch]), st.sampled_from([1, HEADS])))
+    if dense is not None:
+        dense = draw(bits(*dense, queries, keys))
+        hidden_number = draw(st.sampled_from([None, -torch.inf, torch.finfo(torch.float32).min]))
+        if hidden_number is not None:
+            dense = torch.zeros(dense.shape).masked_fill(~dense, hidden_number)
+    sequence_ids = None
+    if queries == keys:
+        sequence_ids = draw(st.none() | bits(batch, keys).map(lambda changes: changes.long().cumsum(1)))
+    return Visibility(
+        queries,
+        keys,
+        is_causal=band.is_causal,
+        sliding_window=band.sliding_window,
+        query_offset=band.query_offset,
+        padding=padding,
+        dense=dense,
+        sequence_ids=sequence_ids,
+    )
+
+
+def definition(visibility: Visibility) -> torch.Tensor:
+    """(batch, heads, query, key) boolean, True for visible."""
+    visible = visible_keys(
+        visibility.query_length,
+        visibility.key_length,
+        is_causal=visibility.is_causal,
+        sliding_window=visibility.sliding_window,
+        query_offset=visibility.query_offset,
+    ).repeat(2, HEADS, 1, 1)
+    if visibility.padding is not None:
+        visible &= (visibility.padding != 0)[:, None, None, :]
+    if visibility.dense is not None:
+        visible &= visibility.dense if visibility.dense.dtype == torch.bool else visibility.dense == 0
+    if visibility.sequence_ids is not None:
+        ids = visibility.sequence_ids
+        visible &= (ids[:, :, None] == ids[:, None, :])[:, None]
+    return visible
+
+
+@st.composite
+def blocks(draw, strategy):
+    """A visibility, and (start, stop, first, last) of a block of it."""
+    visibility = draw(strategy)
+    start = draw(st.integers(0, visibility.query_length - 1))
+    first = draw(st.integers(0, visibility.key_length - 1))
+    stop = draw(st.integers(start + 1, visibility.query_length))
+    return visibility, (start, stop, first, draw(st.integers(first + 1, visibility.key_length)))
+
+
+@given(blocks(visibilities()))
+@exhaustive
+def test_hidden_equals_the_definition_in_every_block(case):
+    visibility, (start, stop, first, last) = case
+    hidden = visibility.hidden(start, stop, first, last)
+    expected = ~definition(visibility)[:, :, start:stop, first:last]
+    hidden = torch.tensor(False) if hidden is None else hidden
+    assert torch.equal(hidden.expand(expected.shape), expected)
+
+
+@given(blocks(visibilities()))
+@exhaustive
+def test_hidden_regions_put_together_equal_the_definition(case):
+    visibility, (start, stop, first, last) = case
+    expected = ~definition(visibility)[:, :, start:stop, first:last]
+    hidden = torch.zeros_like(expected)
+    for columns, region in visibility.hidden_regions(start, stop, first, last):
+        hidden[..., columns] |= region
+    assert torch.equal(hidden, expected)
+
+
+@given(blocks(visibilities()))
+@exhaustive
+def test_key_range_holds_every_visible_key(case):
+    visibility, (start, stop, _, _) = case
+    first, last = visibility.key_range(start, stop)
+    outside = definition(visibility)[:, :, start:stop].clone()
+    outside[..., first:last] = False
+    assert 0 <= first < last <= visibility.key_length and not outside.any()
+
+
+@given(blocks(bands()))
+@exhaustive
+def test_key_range_of_a_band_is_the_smallest(case):
+    visibility, (start, stop, _, _) = case
+    seen = definition(visibility)[0, 0, start:stop].any(0).nonzero().flatten().tolist()
+    first, last = visibility.key_range(start, stop)
+    assert (first, last) == (seen[0], seen[-1] + 1) if seen else last == first + 1
+
+
+def test_key_range_of_a_dense_mask_leaves_out_what_nobody_sees():
+    dense = torch.zeros(1, 1, 4, 9, dtype=torch.bool)
+    dense[..., 3:5] = True
+    assert Visibility(4, 9, is_causal=False, dense=dense).key_range(0, 4) == (3, 5)
+
+
+@given(visibilities())
+@exhaustive
+def test_band_only_promises_that_every_query_sees_a_key(visibility):
+    assert not visibility.band_only or definition(visibility).any(-1).all()
+
+
+def test_a_band_inside_the_keys_is_band_only():
+    assert Visibility(4, 9, sliding_window=3).band_only
+
+
+@pytest.mark.parametrize("offset", [-1, 6], ids=["before_the_first_key", "past_the_last_key"])
+def test_queries_beside_the_keys_are_not_band_only(offset):
+    assert not Visibility(4, 9, query_offset=offset).band_only
+
+
+def test_the_last_query_stands_at_the_last_key():
+    assert Visibility(3, 8).hidden(2, 3, 0, 8) is None
+    assert Visibility(3, 8).hidden(1, 2, 0, 8)[0].tolist() == [False] * 7 + [True]
+
+
+@given(visibilities())
+@exhaustive
+def test_a_copy_hides_the_same(visibility):
+    copy = visibility.to("cpu")
+    assert torch.equal(definition(copy), definition(visibility))
+    assert copy.band_only == visibility.band_only and copy.same_for_all_heads == visibility.same_for_all_heads
+
+
+def test_a_copy_has_its_tensors_moved():
+    visibility = Visibility(
+        2,
+        2,
+        padding=torch.ones(1, 2),
+        dense=torch.zeros(1, 1, 2, 2),
+        sequence_ids=torch.zeros(1, 2, dtype=torch.long),
+    )
+    moved = visibility.to("meta")
+    assert {tensor.device.type for tensor in (moved.padding, moved.dense, moved.sequence_ids)} == {"meta"}
+
+
+@pytest.mark.parametrize(("mask_heads", "same"), [(1, True), (HEADS, False)], ids=["one", "per_head"])
+def test_a_mask_with_a_head_axis_is_not_the_same_for_all_heads(mask_heads, same):
+    dense = torch.ones(1, mask_heads, 3, 3, dtype=torch.bool)
+    assert Visibility(3, 3, dense=dense).same_for_all_heads is same
+
+
+def test_bias_is_the_float_mask_where_visible_and_zero_where_hidden():
+    dense = torch.tensor([[1.5, -torch.inf, -3.0], [torch.finfo(torch.float32).min, 0.0, -2.0]])[None, None]
+    assert Visibility(2, 3, dense=dense).bias(0, 2, 0, 2)[0, 0].tolist() == [[1.5, 0.0], [0.0, 0.0]]
+
+
+def test_a_boolean_mask_adds_nothing():
+    assert Visibility(2, 3, dense=torch.ones(1, 1, 2, 3, dtype=torch.bool)).bias(0, 2, 0, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (None, [[True, False, False], [True, True, False], [True, True, True]]),
+        (torch.tensor([[0, 1, 1]]), [[False] * 3, [False, True, False], [False, True, True]]),
+        (torch.tensor([[[[1, 0, 1]] * 3]]), [[True, False, False], [True, False, False], [True, False, True]]),
+    ],
+    ids=["none", "padding", "dense"],
+)
+def test_from_mask_tells_the_kinds_of_masks_apart(mask, expected):
+    visibility = Visibility.from_mask(mask, query_length=3, key_length=3, is_causal=True, sliding_window=None)
+    assert (~visibility.hidden(0, 3, 0, 3)).expand(1, 1, 3, 3)[0, 0].tolist() == expected
+
+
+INPUTS = make_inputs(queries=5, keys=6)  # batch 2, 4 heads, 3 channels
+
+
+def with_field(stage: str, **fields):
+    return INPUTS._replace(**{stage: getattr(INPUTS, stage)._replace(**fields)})
+
+
+def with_tensor(stage: str, side: str, field: str, tensor):
+    return with_field(stage, **{side: getattr(getattr(INPUTS, stage), side)._replace(**{field: tensor})})
+
+
+MALFORMED = {
+    "three_axes": (INPUTS._replace(query=INPUTS.query[0]), r"\(batch, heads, length, channels\).*\(4, 5, 3\)"),
+    "batch_of_the_keys": (INPUTS._replace(key=INPUTS.key[:1]), r"query's batch.*key \(1, 4, 6, 3\)"),
+    "channels_of_the_keys": (INPUTS._replace(key=INPUTS.key[..., :2]), r"channels.*key \(2, 4, 6, 2\)"),
+    "length_of_the_values": (INPUTS._replace(value=INPUTS.value[:, :, :4]), r"length.*value \(2, 4, 4, 3\)"),
+    "heads_of_the_values": (INPUTS._replace(value=INPUTS.value[:, :2]), r"heads.*value \(2, 2, 6, 3\)"),
+    "heads_that_do_not_divide": (
+        INPUTS._replace(key=INPUTS.key[:, :3], value=INPUTS.value[:, :3]),
+        "The 3 key/value heads must divide the 4 query heads",
+    ),
+    "groups_that_do_not_divide": (with_field("pre", groups=3), "pre.groups must divide the 4 heads, got 3"),
+    "no_groups": (with_field("post", groups=0), "post.groups must divide the 4 heads, got 0"),
+    "static_of_other_groups": (
+        with_field("post", groups=2),
+        r"post.static must be .* = \(2, 2, 2\), got \(1, 4, 4\)",
+    ),
+    "w1_without_w2": (with_tensor("pre", "query", "w2", None), "pre.query needs both w1 and w2, or neither"),
+    "w2_without_w1": (with_tensor("post", "key", "w1", None), "post.key needs both w1 and w2, or neither"),
+    "query_weights_as_long_as_the_keys": (
+        with_field("pre", query=make_weights(queries=6).query),
+        r"pre.query.w1 must be \(2, 2, 4, 5\), got \(2, 2, 4, 6\)",
+    ),
+    "key_weights_as_long_as_the_queries": (
+        with_field("post", key=make_weights(queries=5).key),
+        r"post.key.w1 must be \(2, 2, 4, 6\), got \(2, 2, 4, 5\)",
+    ),
+    "ranks_that_differ": (
+        with_tensor("pre", "query", "w2", torch.zeros(2, 3, 4, 5)),
+        r"pre.query.w2 must be \(2, 2, 4, 5\), got \(2, 3, 4, 5\)",
+    ),
+    "gate_of_another_batch": (
+        with_field("post", query=ComposeSide(gate=torch.zeros(1, 4, 5))),
+        r"post.query.gate must be \(2, 4, 5\), got \(1, 4, 5\)",
+    ),
+    "gate_of_fewer_heads": (
+        with_field("pre", key=ComposeSide(gate=torch.zeros(2, 2, 6))),
+        r"pre.key.gate must be \(2, 4, 6\), got \(2, 2, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("function", [composed_attention, composed_attention_reference])
+@pytest.mark.parametrize(("inputs", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_shapes_that_do_not_fit_are_refused(inputs, message, function):
+    with pytest.raises(ValueError, match=message):
+        function(*inputs)
+
+
+MALFORMED_MASKS = {
+    "window_of_0": ({"sliding_window": 0}, "sliding_window must be at least 1, got 0; use None"),
+    "padding_of_another_length": (
+        {"attention_mask": torch.ones(2, 5)},
+        "padding mask covers 5 keys, but there are 6",
+    ),
+    "mask_of_another_length": (
+        {"attention_mask": torch.ones(2, 1, 6, 6)},
+        r"must end in \(query, key\) = \(5, 6\), got \(2, 1, 6, 6\)",
+    ),
+    "mask_of_three_axes": ({"attention_mask": torch.ones(2, 5, 6)}, r"attention_mask must be .* got shape \(2, 5, 6\)"),
+}
+
+
+@pytest.mark.parametrize("function", [composed_attention, composed_attention_reference])
+@pytest.mark.parametrize(("options", "message"), MALFORMED_MASKS.values(), ids=MALFORMED_MASKS)
+def test_masks_that_do_not_fit_are_refused(options, message, function):
+    with pytest.raises(ValueError, match=message):
+        function(*INPUTS, **options)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "numbers"),
+    [(3, 5, 5), (5, 5, 4)],
+    ids=["fewer_queries_than_keys", "too_few_numbers"],
+)
+def test_packed_sequences_need_a_number_for_each_token(queries, keys, numbers):
+    with pytest.raises(ValueError, match="as many queries as keys, and one number for each"):
+        Visibility(queries, keys, sequence_ids=torch.zeros(1, numbers, dtype=torch.long))
