@@ -16,7 +16,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	touch $@
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
