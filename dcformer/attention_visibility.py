@@ -51,7 +51,10 @@ class Visibility:
                 f"The attention mask must end in (query, key) = {(query_length, key_length)}, got {tuple(dense.shape)}."
             )
         if sequence_ids is not None and (query_length != key_length or sequence_ids.shape[-1] != key_length):
-            raise ValueError("Packed sequences need as many queries as keys, and one number for each.")
+            raise ValueError(
+                "Packed sequences need as many queries as keys and one number for each, got "
+                f"{query_length} queries, {key_length} keys and {sequence_ids.shape[-1]} numbers."
+            )
         self.query_length = query_length
         self.key_length = key_length
         self.is_causal = is_causal
@@ -96,6 +99,24 @@ class Visibility:
             dense=moved(self.dense),
             sequence_ids=moved(self.sequence_ids),
         )
+
+    def check_fits(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Raise ValueError if this is the mask of another attention than of these sizes."""
+        if (self.query_length, self.key_length) != (queries, keys):
+            raise ValueError(
+                f"The mask is for {self.query_length} queries and {self.key_length} keys, "
+                f"but there are {queries} and {keys}."
+            )
+        for tensor in (self.padding, self.dense, self.sequence_ids):
+            if tensor is not None and tensor.shape[0] not in (1, batch):
+                raise ValueError(f"The mask is for a batch of {tensor.shape[0]}, but there are {batch} rows.")
+        if self.dense is not None and self.dense.shape[1] not in (1, heads):
+            raise ValueError(f"The mask is for {self.dense.shape[1]} heads, but there are {heads}.")
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the mask is a bias that is learned."""
+        return self.dense is not None and self.dense.requires_grad
 
     @property
     def same_for_all_heads(self) -> bool:

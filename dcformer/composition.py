@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .attention_visibility import Visibility
-from .head_loop import head_loop_attention
+from .head_loop import compute_dtype, head_loop_attention
 
 
 class ComposeSide(NamedTuple):
@@ -117,12 +117,16 @@ def composed_attention_reference(
 
     Returns:
         `Tensor`: (batch, heads, query, channels), in the query's dtype; with `return_weights` also the composed
-        weights (batch, heads, query, key). Computed in float64 if the inputs are, else in float32.
+        weights (batch, heads, query, key). The softmax and the compositions run in float64 if query or key are, else
+        in float32; the two matrix products in the inputs' own types.
 
     Source: equation 4 and appendix D.
     """
     check_arguments(query, key, value, pre, post)
     visibility = _visibility(query, key, is_causal, sliding_window, attention_mask)
+    if _is_empty(query, key):
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
     return _attend(
         query,
         key,
@@ -175,23 +179,29 @@ def composed_attention(
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype. A query that sees no key gets zeros.
-        The softmax and the compositions run in float32 (float64 for float64 inputs).
+        The softmax and the compositions run in float32 (float64 for float64 inputs). Second derivatives need
+        [`composed_attention_reference`] where the CPU form runs: without dropout, for at least 16 queries.
 
     Raises:
-        ValueError: if shapes do not fit together.
+        ValueError: if shapes do not fit together, or `chunk_size` or `sliding_window` is below 1.
 
     Source: equations 3 to 8 of the paper.
     """
     check_arguments(query, key, value, pre, post)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
     visibility = _visibility(query, key, is_causal, sliding_window, attention_mask)
     scaling = _default_scaling(query, scaling)
     batch, heads, queries = query.shape[:3]
+    if _is_empty(query, key):
+        return query.new_zeros(batch, heads, queries, value.shape[3])
     # The head loop trades one large operation for many small ones: that pays on a CPU and for blocks of queries only.
     if (
         query.device.type == "cpu"
         and queries >= 16
         and dropout == 0.0
         and visibility.same_for_all_heads
+        and not visibility.requires_grad
         and not torch.compiler.is_compiling()
     ):
         return head_loop_attention(query, key, value, pre, post, scaling, visibility, chunk_size)
@@ -236,13 +246,16 @@ def _attend(
     return_weights: bool = False,
 ):
     """Appendix D, lines 43 to 48, for one block of queries and keys."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    output_dtype = query.dtype
+    query_key_dtype = torch.promote_types(query.dtype, key.dtype)
+    query, key = query.to(query_key_dtype), key.to(query_key_dtype)
+    dtype = compute_dtype(query, key)
+    # A power of two scales the query exactly, and before the product, which could leave the range of float16.
+    power_of_two = 2.0 ** (math.frexp(scaling)[1] - 1)
     # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
     key_value_heads = key.shape[1]
-    grouped_query = query.unflatten(1, (key_value_heads, -1)).flatten(
-        2, 3
-    )  # (batch, key/value heads, shared query, channels)
-    scores = grouped_query.matmul(key.transpose(-1, -2)).to(dtype) * scaling
+    grouped_query = (query * power_of_two).unflatten(1, (key_value_heads, -1)).flatten(2, 3)
+    scores = grouped_query.matmul(key.transpose(-1, -2)).to(dtype) * (scaling / power_of_two)
     scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, key)
     scores = compose(scores, _to_dtype(pre, dtype))
     if bias is not None:
@@ -255,25 +268,31 @@ def _attend(
     weights = compose(weights, _to_dtype(post, dtype))
     weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
     grouped_weights = weights.to(value.dtype).unflatten(1, (key_value_heads, -1)).flatten(2, 3)
-    output = grouped_weights.matmul(value).to(query.dtype)
+    output = grouped_weights.matmul(value).to(output_dtype)
     output = output.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, value channels)
-    return (output, weights.to(query.dtype)) if return_weights else output
+    return (output, weights.to(output_dtype)) if return_weights else output
 
 
 def _default_scaling(query: Tensor, scaling: float | None) -> float:
     return 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
 
 
+def _is_empty(query: Tensor, key: Tensor) -> bool:
+    return query.shape[0] * query.shape[2] * key.shape[2] == 0
+
+
 def _visibility(query, key, is_causal, sliding_window, attention_mask) -> Visibility:
-    if isinstance(attention_mask, Visibility):
-        return attention_mask
-    return Visibility.from_mask(
-        attention_mask,
-        query_length=query.shape[2],
-        key_length=key.shape[2],
-        is_causal=is_causal,
-        sliding_window=sliding_window,
-    )
+    visibility = attention_mask
+    if not isinstance(visibility, Visibility):
+        visibility = Visibility.from_mask(
+            attention_mask,
+            query_length=query.shape[2],
+            key_length=key.shape[2],
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+        )
+    visibility.check_fits(*query.shape[:3], key.shape[2])
+    return visibility
 
 
 def _map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
@@ -316,7 +335,7 @@ def check_arguments(
             "key must share query's batch and channels, and value key's batch, heads and length, got query "
             f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
         )
-    if heads % key.shape[1] != 0:
+    if key.shape[1] == 0 or heads % key.shape[1] != 0:
         raise ValueError(f"The {key.shape[1]} key/value heads must divide the {heads} query heads.")
     for name, weights in (("pre", pre), ("post", post)):
         if weights is None:
@@ -337,6 +356,7 @@ def check_arguments(
             for field, tensor in side._asdict().items():
                 if tensor is None:
                     continue
-                expected = (batch, heads, length) if field == "gate" else (batch, side.w1.shape[1], heads, length)
+                rank = side.w1.shape[1] if field != "gate" and side.w1.dim() > 1 else 1
+                expected = (batch, heads, length) if field == "gate" else (batch, rank, heads, length)
                 if tensor.shape != expected:
                     raise ValueError(f"{name}.{side_name}.{field} must be {expected}, got {tuple(tensor.shape)}.")

@@ -75,6 +75,11 @@ def head_loop_attention(query, key, value, pre, post, scaling: float, visibility
     return _HeadLoop.apply(query, key, value, scaling, visibility, chunk_size, groups, *weights)
 
 
+def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
+    """float64 if either is, else float32: what scores, softmax and compositions are computed in."""
+    return torch.promote_types(torch.float32, torch.promote_types(query.dtype, key.dtype))
+
+
 def _flatten(stage) -> list[Tensor | None]:
     """The seven tensors of a `ComposeWeights`: query w1, w2, gate; key w1, w2, gate; static."""
     if stage is None:
@@ -136,9 +141,13 @@ class _HeadLoop(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx, output_gradient):
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "Second derivatives (create_graph=True) are not in the closed form of composed attention; use "
+                "composed_attention_reference for them."
+            )
         query, key, value, *weights = ctx.saved_tensors
         problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups)
         output_gradient = output_gradient.to(problem.dtype).transpose(0, 1)  # (heads, batch, query, value channels)
@@ -165,7 +174,7 @@ class _Problem:
     """The inputs of one call in this file's layout, and the steps of one block of it."""
 
     def __init__(self, query, key, value, weights, scaling, visibility, chunk_size, groups):
-        self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.dtype = compute_dtype(query, key)
         self.shared_heads = query.shape[1] // key.shape[1]
         self.query = query.transpose(0, 1).to(self.dtype) * scaling  # (heads, batch, query, channels)
         self.key = self.split_heads(key)
@@ -176,7 +185,9 @@ class _Problem:
         self.stages = [_stage(weights[7 * i : 7 * i + 7], groups[i], self.dtype) for i in range(2)]
         heads, batch = self.query.shape[:2]
         keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
-        self.chunk_size = chunk_size or max(16, min(112, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
+        # A block spans its own queries beside the window: with a short window, shorter blocks waste less.
+        longest = 112 if visibility.sliding_window is None else max(32, min(112, visibility.sliding_window // 2))
+        self.chunk_size = chunk_size or max(16, min(longest, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
 
     def split_heads(self, states: Tensor) -> Tensor:
         """(batch, key/value heads, key, channels) -> (heads, batch, key, channels)."""

@@ -187,6 +187,13 @@ def test_bias_is_the_float_mask_where_visible_and_zero_where_hidden():
     assert Visibility(2, 3, dense=dense).bias(0, 2, 0, 2)[0, 0].tolist() == [[1.5, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_float_mask_hides_at_half_the_smallest_number_of_its_dtype(dtype):
+    half = torch.finfo(dtype).min / 2
+    dense = torch.tensor([-torch.inf, 2 * half, half, 0.9 * half, 0.0], dtype=dtype).view(1, 1, 1, 5)
+    assert Visibility(1, 5, dense=dense).hidden(0, 1, 0, 5).flatten().tolist() == [True, True, True, False, False]
+
+
 def test_a_boolean_mask_adds_nothing():
     assert Visibility(2, 3, dense=torch.ones(1, 1, 2, 3, dtype=torch.bool)).bias(0, 2, 0, 3) is None
 
@@ -291,5 +298,5 @@ def test_masks_that_do_not_fit_are_refused(options, message, function):
     ids=["fewer_queries_than_keys", "too_few_numbers"],
 )
 def test_packed_sequences_need_a_number_for_each_token(queries, keys, numbers):
-    with pytest.raises(ValueError, match="as many queries as keys, and one number for each"):
+    with pytest.raises(ValueError, match=f"as many queries as keys and one number for each, got {queries} queries"):
         Visibility(queries, keys, sequence_ids=torch.zeros(1, numbers, dtype=torch.long))

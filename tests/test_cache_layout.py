@@ -17,15 +17,6 @@ from dcformer.modeling_dcformer import DCFormerCompose
 any_case = settings(derandomize=True, deadline=None, max_examples=100)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small a second thread costs more than it saves, many times more on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @st.composite
 def configs(draw):
     """Small models with every combination of what decides the layout of the cache."""

@@ -31,6 +31,7 @@ from operator_inputs import (
 )
 from torch.testing import assert_close
 
+from dcformer.attention_visibility import Visibility
 from dcformer.composition import (
     ComposeSide,
     ComposeWeights,
@@ -46,15 +47,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 EXACT_GRADIENT = {"rtol": 1e-11, "atol": 1e-11}
 
 both_forms = pytest.mark.parametrize("form", FORMS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small a second thread costs more than it saves, many times more on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def by_name(cases: dict[str, Case]):
@@ -361,3 +353,79 @@ def test_one_input_alone_gets_its_gradient(name, form):
     output = attend(form, *arguments)
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
     assert_close(torch.autograd.grad(output, leaf, cotangent)[0], expected[name], **EXACT_GRADIENT)
+
+
+def test_scores_are_scaled_before_they_can_leave_the_range_of_float16():
+    inputs = make_inputs(queries=16, channels=64, pre=None, post=None)
+    query, key = (
+        60 * inputs.query.sign(),
+        60 * inputs.key.sign(),
+    )  # products of up to 230,400, a thirty-second of it scaled
+    query, key, value = (tensor.to(torch.float16) for tensor in (query, key, inputs.value[..., :3]))
+    outputs = {form: attend(form, query, key, value, None, None, scaling=1 / 32) for form in FORMS}
+    for output in outputs.values():
+        assert torch.isfinite(output).all()
+    assert_close(outputs["vectorised"], outputs["head_loop"], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "output_shape"),
+    [
+        ({"batch": 0}, (0, 4, 20, 3)),
+        ({"queries": 20, "keys": 0}, (2, 4, 20, 3)),
+        ({"queries": 0, "keys": 4}, (2, 4, 0, 3)),
+    ],
+    ids=["no_rows", "no_keys", "no_queries"],
+)
+def test_empty_inputs_give_zeros_of_the_right_shape(shape, output_shape):
+    inputs = make_inputs(**shape)
+    for attention in (composed_attention, composed_attention_reference):
+        assert_close(attention(*inputs), torch.zeros(output_shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("queries", [8, 20], ids=["vectorised", "head_loop"])
+def test_mixed_types_are_computed_in_the_wider_one(queries):
+    inputs = make_inputs(queries=queries)
+    narrow = inputs.query.to(torch.bfloat16)
+    output = composed_attention(narrow, *inputs[1:])
+    assert output.dtype == torch.bfloat16
+    exact = composed_attention_reference(narrow.double(), *inputs[1:])
+    assert_close(output, exact.to(torch.bfloat16))
+
+
+def test_a_learned_bias_gets_its_gradient():
+    inputs = make_inputs()
+    bias = torch.zeros(2, 1, 20, 20, dtype=torch.float64, requires_grad=True)
+    for attention in (composed_attention, composed_attention_reference):
+        (gradient,) = torch.autograd.grad(attention(*inputs, attention_mask=bias).square().sum(), bias)
+        assert gradient.abs().max() > 0
+
+
+def test_second_derivatives_of_the_closed_form_are_refused():
+    leaves = make_inputs().leaves()
+    with pytest.raises(ValueError, match="Second derivatives"):
+        torch.autograd.grad(composed_attention(*leaves).sum(), leaves.query, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (Visibility(20, 10), "for 20 queries and 10 keys, but there are 20 and 20"),
+        (Visibility(10, 20), "for 10 queries and 20 keys"),
+        (torch.ones(3, 20), "for a batch of 3, but there are 2 rows"),
+        (torch.ones(3, 1, 20, 20, dtype=torch.bool), "for a batch of 3"),
+        (torch.ones(1, 3, 20, 20, dtype=torch.bool), "for 3 heads, but there are 4"),
+    ],
+    ids=["keys", "queries", "padding_rows", "mask_rows", "mask_heads"],
+)
+def test_a_mask_of_another_size_is_refused(mask, message):
+    inputs = make_inputs()
+    for attention in (composed_attention, composed_attention_reference):
+        with pytest.raises(ValueError, match=message):
+            attention(*inputs, attention_mask=mask)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_a_chunk_size_below_1_is_refused(chunk_size):
+    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
+        composed_attention(*make_inputs(), chunk_size=chunk_size)
