@@ -186,7 +186,7 @@ class _Problem:
         heads, batch = self.query.shape[:2]
         keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
         # A block spans its own queries beside the window: with a short window, shorter blocks waste less.
-        longest = 112 if visibility.sliding_window is None else max(32, min(112, visibility.sliding_window // 2))
+        longest = 96 if visibility.sliding_window is None else max(32, min(96, visibility.sliding_window // 2))
         self.chunk_size = chunk_size or max(16, min(longest, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
 
     def split_heads(self, states: Tensor) -> Tensor:
@@ -271,12 +271,27 @@ def _head_blocks(attention: Tensor) -> int:
     return max(1, min(attention.shape[0], _ELEMENTS_PER_OPERATION // attention[0].numel()))
 
 
-def _rank_maps(attention: Tensor, side: _Side, maps: Tensor) -> Tensor:
-    """sum_h attention_h w1_h, written to `maps` (rank, batch, query, key)."""
-    heads, weights = attention.unbind(0), side.w1.unbind(0)
-    torch.mul(heads[0], weights[0], out=maps)
-    for scores, w1 in zip(heads[1:], weights[1:]):
-        maps.addcmul_(scores, w1)
+def _rank_maps(attention: Tensor, stage: _Stage, workspace: _Workspace, name: str) -> list[Tensor | None]:
+    """
+    sum_h attention_h w1_h for the queries' w1 and for the keys', in one sweep over the heads: a head's scores come into
+    the cache once for both.
+
+    Returns:
+        For either side (rank, batch, query, key), or None if it has no w1.
+    """
+    maps, sums = [], []
+    for side_name, side in (("query", stage.query), ("key", stage.key)):
+        side_maps = None
+        if side.w1 is not None:
+            side_maps = workspace.take(f"{name} {side_name}", side.w1.shape[1], *attention.shape[1:])
+            sums.append((side_maps, side.w1.unbind(0)))
+        maps.append(side_maps)
+    for index, scores in enumerate(attention.unbind(0)):
+        for side_maps, w1 in sums:
+            if index == 0:
+                torch.mul(scores, w1[0], out=side_maps)
+            else:
+                side_maps.addcmul_(scores, w1[index])
     return maps
 
 
@@ -304,11 +319,9 @@ def _compose_(attention: Tensor, stage: _Stage | None, block, workspace: _Worksp
         if own.static is not None:
             mixed = torch.matmul(own.static.t(), members.flatten(1)).view_as(members)
         spreads = []  # (rank map, what spreads it over these heads, those, ...)
-        for name, side in (("query maps", own.query), ("key maps", own.key)):
-            if side.w1 is not None:
-                maps = workspace.take(name, side.w1.shape[1], *members.shape[1:])
-                maps = _rank_maps(members, side, maps).unbind(0)
-                spreads.extend((rank_map, w2.split(step)) for rank_map, w2 in zip(maps, side.w2.unbind(1)))
+        for side, maps in zip((own.query, own.key), _rank_maps(members, own, workspace, "input")):
+            if maps is not None:
+                spreads.extend((rank_map, w2.split(step)) for rank_map, w2 in zip(maps.unbind(0), side.w2.unbind(1)))
         gates = [side.gate.split(step) for side in (own.query, own.key) if side.gate is not None]
         for index, heads in enumerate(members.split(step)):
             if len(gates) == 2:
@@ -348,32 +361,25 @@ def _accumulate_weight_gradients(
         own, own_adjoint, own_gradients = (s.group(group, per_group) for s in (chunk, adjoint, gradients))
         if own.static is not None:
             own_gradients.static.add_(torch.matmul(a.flatten(1), d.flatten(1).t()))
+        input_maps = _rank_maps(a, own, workspace, "input")
+        gradient_maps = _rank_maps(d, own_adjoint, workspace, "gradient")
         # The queries' weights vary with the query alone, so the keys are summed out, and the other way round.
         sides = (
-            (own.query, own_adjoint.query, own_gradients.query, slice(start, stop), -1),
-            (own.key, own_adjoint.key, own_gradients.key, slice(first, last), -2),
+            (own_gradients.query, input_maps[0], gradient_maps[0], slice(start, stop), -1),
+            (own_gradients.key, input_maps[1], gradient_maps[1], slice(first, last), -2),
         )
         step = _head_blocks(a)
-        for side, side_adjoint, side_gradients, positions, summed_axis in sides:
-            if side.w1 is None:
-                continue
-            shape = (side.w1.shape[1], *a.shape[1:])
-            input_maps = _rank_maps(a, side, workspace.take("query maps", *shape))
-            gradient_maps = _rank_maps(d, side_adjoint, workspace.take("key maps", *shape))
-            for low in range(0, per_group, step):
-                part = slice(low, low + step)
-                product = workspace.take("gate", *a[part].shape)
-                for rank in range(shape[0]):
-                    torch.mul(a[part], gradient_maps[rank], out=product)
-                    side_gradients.w1[part, rank, :, positions] += product.sum(summed_axis)
-                    torch.mul(d[part], input_maps[rank], out=product)
-                    side_gradients.w2[part, rank, :, positions] += product.sum(summed_axis)
-        if own.query.gate is None and own.key.gate is None:
-            continue
         for low in range(0, per_group, step):
             part = slice(low, low + step)
-            product = torch.mul(a[part], d[part], out=workspace.take("gate", *a[part].shape))
-            if own.query.gate is not None:
-                own_gradients.query.gate[part, :, start:stop] += product.sum(-1)
-            if own.key.gate is not None:
-                own_gradients.key.gate[part, :, first:last] += product.sum(-2)
+            product = workspace.take("gate", *a[part].shape)
+            for side, side_input, side_gradient, positions, summed_axis in sides:
+                for rank in range(0 if side_input is None else side_input.shape[0]):
+                    torch.mul(a[part], side_gradient[rank], out=product)
+                    side.w1[part, rank, :, positions] += product.sum(summed_axis)
+                    torch.mul(d[part], side_input[rank], out=product)
+                    side.w2[part, rank, :, positions] += product.sum(summed_axis)
+            if own.query.gate is not None or own.key.gate is not None:
+                torch.mul(a[part], d[part], out=product)
+            for side, _, _, positions, summed_axis in sides:
+                if side.gate is not None:
+                    side.gate[part, :, positions] += product.sum(summed_axis)
