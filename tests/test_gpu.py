@@ -1,0 +1,64 @@
+"""The same results on a GPU as on a CPU, and ids outside the embedding that leave the GPU unharmed."""
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+
+from dcformer import composed_attention
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+DEVICE = "cuda"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "all_branches", "grouped_query_attention"])
+def test_logits_equal_those_of_the_cpu(variant):
+    model, tokens = tiny_model(variant).double(), random_tokens(2, 300)
+    mask = torch.ones_like(tokens)
+    mask[0, :40] = 0
+    expected = model(tokens, attention_mask=mask).logits
+    logits = model.to(DEVICE)(tokens.to(DEVICE), attention_mask=mask.to(DEVICE)).logits.cpu()
+    torch.testing.assert_close(logits[mask == 1], expected[mask == 1], atol=1e-8, rtol=1e-8)
+
+
+def test_gradients_equal_those_of_the_cpu():
+    tokens = random_tokens(2, 300)
+    gradients = []
+    for device in ("cpu", DEVICE):
+        model = tiny_model().double().to(device).train()
+        model(tokens.to(device), labels=tokens.to(device)).loss.backward()
+        gradients.append({name: parameter.grad.cpu() for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=1e-9, rtol=1e-7)
+
+
+@torch.no_grad()
+def test_generation_is_the_same_with_every_cache():
+    model, tokens = tiny_model().to(DEVICE), random_tokens(3, 9).to(DEVICE)
+    arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, use_cache=False, **arguments)
+    for implementation in (None, "static", "offloaded"):
+        assert torch.equal(model.generate(tokens, cache_implementation=implementation, **arguments), expected)
+
+
+def test_an_id_outside_the_embedding_leaves_the_device_usable():
+    model = tiny_model().to(DEVICE)
+    with pytest.raises(ValueError, match="Token id 67"):
+        model(torch.tensor([[1, 67]], device=DEVICE))
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([[1, 66]], device=DEVICE)).logits).all()
+
+
+def test_memory_grows_linearly_with_the_length():
+    def peak(length):
+        query, key, value = (torch.randn(1, 16, length, 32, device=DEVICE) for _ in range(3))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        composed_attention(query, key, value, None, None)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(8192) < 2.5 * peak(4096)
