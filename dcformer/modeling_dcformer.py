@@ -612,7 +612,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         hidden_states = inputs_embeds
         position_embeddings = None
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(position_ids)
+            hidden_states = hidden_states + self.embed_positions(self._checked_positions(position_ids))
         else:
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer, layer_type in zip(self.layers, self.config.layer_types):
@@ -644,6 +644,18 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp' or 'pad'."
             )
         return input_ids
+
+    def _checked_positions(self, position_ids: Tensor) -> Tensor:
+        """Positions that all have a learned embedding; RoPE has no such end."""
+        last = self.config.max_position_embeddings - 1
+        if torch.compiler.is_compiling():
+            return position_ids.clamp(0, last)
+        if position_ids.max() > last:
+            raise ValueError(
+                f"Position {int(position_ids.max())} has no learned embedding; max_position_embeddings is "
+                f"{self.config.max_position_embeddings}, so shorten the input."
+            )
+        return position_ids
 
     def _masks_by_block(self, past_key_values: Cache | None) -> bool:
         # Static caches are there to be compiled, which wants tensors, and they know their length only on the device.

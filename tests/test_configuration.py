@@ -94,6 +94,7 @@ def test_authors_keys_are_translated_and_only_ours_are_saved(tmp_path):
         ({"use_linear_bias": True}, "attention_bias", True),
         ({"use_linear_bias": True}, "mlp_bias", True),
         ({"intermediate_size": None}, "intermediate_size", 256),
+        ({"intermediate_size": None, "mlp_type": "plain"}, "intermediate_size", 256),
         ({}, "eos_token_id", 0),
         ({"vocab_size": 152064}, "eos_token_id", 2),
     ],

@@ -52,6 +52,19 @@ def test_positions_are_relative_and_can_be_given():
 
 
 @torch.no_grad()
+def test_scaled_rope_also_after_loading(tmp_path):
+    """Linear scaling by two sees position 2p as the plain table sees p."""
+    plain, tokens = tiny_model().double(), random_tokens(1, 15)
+    scaled = tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    scaled.save_pretrained(tmp_path)
+    loaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval()
+    mask, position_ids = torch.ones(1, 15), 2 * torch.arange(15)[None]
+    for model in (scaled.double(), loaded.double()):
+        logits = model(tokens, attention_mask=mask, position_ids=position_ids).logits
+        torch.testing.assert_close(logits, plain(tokens).logits, atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
 def test_outputs_without_a_head():
     model, tokens = tiny_model(), random_tokens(2, 9)
     outputs = model.model(tokens, output_hidden_states=True)
@@ -310,6 +323,14 @@ def test_continuous_batching_is_refused():
 def test_wrong_inputs_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tiny_model()(**arguments)
+
+
+def test_a_position_without_learned_embedding_is_refused():
+    model = tiny_model("plain_transformer_with_learned_positions")
+    with pytest.raises(ValueError, match="Position 64 has no learned embedding; max_position_embeddings is 64"):
+        model(random_tokens(1, 65))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.isfinite(compiled(random_tokens(1, 65), use_cache=False).logits).all()
 
 
 def test_an_unknown_activation_is_refused():
