@@ -95,7 +95,7 @@ def test_compose_weights_of_the_first_layer(fixtures):
 @torch.no_grad()
 @pytest.mark.parametrize("file_format", ["bin", "safetensors"])
 @pytest.mark.parametrize("name", TORCH_RUNS)
-def test_authors_files_load_without_a_report_and_match(fixtures, name, file_format, caplog):
+def test_authors_files_load_without_a_report_and_match(fixtures, name, file_format):
     model, tokens, expected = load_torch(fixtures, name, use_safetensors=file_format == "safetensors")
     _, info = AutoModelForCausalLM.from_pretrained(
         fixtures / "golden" / "B_torch" / name,
