@@ -309,7 +309,7 @@ def _visibility(query, key, is_causal, sliding_window, attention_mask) -> Visibi
     return visibility
 
 
-def _map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
+def map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
     """Apply `function(tensor, side)` to every tensor, where side is "query", "key" or "static"."""
     if weights is None:
         return None
@@ -325,12 +325,12 @@ def _map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | N
 
 
 def _to_dtype(weights: ComposeWeights | None, dtype: torch.dtype) -> ComposeWeights | None:
-    return _map_tensors(weights, lambda tensor, _: tensor.to(dtype))
+    return map_tensors(weights, lambda tensor, _: tensor.to(dtype))
 
 
 def _slice(weights: ComposeWeights | None, start: int, stop: int, first: int, last: int) -> ComposeWeights | None:
     ranges = {"query": slice(start, stop), "key": slice(first, last), "static": slice(None)}
-    return _map_tensors(weights, lambda tensor, side: tensor[..., ranges[side]])
+    return map_tensors(weights, lambda tensor, side: tensor[..., ranges[side]])
 
 
 def check_arguments(

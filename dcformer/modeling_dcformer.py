@@ -30,17 +30,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_visibility import Visibility
 from .cache_layout import compose_channels, pack, unpack
-from .composition import ComposeSide, ComposeWeights, composed_attention, composed_attention_reference
+from .composition import (
+    ComposeSide,
+    ComposeWeights,
+    composed_attention,
+    composed_attention_reference,
+    map_tensors,
+)
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 
-
-logger = logging.get_logger(__name__)
 
 # Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
 _VOCABULARY_MULTIPLE = 128
@@ -357,13 +361,11 @@ def _key_length(mask: "Tensor | Visibility") -> int:
 
 
 def _drop_first_keys(number: int, key: Tensor, value: Tensor, pre, post):
-    def drop(stage):
-        if stage is None or stage.key is None:
-            return stage
-        side = ComposeSide(*(None if tensor is None else tensor[..., number:] for tensor in stage.key))
-        return stage._replace(key=side)
-
-    return key[:, :, number:], value[:, :, number:], drop(pre), drop(post)
+    pre, post = (
+        map_tensors(stage, lambda tensor, side: tensor[..., number:] if side == "key" else tensor)
+        for stage in (pre, post)
+    )
+    return key[:, :, number:], value[:, :, number:], pre, post
 
 
 class DCFormerMLP(nn.Module):

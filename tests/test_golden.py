@@ -47,10 +47,11 @@ def load_jax(fixtures, name):
 
 
 def load_torch(fixtures, name, **kwargs):
+    """The model (with its loading report if `output_loading_info`), the tokens and the logits expected."""
     folder = fixtures / "golden" / "B_torch" / name
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs)
     arrays = np.load(folder / "io.npz")
-    return model, torch.tensor(arrays["tokens"]).long(), torch.tensor(arrays[TORCH_RUNS[name]])
+    return loaded, torch.tensor(arrays["tokens"]).long(), torch.tensor(arrays[TORCH_RUNS[name]])
 
 
 @torch.no_grad()
@@ -96,12 +97,8 @@ def test_compose_weights_of_the_first_layer(fixtures):
 @pytest.mark.parametrize("file_format", ["bin", "safetensors"])
 @pytest.mark.parametrize("name", TORCH_RUNS)
 def test_authors_files_load_without_a_report_and_match(fixtures, name, file_format):
-    model, tokens, expected = load_torch(fixtures, name, use_safetensors=file_format == "safetensors")
-    _, info = AutoModelForCausalLM.from_pretrained(
-        fixtures / "golden" / "B_torch" / name,
-        dtype=torch.float32,
-        use_safetensors=file_format == "safetensors",
-        output_loading_info=True,
+    (model, info), tokens, expected = load_torch(
+        fixtures, name, use_safetensors=file_format == "safetensors", output_loading_info=True
     )
     assert not any(info.values()), info
     torch.testing.assert_close(model(tokens).logits, expected, atol=TOLERANCE, rtol=0)
