@@ -1,0 +1,217 @@
+"""Arrays of a checkpoint, read box by box as torch tensors, wherever and however they are stored."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .pieces import Box
+from .stores import Store, first_sentence, import_tensorstore
+
+
+_ZARR_DTYPES = {
+    "<f4": torch.float32,
+    "<f2": torch.float16,
+    "<f8": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "<i4": torch.int32,
+    "<i8": torch.int64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+# Chunks are read together until they come to this much.
+_CELL_BYTES = 64 * 2**20
+
+
+class Leaf:
+    """
+    One array.
+
+    Attributes:
+        name (`str`): Its name in the checkpoint.
+        shape, dtype: Of the array, `dtype` a torch dtype.
+        chunk_shape: What is stored, and decoded, as one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunk_shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Raise ValueError unless everything is there that reading will need. Reads no data."""
+
+    def read(self, box: Box) -> Tensor:
+        """The elements of a box, with the box's shape."""
+        raise NotImplementedError
+
+    def cells(self, stack_axis: int | None = None) -> Iterator[Box]:
+        """
+        Boxes that cover the array, none of which cuts through a chunk: reading them one by one decodes every chunk
+        once. Small chunks are taken together, along `stack_axis` (which stacks layers) last.
+        """
+        cell = [max(1, size) for size in self.chunk_shape]
+        axes = [axis for axis in reversed(range(len(self.shape))) if axis != stack_axis]
+        for axis in axes + ([stack_axis] if stack_axis is not None else []):
+            fitting = _CELL_BYTES // (math.prod(cell) * self.dtype.itemsize)
+            cell[axis] *= max(1, min(fitting, -(-self.shape[axis] // cell[axis])))
+        ranges = [range(0, size, step) for size, step in zip(self.shape, cell)]
+        for starts in itertools.product(*ranges):
+            yield tuple((a, min(a + step, size)) for a, step, size in zip(starts, cell, self.shape))
+
+    def whole(self) -> Box:
+        return tuple((0, size) for size in self.shape)
+
+
+class ZarrLeaf(Leaf):
+    """An array that orbax wrote, as zarr 2 or 3, in a folder of its own or inside an OCDBT database."""
+
+    def __init__(self, name: str, store: Store, folder: str, files: list[str], *, ocdbt: bool = False, read_file=None):
+        """
+        Args:
+            name (`str`): Name of the array.
+            store (`Store`), folder (`str`): Where its files are.
+            files: Names of those files.
+            ocdbt (`bool`): They are entries of the OCDBT database in `store`.
+            read_file: Function from a file's name to its bytes.
+        """
+        self.name, self.where = name, store.describe(folder)
+        self.fingerprint = None if ocdbt else (lambda: store.fingerprint(folder))
+        self._files = set(files)
+        self._is_zarr3 = "zarr.json" in self._files
+        kvstore = store.spec(folder + "/")
+        if ocdbt:
+            kvstore = {"driver": "ocdbt", "base": store.spec(), "path": folder + "/"}
+        self._spec = {"driver": "zarr3" if self._is_zarr3 else "zarr", "kvstore": kvstore}
+        self.metadata_file = f"{self.where}/{'zarr.json' if self._is_zarr3 else '.zarray'}"
+        if not self._files & {".zarray", "zarr.json"}:
+            raise ValueError(f"{self.metadata_file} is missing, so {name} cannot be read; copy the checkpoint again.")
+        self._metadata = self._parse(read_file("zarr.json" if self._is_zarr3 else ".zarray"))
+        self.shape = tuple(self._metadata["shape"])
+        self.dtype = self._dtype()
+        self.chunk_shape = self._chunk_shape()
+
+    def _parse(self, text: bytes) -> dict:
+        try:
+            metadata = json.loads(text)
+            shape = metadata["shape"]
+            valid = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.metadata_file} is not valid zarr metadata; copy the checkpoint again.") from error
+        if not valid:
+            raise ValueError(f"{self.metadata_file} gives the shape {shape!r}; copy the checkpoint again.")
+        return metadata
+
+    def _dtype(self) -> torch.dtype:
+        name = self._metadata.get("data_type" if self._is_zarr3 else "dtype")
+        if not isinstance(name, str) or name not in _ZARR_DTYPES:
+            raise ValueError(
+                f"{self.metadata_file} gives the dtype {name!r}, which no parameter has; known are "
+                f"{', '.join(_ZARR_DTYPES)}."
+            )
+        return _ZARR_DTYPES[name]
+
+    def _chunk_shape(self) -> tuple[int, ...]:
+        try:
+            grid = self._metadata["chunk_grid"]["configuration"] if self._is_zarr3 else self._metadata
+            chunks = tuple(grid["chunk_shape" if self._is_zarr3 else "chunks"])
+            valid = len(chunks) == len(self.shape) and all(isinstance(size, int) and size > 0 for size in chunks)
+        except (KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise ValueError(f"{self.metadata_file} has no valid chunk shape; copy the checkpoint again.")
+        return chunks
+
+    def _chunk_files(self) -> Iterator[str]:
+        counts = [-(-size // step) for size, step in zip(self.shape, self.chunk_shape)]
+        prefix, separator = "", self._metadata.get("dimension_separator", ".")
+        if self._is_zarr3:
+            encoding = self._metadata.get("chunk_key_encoding", {"name": "default"})
+            is_default = encoding["name"] == "default"
+            separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
+            prefix = "c" + separator if is_default else ""
+        for index in itertools.product(*map(range, counts)):
+            yield prefix + separator.join(map(str, index)) if index else prefix.rstrip(separator) or "0"
+
+    def check(self) -> None:
+        # tensorstore reads a chunk that is not there as zeros.
+        for file in self._chunk_files():
+            if file not in self._files:
+                raise ValueError(
+                    f"{self.where}/{file} is missing: a chunk of {self.name} was lost; copy the checkpoint again."
+                )
+        self._array  # noqa: B018  opening it checks the metadata as a whole
+
+    @cached_property
+    def _array(self):
+        tensorstore = import_tensorstore()
+        try:
+            return tensorstore.open(self._spec, read=True).result()
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{self.metadata_file} cannot be used: {first_sentence(error)}") from error
+
+    def read(self, box: Box) -> Tensor:
+        region = tuple(slice(start, stop) for start, stop in box)
+        try:
+            values = self._array[region].read().result() if region else self._array.read().result()
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{self.name} cannot be read from {self.where}: {first_sentence(error)}; a chunk is truncated or "
+                "damaged, copy the checkpoint again."
+            ) from error
+        return from_numpy(values)
+
+
+class ArrayLeaf(Leaf):
+    """An array of an .npz or .npy file, read as a whole. `load` opens it without unpickling anything."""
+
+    def __init__(self, name: str, where: str, shape, dtype: np.dtype, load):
+        self.name, self.where, self.shape = name, where, tuple(shape)
+        if dtype.name not in ("float32", "float16", "float64", "bfloat16", "int32", "int64"):
+            raise ValueError(f"{where} holds {name} as {dtype.name}, which no parameter has.")
+        self.dtype = from_numpy(np.zeros(0, dtype)).dtype
+        self.chunk_shape = self.shape
+        self._load = load
+
+    def read(self, box: Box) -> Tensor:
+        try:
+            values = self._load()
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{self.name} cannot be read from {self.where}: {error}; copy the file again.") from error
+        return from_numpy(np.ascontiguousarray(values[tuple(slice(*interval) for interval in box)]))
+
+
+class TensorLeaf(Leaf):
+    """A tensor of a torch or safetensors file; `load` maps it into memory."""
+
+    def __init__(self, name: str, where: Path, shape, dtype: torch.dtype, load):
+        self.name, self.where, self.shape, self.dtype = name, str(where), tuple(shape), dtype
+        self.chunk_shape = self.shape
+        self._load = load
+
+    def read(self, box: Box) -> Tensor:
+        return self._load()[tuple(slice(*interval) for interval in box)]
+
+
+def from_numpy(values: np.ndarray) -> Tensor:
+    """A tensor over the array's memory; ml_dtypes' bfloat16, which torch does not know, is reinterpreted."""
+    if not values.flags.writeable:
+        values = values.copy()
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)

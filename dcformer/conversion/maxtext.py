@@ -1,0 +1,118 @@
+"""MaxText checkpoints to plans: the arrays of an orbax checkpoint, matched with the parameters of a model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .mapping import MAXTEXT_ROWS, axis_sizes, part_offset, piece_for
+from .maxtext_architecture import MaxTextTree, TrainConfig, infer_config, parameter_root, read_tree
+from .orbax_checkpoint import open_orbax
+from .plan import Plan, complete
+
+
+# Top-level entries of a training state that are no parameters.
+_STATE = {
+    "opt_state": "optimizer state",
+    "step": "step counter, in the report",
+    "rng": "random state",
+    "dropout_rng": "random state",
+}
+
+
+def plan_maxtext(
+    source: str | os.PathLike,
+    *,
+    step: int | None = None,
+    train_config: str | os.PathLike | None = None,
+    dtype: str = "keep",
+) -> Plan:
+    """
+    Plan the conversion of a MaxText checkpoint.
+
+    Args:
+        source: Run, step or item folder; local, `gs://` or `s3://`.
+        step (`int`, *optional*): Step of a run folder. None: the latest.
+        train_config (*optional*): The run's training YAML, for what the arrays cannot tell.
+        dtype (`str`): Of the parameters; `"keep"` for that of each array.
+
+    Raises:
+        FileNotFoundError, ValueError: if the checkpoint cannot be converted whole; the message says why.
+    """
+    train = TrainConfig(None if train_config is None else Path(train_config))
+    checkpoint = open_orbax(source, step)
+    where = checkpoint.store.location
+    names = checkpoint.names()
+    root = parameter_root(names, where)
+    ignored = {}
+    leaves = {}
+    for name in names:
+        state = name.split(".")[0]
+        if state in _STATE and not (root and name.startswith(root)):
+            ignored[name] = _STATE[state]
+        elif name.startswith(root):
+            leaves[name] = checkpoint.leaf(name)
+        else:
+            raise ValueError(f"{where} holds {name!r}, which is neither below {root!r} nor optimizer state.")
+    tree = read_tree(leaves, root, where, _stack_axis(train))
+    config, origins = infer_config(tree, train)
+    plan = Plan(
+        config,
+        leaves,
+        [],
+        {"format": f"MaxText ({checkpoint.format})", "location": where, "step": checkpoint.step},
+        stack_axis=tree.stack_axis,
+        ignored=ignored,
+        origins=origins,
+    )
+    plan.ignored.update({f"item {item}/": "another item of the step" for item in checkpoint.other_items})
+    _add_pieces(plan, tree)
+    for key in ("query_wise", "key_wise"):
+        if train.get(key, (bool,), True) is False:
+            plan.ignored[f"{key}: false in {Path(train.path).name}"] = "the authors' JAX code does not read this key"
+    return complete(plan, dtype)
+
+
+def _stack_axis(train: TrainConfig) -> int:
+    axis = train.get("param_scan_axis", (int,), 1)
+    if axis not in (0, 1):
+        raise ValueError(f"param_scan_axis in {str(train.path)!r} must be 0 or 1, got {axis}.")
+    return axis
+
+
+def _add_pieces(plan: Plan, tree: MaxTextTree) -> None:
+    """Every piece, parameter kind by parameter kind, so that what fills one parameter is read together."""
+    config, sizes = plan.config, axis_sizes(plan.config)
+    n = tree.layers_per_block
+    stacked = tree.stack_axis is not None
+    order = {row: position for position, row in enumerate(MAXTEXT_ROWS)}
+    for name, entry in sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0])):
+        if not config.composes_heads and ".AttentionOp_0." in name:
+            plan.unused.append(name)
+            plan.ignored[name] = f"pre_compose and post_compose are off; kept in {_unused_file()} for the way back"
+            continue
+        for row in entry.rows:
+            if not row.per_layer:
+                plan.pieces.append(piece_for(row, name, row.parameter, sizes))
+                continue
+            blocks = range(sizes_of_stack(tree)) if stacked else [entry.block]
+            for block in blocks:
+                parameter = f"model.layers.{block * n + entry.sub}.{row.parameter}"
+                stack_index = block if stacked else 0
+                plan.pieces.append(piece_for(row, name, parameter, sizes, tree.stack_axis, stack_index))
+    if config.composes_heads and config.compose_static and not (config.compose_pre and config.compose_post):
+        # JAX has no static matrix for a stage that is off; ours holds both, and never reads that one.
+        half = part_offset("post", sizes)
+        run = (0, half) if not config.compose_pre else (half, 2 * half)
+        for layer in range(config.num_hidden_layers):
+            plan.zeros[f"model.layers.{layer}.self_attn.compose.static_weight"] = [run]
+
+
+def sizes_of_stack(tree: MaxTextTree) -> int:
+    return tree.num_layers // tree.layers_per_block
+
+
+def _unused_file() -> str:
+    from .plan import UNUSED_FILE
+
+    return UNUSED_FILE

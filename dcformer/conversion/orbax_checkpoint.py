@@ -1,0 +1,213 @@
+"""Finding and listing orbax checkpoints: which step, which item, which arrays. Nothing of JAX is needed.
+
+orbax writes a run folder with one folder per step; in it one folder per item (`state` in the authors' runs, `default`
+before May 2024, none when a tree is saved on its own); in that, every leaf as a zarr array, in a folder of its own
+named by its dotted path, or all of them inside one OCDBT database.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .leaves import ZarrLeaf
+from .stores import Store, first_sentence, import_tensorstore
+
+
+# Items are tried in this order when a step holds several with parameters.
+_ITEM_ORDER = ("state", "default", "items", "params")
+_STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
+
+
+@dataclass
+class OrbaxCheckpoint:
+    """
+    One item of one step.
+
+    Attributes:
+        store (`Store`): The item's folder.
+        step (`int`, *optional*): Number of the step folder it lies in.
+        other_items: Further items of the step, which are not read.
+    """
+
+    store: Store
+    step: int | None = None
+    other_items: list[str] = field(default_factory=list)
+
+    @cached_property
+    def is_ocdbt(self) -> bool:
+        return self.store.has("manifest.ocdbt")
+
+    @property
+    def format(self) -> str:
+        zarr3 = any(file == "zarr.json" for files in self._files.values() for file in files)
+        return f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if zarr3 else 'zarr 2'}"
+
+    @cached_property
+    def declared(self) -> list[str]:
+        """Names of the arrays that the item's `_METADATA` lists, if it has one."""
+        if not self.store.has("_METADATA"):
+            return []
+        where = self.store.describe("_METADATA")
+        try:
+            entries = json.loads(self.store.read("_METADATA"))["tree_metadata"].values()
+            return [
+                ".".join(str(key["key"]) for key in entry["key_metadata"])
+                for entry in entries
+                if not entry.get("value_metadata", {}).get("skip_deserialize", False)
+                and entry.get("value_metadata", {}).get("value_type") not in ("Dict", "None", "List", "Tuple")
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where} is not valid JSON of orbax; copy the checkpoint again.") from error
+
+    @cached_property
+    def _files(self) -> dict[str, list[str]]:
+        """Array -> its files."""
+        if self.is_ocdbt:
+            grouped: dict[str, list[str]] = {}
+            for key in self._ocdbt_keys():
+                name, _, file = key.partition("/")
+                grouped.setdefault(name, []).append(file)
+            return grouped
+        folders = [name for name in self.store.children() if self.store.is_folder(name)]
+        listed = {name: self.store.names(name) for name in folders}
+        declared = set(self.declared)
+        return {
+            name: files
+            for name, files in listed.items()
+            if name in declared or ".zarray" in files or "zarr.json" in files or name.startswith("params.")
+        }
+
+    @cached_property
+    def _kvstore(self):
+        tensorstore = import_tensorstore()
+        return tensorstore.KvStore.open({"driver": "ocdbt", "base": self.store.spec()}).result()
+
+    def _ocdbt_keys(self) -> list[str]:
+        try:
+            return [key.decode() for key in self._kvstore.list().result()]
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"The OCDBT database in {self.store.location} cannot be read: {first_sentence(error)}; copy the "
+                "checkpoint again."
+            ) from error
+
+    def names(self) -> list[str]:
+        """All arrays, the declared and the stored ones, sorted."""
+        return sorted({*self._files, *self.declared})
+
+    def leaf(self, name: str) -> ZarrLeaf:
+        """
+        Raises:
+            ValueError: if the array is declared but not there, or its metadata are damaged.
+        """
+        if name not in self._files:
+            raise ValueError(
+                f"{self.store.describe(name)} is missing although {self.store.describe('_METADATA')} lists it; copy "
+                "the checkpoint again."
+            )
+
+        def read_file(file: str) -> bytes:
+            if not self.is_ocdbt:
+                return self.store.read(f"{name}/{file}")
+            try:
+                return bytes(self._kvstore.read(f"{name}/{file}").result().value)
+            except (ValueError, OSError) as error:
+                raise ValueError(
+                    f"The OCDBT database in {self.store.location} cannot be read: {first_sentence(error)}; copy the "
+                    "checkpoint again."
+                ) from error
+
+        return ZarrLeaf(name, self.store, name, self._files[name], ocdbt=self.is_ocdbt, read_file=read_file)
+
+
+def open_orbax(location, step: int | None = None) -> OrbaxCheckpoint:
+    """
+    Find the checkpoint that a location means.
+
+    Args:
+        location: A run folder (or the one above its `checkpoints`), a step folder or an item folder; local or remote.
+        step (`int`, *optional*): The step to take from a run folder. None: the latest that is complete.
+
+    Raises:
+        FileNotFoundError: if the location or the step does not exist.
+        ValueError: if there is no orbax checkpoint there.
+    """
+    store = Store(location)
+    found = _as_item(store) or _as_step(store) or _as_run(store, step)
+    if found is None and store.is_folder("checkpoints"):
+        found = _as_run(store.below("checkpoints"), step)
+    if found is None:
+        raise ValueError(
+            f"{str(location)!r} is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or zarr arrays and "
+            "no step folders; give the run's checkpoints folder, one step or one item of it."
+        )
+    if step is not None and found.step != step:
+        raise FileNotFoundError(f"{str(location)!r} is step {found.step}, not {step}; give the run's folder.")
+    return found
+
+
+def _is_item(store: Store) -> bool:
+    if store.has("_METADATA") or store.has("manifest.ocdbt"):
+        return True
+    return any(store.has(f"{name}/{file}") for name in store.children() for file in (".zarray", "zarr.json"))
+
+
+def _step_number(name: str) -> int | None:
+    match = _STEP_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def _as_item(store: Store) -> OrbaxCheckpoint | None:
+    if not _is_item(store):
+        return None
+    own, *above = store.location.rsplit("/", 2)[::-1][:2]
+    step = _step_number(own)
+    if step is None and above:
+        step = _step_number(above[0])
+    return OrbaxCheckpoint(store, step)
+
+
+def _as_step(store: Store) -> OrbaxCheckpoint | None:
+    """A step folder: its item with parameters."""
+    items = [name for name in store.children() if store.is_folder(name) and _step_number(name) is None]
+    items = [name for name in items if ".orbax-checkpoint-tmp" not in name and _is_item(store.below(name))]
+    if not items:
+        return None
+    items.sort(key=lambda name: (_ITEM_ORDER.index(name) if name in _ITEM_ORDER else len(_ITEM_ORDER), name))
+    candidates = [OrbaxCheckpoint(store.below(name), _step_number(store.name)) for name in items]
+    chosen = next((c for c in candidates if any("token_embedder" in name for name in c.names())), candidates[0])
+    chosen.other_items = [name for name in items if name != chosen.store.name]
+    return chosen
+
+
+def _as_run(store: Store, step: int | None) -> OrbaxCheckpoint | None:
+    """A run folder: the step asked for, or the latest complete one."""
+    folders = {
+        number: name
+        for name in store.children()
+        if (number := _step_number(name)) is not None and store.is_folder(name)
+    }
+    # Where finished steps carry this file, one without it was interrupted.
+    committed = {number for number, name in folders.items() if store.has(f"{name}/commit_success.txt")}
+    if not store.is_local and committed:
+        folders = {number: folders[number] for number in committed}
+    if not folders:
+        return None
+    if step is None:
+        step = max(folders)
+    if step not in folders:
+        raise FileNotFoundError(
+            f"{store.location!r} has no step {step}; there are {', '.join(map(str, sorted(folders)))}."
+        )
+    below = store.below(folders[step])
+    found = _as_step(below) or _as_item(below)
+    if found is None:
+        raise ValueError(
+            f"Step {step}, {below.location!r}, is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or "
+            "zarr arrays; choose another with --step."
+        )
+    found.step = step
+    return found

@@ -1,0 +1,120 @@
+"""A piece: one block of a source array and the place it has in a parameter. The only arithmetic of a conversion.
+
+A piece selects a box of a source leaf, puts the leaf's axes into the order in which the parameter holds them, and
+fills a contiguous run of the parameter. That is all any layout difference comes down to (fused projections, transposed
+kernels, stacked layers), and it reads the same both ways: `write_to_parameter` and `write_to_leaf` are inverses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+# A box of an array: (start, stop) per axis.
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """
+    Args:
+        leaf (`str`): Name of the source array.
+        box: The part of the leaf that this piece carries.
+        order: The leaf's axes in the parameter's order. Axes that are missing have length 1 in the box (one layer of a
+            stack, one of two fused matrices).
+        parameter (`str`): Name of the parameter.
+        offset (`int`): First element of the parameter, in row-major order, that the piece fills.
+        transform (`str`): The same in words, for the report.
+    """
+
+    leaf: str
+    box: Box
+    order: tuple[int, ...]
+    parameter: str
+    offset: int
+    transform: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the piece's axes in the parameter's order."""
+        return tuple(self.box[axis][1] - self.box[axis][0] for axis in self.order)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def overlap(self, box: Box) -> Box | None:
+        """The part of `box` (in the leaf's coordinates) that belongs to this piece, or None."""
+        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.box, box))
+        return common if all(start < stop for start, stop in common) else None
+
+    def _target(self, parameter: Tensor, common: Box) -> Tensor:
+        """The elements of a flat parameter that `common` fills, with axes in the parameter's order."""
+        view = parameter[self.offset : self.offset + self.size].view(self.shape)
+        return view[tuple(slice(common[a][0] - self.box[a][0], common[a][1] - self.box[a][0]) for a in self.order)]
+
+    def turned(self, values: Tensor, box: Box) -> tuple[Tensor, Box] | None:
+        """
+        The elements of `values`, which hold `box` of the leaf, that belong to this piece, with axes in the parameter's
+        order; and their box. None if there are none.
+        """
+        common = self.overlap(box)
+        if common is None:
+            return None
+        block = values[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box))]
+        sizes = [common[axis][1] - common[axis][0] for axis in self.order]
+        kept = sorted(self.order)
+        # Copying the rows together first and turning two axes only is what torch has a fast loop for.
+        block = block.reshape([block.shape[axis] for axis in kept])
+        order = [kept.index(axis) for axis in self.order]
+        split = order[0] if order else 0
+        if order == list(range(split, len(order))) + list(range(split)):
+            rows = math.prod(block.shape[:split])
+            return block.contiguous().view(rows, -1).t().contiguous().view(sizes), common
+        return block.permute(order), common
+
+    def write_to_parameter(self, values: Tensor, box: Box, parameter: Tensor) -> float | None:
+        """
+        Copy what `values`, which hold `box` of the leaf, contribute into a flat parameter, casting if need be.
+
+        Returns:
+            The largest absolute rounding error of the cast, 0.0 without one; None if the box has no part in this piece.
+
+        Raises:
+            ValueError: if a finite value overflows the parameter's dtype.
+        """
+        turned = self.turned(values, box)
+        if turned is None:
+            return None
+        block, common = turned
+        target = self._target(parameter, common)
+        target.copy_(block)
+        return 0.0 if block.dtype == target.dtype else _rounding_error(block, target, self.leaf)
+
+    def write_to_leaf(self, parameter: Tensor, values: Tensor, box: Box) -> None:
+        """Copy what a flat parameter holds of this piece into `values`, which hold `box` of the leaf."""
+        common = self.overlap(box)
+        if common is None:
+            return
+        block = self._target(parameter, common)
+        kept = sorted(self.order)
+        block = block.permute([self.order.index(axis) for axis in kept])
+        view = values[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box))]
+        view.copy_(block.reshape(view.shape))
+
+
+def _rounding_error(exact: Tensor, rounded: Tensor, leaf: str) -> float:
+    error = (exact.double() - rounded.double()).abs()
+    finite = exact.isfinite()
+    if not torch.isfinite(error[finite]).all():
+        largest = exact[finite].abs().max().item()
+        raise ValueError(
+            f"{leaf} holds {largest:.4g}, which overflows {str(rounded.dtype).removeprefix('torch.')}; "
+            "convert with --dtype bfloat16, float32 or keep."
+        )
+    return error[finite].max().item() if finite.any() else 0.0
