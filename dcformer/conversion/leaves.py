@@ -56,6 +56,10 @@ class Leaf:
     def check(self) -> None:
         """Raise ValueError unless everything is there that reading will need. Reads no data."""
 
+    def fingerprint(self) -> list:
+        """What tells that the stored array is still the same one."""
+        raise NotImplementedError
+
     def read(self, box: Box) -> Tensor:
         """The elements of a box, with the box's shape."""
         raise NotImplementedError
@@ -91,7 +95,7 @@ class ZarrLeaf(Leaf):
             read_file: Function from a file's name to its bytes.
         """
         self.name, self.where = name, store.describe(folder)
-        self.fingerprint = None if ocdbt else (lambda: store.fingerprint(folder))
+        self._store, self._folder = store, "" if ocdbt else folder
         self._files = set(files)
         self._is_zarr3 = "zarr.json" in self._files
         kvstore = store.spec(folder + "/")
@@ -148,6 +152,9 @@ class ZarrLeaf(Leaf):
         for index in itertools.product(*map(range, counts)):
             yield prefix + separator.join(map(str, index)) if index else prefix.rstrip(separator) or "0"
 
+    def fingerprint(self) -> list:
+        return self._store.fingerprint(self._folder)
+
     def check(self) -> None:
         # tensorstore reads a chunk that is not there as zeros.
         for file in self._chunk_files():
@@ -188,6 +195,9 @@ class ArrayLeaf(Leaf):
         self.chunk_shape = self.shape
         self._load = load
 
+    def fingerprint(self) -> list:
+        return file_fingerprint(self.where)
+
     def read(self, box: Box) -> Tensor:
         try:
             values = self._load()
@@ -204,8 +214,16 @@ class TensorLeaf(Leaf):
         self.chunk_shape = self.shape
         self._load = load
 
+    def fingerprint(self) -> list:
+        return file_fingerprint(self.where)
+
     def read(self, box: Box) -> Tensor:
         return self._load()[tuple(slice(*interval) for interval in box)]
+
+
+def file_fingerprint(path: str) -> list:
+    stat = Path(path).stat()
+    return [path, stat.st_size, stat.st_mtime_ns]
 
 
 def from_numpy(values: np.ndarray) -> Tensor:

@@ -8,7 +8,8 @@ kernels, stacked layers), and it reads the same both ways: `write_to_parameter` 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,14 +49,28 @@ class Piece:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def strips(self, most: int) -> Iterator[Piece]:
+        """The piece in parts of at most `most` elements (or one row), along the first axis of the parameter's order."""
+        if not self.order or self.size <= most:
+            yield self
+            return
+        axis = self.order[0]
+        start, stop = self.box[axis]
+        row = self.size // (stop - start)
+        step = max(1, most // row)
+        for first in range(start, stop, step):
+            box = list(self.box)
+            box[axis] = (first, min(first + step, stop))
+            yield replace(self, box=tuple(box), offset=self.offset + (first - start) * row)
+
     def overlap(self, box: Box) -> Box | None:
         """The part of `box` (in the leaf's coordinates) that belongs to this piece, or None."""
         common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.box, box))
         return common if all(start < stop for start, stop in common) else None
 
-    def _target(self, parameter: Tensor, common: Box) -> Tensor:
-        """The elements of a flat parameter that `common` fills, with axes in the parameter's order."""
-        view = parameter[self.offset : self.offset + self.size].view(self.shape)
+    def _target(self, run: Tensor, common: Box) -> Tensor:
+        """The elements of this piece's run of a parameter that `common` fills, with axes in the parameter's order."""
+        view = run.view(self.shape)
         return view[tuple(slice(common[a][0] - self.box[a][0], common[a][1] - self.box[a][0]) for a in self.order)]
 
     def turned(self, values: Tensor, box: Box) -> tuple[Tensor, Box] | None:
@@ -78,9 +93,10 @@ class Piece:
             return block.contiguous().view(rows, -1).t().contiguous().view(sizes), common
         return block.permute(order), common
 
-    def write_to_parameter(self, values: Tensor, box: Box, parameter: Tensor) -> float | None:
+    def write_to_parameter(self, values: Tensor, box: Box, run: Tensor) -> float | None:
         """
-        Copy what `values`, which hold `box` of the leaf, contribute into a flat parameter, casting if need be.
+        Copy what `values`, which hold `box` of the leaf, contribute to a parameter, casting if need be. `run` is the
+        part of the flat parameter that this piece fills: `size` elements from `offset`.
 
         Returns:
             The largest absolute rounding error of the cast, 0.0 without one; None if the box has no part in this piece.
@@ -92,16 +108,16 @@ class Piece:
         if turned is None:
             return None
         block, common = turned
-        target = self._target(parameter, common)
+        target = self._target(run, common)
         target.copy_(block)
         return 0.0 if block.dtype == target.dtype else _rounding_error(block, target, self.leaf)
 
-    def write_to_leaf(self, parameter: Tensor, values: Tensor, box: Box) -> None:
-        """Copy what a flat parameter holds of this piece into `values`, which hold `box` of the leaf."""
+    def write_to_leaf(self, run: Tensor, values: Tensor, box: Box) -> None:
+        """The inverse: copy from this piece's run of a parameter into `values`, which hold `box` of the leaf."""
         common = self.overlap(box)
         if common is None:
             return
-        block = self._target(parameter, common)
+        block = self._target(run, common)
         kept = sorted(self.order)
         block = block.permute([self.order.index(axis) for axis in kept])
         view = values[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box))]

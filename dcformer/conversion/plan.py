@@ -61,7 +61,7 @@ class Plan:
         ignored: Source arrays that are not read, with the reason.
         origins: Where each configuration value comes from.
         source: Format, location and step, for the report.
-        extra_files: Files to put beside the weights, name -> source path.
+        unused: Source arrays that the model has no use for but that are kept in a file of their own.
     """
 
     config: DCFormerConfig
@@ -92,7 +92,8 @@ class Plan:
         spec = self.parameters[parameter]
         values = torch.zeros(spec.size, dtype=spec.dtype)
         for piece in self.by_parameter()[parameter]:
-            piece.write_to_parameter(self.leaves[piece.leaf].read(piece.box), piece.box, values)
+            run = values[piece.offset : piece.offset + piece.size]
+            piece.write_to_parameter(self.leaves[piece.leaf].read(piece.box), piece.box, run)
         return values.view(spec.shape)
 
 

@@ -1,0 +1,304 @@
+"""Writing sharded safetensors piece by piece, in any order, with memory for one source chunk, and resuming.
+
+The safetensors library writes a file from tensors that are all in memory. Here the header, which is known before any
+data, is written first, the file is allocated, and pieces are copied to where they belong as they are read. A shard is
+finished when all of its tensors are complete and hashed; a note beside it then says so, and a later run takes it over
+after checking the hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .leaves import Leaf
+from .pieces import Box, Piece
+from .plan import Parameter, Plan
+
+
+PROGRESS_FOLDER = ".progress"
+INDEX_FILE = "model.safetensors.index.json"
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+# Largest part of a parameter that is copied, mapped into memory or hashed at a time.
+_STRIP_BYTES = 64 * 2**20
+# Source chunks in flight come to no more than this, unless a single one is larger.
+_READ_AHEAD_BYTES = 256 * 2**20
+
+
+@dataclass
+class Written:
+    """What is in a finished file for one parameter."""
+
+    file: str
+    sha256: str
+    rounding_error: float
+
+
+@dataclass
+class Shard:
+    """One safetensors file: its parameters with their first byte, and its header."""
+
+    file: str
+    offsets: dict[str, int]
+    header: bytes
+    size: int
+
+
+def shard_layout(parameters: dict[str, Parameter], max_shard_bytes: int) -> list[Shard]:
+    """Distribute parameters over files, in order, none larger than asked for unless a single parameter is."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in parameters.items():
+        if spec.file is not None:
+            continue
+        if groups[-1] and filled + spec.nbytes > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += spec.nbytes
+    files = ["model.safetensors"]
+    if len(groups) > 1:
+        files = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    shards = [_shard(file, names, parameters) for file, names in zip(files, groups)]
+    others: dict[str, list[str]] = {}
+    for name, spec in parameters.items():
+        if spec.file is not None:
+            others.setdefault(spec.file, []).append(name)
+    return shards + [_shard(file, names, parameters) for file, names in others.items()]
+
+
+def _shard(file: str, names: list[str], parameters: dict[str, Parameter]) -> Shard:
+    names = sorted(names, key=lambda name: -parameters[name].dtype.itemsize)  # keeps every tensor aligned
+    entries: dict = {"__metadata__": {"format": "pt"}}
+    relative, position = {}, 0
+    for name in names:
+        spec = parameters[name]
+        relative[name] = position
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [position, position + spec.nbytes],
+        }
+        position += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    return Shard(file, {name: len(header) + start for name, start in relative.items()}, header, len(header) + position)
+
+
+class ShardWriter:
+    """
+    Writes the parameters of a plan into a folder.
+
+    Args:
+        plan (`Plan`): Complete.
+        folder (`Path`): Where the files go; what an interrupted run of the same plan left there is taken over.
+        max_shard_bytes (`int`): Size of a file.
+        advance: Called with the number of source bytes done, from several threads.
+        workers (`int`): Chunks read and written at the same time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        max_shard_bytes: int,
+        advance: Callable[[int], None] = lambda nbytes: None,
+        workers: int = 4,
+    ):
+        self.plan, self.folder, self.workers, self._advance = plan, folder, workers, advance
+        self.shards = shard_layout(plan.parameters, max_shard_bytes)
+        self.written: dict[str, Written] = {}
+        self._shard_of = {name: shard for shard in self.shards for name in shard.offsets}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._remaining = {name: sum(piece.size for piece in ps) for name, ps in plan.by_parameter().items()}
+        self._rounding = dict.fromkeys(plan.parameters, 0.0)
+
+    def resume(self) -> int:
+        """Take over the finished files of an earlier run whose hashes are right; returns how many."""
+        return sum(self._take_over(shard) for shard in self.shards)
+
+    def missing_bytes(self) -> int:
+        """Disk space that is still needed."""
+        return sum(shard.size for shard in self.shards if not self._is_done(shard))
+
+    def _is_done(self, shard: Shard) -> bool:
+        return all(name in self.written for name in shard.offsets)
+
+    def _note(self, shard: Shard) -> Path:
+        return self.folder / PROGRESS_FOLDER / f"{shard.file}.json"
+
+    def _take_over(self, shard: Shard) -> bool:
+        path, note = self.folder / shard.file, self._note(shard)
+        if not note.is_file() or not path.is_file() or path.stat().st_size != shard.size:
+            return False
+        records = json.loads(note.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            if file.read(len(shard.header)) != shard.header:
+                return False
+        if any(self._hash(shard, name) != records[name]["sha256"] for name in shard.offsets):
+            return False
+        for name in shard.offsets:
+            self.written[name] = Written(shard.file, **records[name])
+        return True
+
+    def run(self) -> dict[str, Written]:
+        """
+        Write everything that is not there yet.
+
+        Raises:
+            ValueError: if an array cannot be read or does not fit its dtype.
+            OSError: if the disk is full.
+        """
+        for shard in self.shards:
+            if not self._is_done(shard):
+                self._allocate(shard)
+        jobs = list(self._jobs())
+        budget = _Budget(_READ_AHEAD_BYTES)
+        with ThreadPoolExecutor(self.workers) as pool:
+            futures = [pool.submit(self._work, budget, *job) for job in jobs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                self._stopped.set()
+                for future in futures:
+                    future.cancel()
+                raise
+        return self.written
+
+    def _allocate(self, shard: Shard) -> None:
+        """Write the header and reserve the space: writing to mapped memory on a full disk would end the process."""
+        self._note(shard).unlink(missing_ok=True)
+        with (self.folder / shard.file).open("wb") as file:
+            file.write(shard.header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, shard.size)
+            else:
+                file.truncate(shard.size)
+
+    def _jobs(self):
+        """(leaf, box, strips of its pieces) for every box to read; nothing for what an earlier run finished."""
+        for name, pieces in self.plan.by_leaf().items():
+            leaf = self.plan.leaves[name]
+            pieces = [piece for piece in pieces if piece.parameter not in self.written]
+            if not pieces:
+                self._advance(leaf.nbytes)
+                continue
+            strips = [
+                strip
+                for piece in pieces
+                for strip in piece.strips(_STRIP_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
+            ]
+            for box in leaf.cells(self.plan.stack_axis):
+                yield leaf, box, strips
+
+    def _work(self, budget: _Budget, leaf: Leaf, box: Box, strips: list[Piece]) -> None:
+        nbytes = int(np.prod([stop - start for start, stop in box])) * leaf.dtype.itemsize
+        with budget.take(2 * nbytes):  # as stored and decoded
+            if self._stopped.is_set():
+                return
+            if any(strip.overlap(box) for strip in strips):
+                values = leaf.read(box)
+                for strip in strips:
+                    self._write(strip, values, box)
+        self._advance(nbytes)
+
+    def _write(self, strip: Piece, values: Tensor, box: Box) -> None:
+        common = strip.overlap(box)
+        if common is None:
+            return
+        shard, spec = self._shard_of[strip.parameter], self.plan.parameters[strip.parameter]
+        start = shard.offsets[strip.parameter] + strip.offset * spec.dtype.itemsize
+        run = np.memmap(
+            self.folder / shard.file, np.uint8, mode="r+", offset=start, shape=(strip.size * spec.dtype.itemsize,)
+        )
+        error = strip.write_to_parameter(values, box, torch.from_numpy(run).view(spec.dtype))
+        del run
+        size = int(np.prod([stop - start for start, stop in common]))
+        with self._lock:
+            self._rounding[strip.parameter] = max(self._rounding[strip.parameter], error)
+            self._remaining[strip.parameter] -= size
+            is_complete = self._remaining[strip.parameter] == 0
+        if is_complete:
+            self._complete(shard, strip.parameter)
+
+    def _complete(self, shard: Shard, name: str) -> None:
+        record = Written(shard.file, self._hash(shard, name), self._rounding[name])
+        with self._lock:
+            self.written[name] = record
+            if not self._is_done(shard):
+                return
+        notes = {
+            name: {"sha256": self.written[name].sha256, "rounding_error": self.written[name].rounding_error}
+            for name in shard.offsets
+        }
+        note = self._note(shard)
+        unfinished = note.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(notes), encoding="utf-8")
+        unfinished.replace(note)
+
+    def _hash(self, shard: Shard, name: str) -> str:
+        """Of the bytes that are in the file."""
+        digest, left = hashlib.sha256(), self.plan.parameters[name].nbytes
+        with (self.folder / shard.file).open("rb", buffering=0) as file:
+            file.seek(shard.offsets[name])
+            buffer = memoryview(bytearray(min(left, _STRIP_BYTES // 8)))
+            while left > 0:
+                count = file.readinto(buffer[: min(left, len(buffer))])
+                if not count:
+                    raise OSError(f"{self.folder / shard.file} is shorter than it was written.")
+                digest.update(buffer[:count])
+                left -= count
+        return digest.hexdigest()
+
+    def index(self) -> dict | None:
+        """Content of the index file; None if one file holds everything."""
+        weights = {name: shard.file for shard in self.shards for name in shard.offsets}
+        weights = {name: file for name, file in weights.items() if self.plan.parameters[name].file is None}
+        if len(set(weights.values())) == 1:
+            return None
+        total = sum(self.plan.parameters[name].nbytes for name in weights)
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+
+
+class _Budget:
+    """Lets threads take bytes as long as they last; one that wants more than there are in all waits to be alone."""
+
+    def __init__(self, total: int):
+        self._total, self._taken, self._condition = total, 0, threading.Condition()
+
+    def take(self, amount: int):
+        budget = self
+
+        class Taken:
+            def __enter__(self):
+                with budget._condition:
+                    budget._condition.wait_for(lambda: budget._taken == 0 or budget._taken + amount <= budget._total)
+                    budget._taken += amount
+
+            def __exit__(self, *exception):
+                with budget._condition:
+                    budget._taken -= amount
+                    budget._condition.notify_all()
+
+        return Taken()

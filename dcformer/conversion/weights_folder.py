@@ -1,0 +1,129 @@
+"""The weight files of a Transformers folder, safetensors or torch, whole or sharded, as arrays that are read lazily."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .leaves import TensorLeaf
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# In the order in which Transformers looks for them.
+_SINGLE_AND_INDEX = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """
+    The files that hold a folder's weights.
+
+    Raises:
+        FileNotFoundError: if there are none, or one that the index names is missing.
+        ValueError: if the index is damaged or points outside its folder.
+    """
+    for single, index in _SINGLE_AND_INDEX:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _indexed(folder, folder / index)
+    raise FileNotFoundError(
+        f"{str(folder)!r} holds no weights: there is none of {', '.join(n for pair in _SINGLE_AND_INDEX for n in pair)}."
+    )
+
+
+def _indexed(folder: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not a valid index of weights; copy or download it again.") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ValueError(f"{index} names the file {name!r}, which is not in its own folder; refusing to read it.")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{index} names {name!r}, which is missing; copy or download it again.")
+    return [folder / name for name in names]
+
+
+def open_weights(folder: str | Path) -> dict[str, TensorLeaf]:
+    """
+    Every tensor of a folder, by name. No pickle is unpickled beyond tensors.
+
+    Raises:
+        FileNotFoundError, ValueError: as `weight_files`, or if a file is damaged or two files hold the same name.
+    """
+    leaves: dict[str, TensorLeaf] = {}
+    for path in weight_files(Path(folder)):
+        listing = _list_safetensors if path.suffix == ".safetensors" else _list_torch
+        for leaf in listing(path):
+            if leaf.name in leaves:
+                raise ValueError(f"{leaf.name} is in {leaves[leaf.name].where} and in {path}; remove one of the two.")
+            leaves[leaf.name] = leaf
+    return leaves
+
+
+def _list_safetensors(path: Path) -> list[TensorLeaf]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            described = {name: (piece.get_shape(), piece.get_dtype()) for name, piece in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(damaged(path, error)) from error
+    return [
+        SafetensorsLeaf(name, path, shape, _SAFETENSORS_DTYPES.get(dtype, torch.float32))
+        for name, (shape, dtype) in described.items()
+    ]
+
+
+class SafetensorsLeaf(TensorLeaf):
+    """A tensor of a safetensors file, opened for every read so that no mapped pages pile up."""
+
+    def __init__(self, name: str, where: Path, shape, dtype: torch.dtype):
+        super().__init__(name, where, shape, dtype, None)
+
+    def read(self, box) -> Tensor:
+        with safe_open(self.where, framework="pt") as file:
+            if not self.shape:
+                return file.get_tensor(self.name)
+            return file.get_slice(self.name)[tuple(slice(*interval) for interval in box)]
+
+
+def _list_torch(path: Path) -> list[TensorLeaf]:
+    state = _load_torch(path)
+    if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
+        raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
+
+    def loader(name: str):
+        return lambda: _load_torch(path)[name]
+
+    return [TensorLeaf(name, path, values.shape, values.dtype, loader(name)) for name, values in state.items()]
+
+
+def _load_torch(path: Path):
+    # Mapped, so that a read costs the memory of one tensor; the format before torch 1.6 cannot be.
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError) as error:
+        raise ValueError(damaged(path, error)) from error
+
+
+def damaged(path: Path, error: Exception) -> str:
+    reason = str(error).split("\n")[0].split(". ")[0]
+    return f"{path} is truncated, damaged or holds something else than tensors ({reason}); copy or download it again."
