@@ -1,4 +1,4 @@
-"""The folder a conversion writes: built beside its final place, taken over after an interruption, renamed at the end."""
+"""The folder that a conversion writes: built beside its place, taken over after an interruption, renamed at the end."""
 
 from __future__ import annotations
 

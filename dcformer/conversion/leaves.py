@@ -70,8 +70,7 @@ class Leaf:
         once. Small chunks are taken together, along `stack_axis` (which stacks layers) last.
         """
         cell = [max(1, size) for size in self.chunk_shape]
-        axes = [axis for axis in reversed(range(len(self.shape))) if axis != stack_axis]
-        for axis in axes + ([stack_axis] if stack_axis is not None else []):
+        for axis in sorted(range(len(self.shape)), key=lambda axis: (axis == stack_axis, -axis)):
             fitting = _CELL_BYTES // (math.prod(cell) * self.dtype.itemsize)
             cell[axis] *= max(1, min(fitting, -(-self.shape[axis] // cell[axis])))
         ranges = [range(0, size, step) for size, step in zip(self.shape, cell)]

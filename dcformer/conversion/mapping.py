@@ -1,8 +1,8 @@
 """Where every array of a JAX checkpoint goes, as data. Both directions of a conversion read these tables.
 
 A row names an array with its axes and a parameter with the order of the same axes. `{sub}` is the sub-block inside a
-block of layers; layer l lives in block l // n, sub-block l % n. The axis that stacks the blocks (1 in MaxText, 0 in PAX)
-is not listed. `part` says which part of a parameter an array fills where it does not fill it all, and `pick` which
+block of n layers; layer l lives in block l // n, sub-block l % n. The axis that stacks the blocks (1 in MaxText, 0 in
+PAX) is not listed. `part` says which part of a parameter an array fills where it does not fill it all, and `pick` which
 entry of a fused array the row takes.
 
 Source: the authors' MaxText fork (layers/dcformer.py, dc_attentions.py) and their PAX reader.

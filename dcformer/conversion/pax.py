@@ -19,7 +19,7 @@ from .stores import is_remote
 
 _ROOT = "mdl_vars.params.lm."
 _IGNORED = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
-# Only axis 0 of these is longer in the file, up to a multiple that shards well.
+# Their vocabulary is longer than the model's, up to a multiple that shards well.
 _PADDED = {"embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"}
 
 
@@ -60,9 +60,7 @@ def plan_pax(
         {"format": f"PAX ({form})", "location": str(source), "step": number},
         stack_axis=0,
         ignored=ignored,
-        origins=[
-            Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())
-        ],
+        origins=[Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())],
     )
     _add_pieces(plan)
     return complete(plan, dtype)

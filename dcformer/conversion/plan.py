@@ -87,11 +87,22 @@ class Plan:
             grouped[piece.parameter].append(piece)
         return grouped
 
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells that an earlier run converted the same arrays in the same way."""
+        return {
+            "source": self.source,
+            "config": self.config.to_dict(),
+            "arrays": {name: leaf.fingerprint() for name, leaf in self.leaves.items()},
+            "parameters": {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()},
+        }
+
     def read(self, parameter: str) -> Tensor:
         """One parameter in its own dtype, read from the source."""
         spec = self.parameters[parameter]
         values = torch.zeros(spec.size, dtype=spec.dtype)
-        for piece in self.by_parameter()[parameter]:
+        for piece in self.pieces:
+            if piece.parameter != parameter:
+                continue
             run = values[piece.offset : piece.offset + piece.size]
             piece.write_to_parameter(self.leaves[piece.leaf].read(piece.box), piece.box, run)
         return values.view(spec.shape)
@@ -171,8 +182,8 @@ def _check_coverage(plan: Plan, shapes: dict, by_parameter: dict[str, list[Piece
         if [start for start, _ in runs] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
             sources = ", ".join(f"{p.leaf} {tuple(b - a for a, b in p.box)}" for p in pieces)
             raise ValueError(
-                f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}; the checkpoint "
-                "is incomplete, or of another architecture."
+                f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}; the "
+                "checkpoint is incomplete, or of another architecture."
             )
 
 

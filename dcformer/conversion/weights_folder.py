@@ -45,7 +45,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / index).is_file():
             return _indexed(folder, folder / index)
     raise FileNotFoundError(
-        f"{str(folder)!r} holds no weights: there is none of {', '.join(n for pair in _SINGLE_AND_INDEX for n in pair)}."
+        f"{str(folder)!r} holds no weights: there is none of "
+        f"{', '.join(name for pair in _SINGLE_AND_INDEX for name in pair)}."
     )
 
 

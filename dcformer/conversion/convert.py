@@ -1,0 +1,255 @@
+"""The conversions to Transformers folders, from the plan to the finished folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from ..configuration_dcformer import DCFormerConfig
+from .destination import Destination
+from .hub import local_folder, plan_hub
+from .maxtext import plan_maxtext
+from .maxtext_architecture import TrainConfig
+from .pax import plan_pax
+from .plan import Origin, Plan, meta_model
+from .report import ConversionReport, tensor_records, write_model_card
+from .shard_writer import INDEX_FILE, PROGRESS_FOLDER, ShardWriter
+from .verification import LOGIT_TOLERANCE, load_reference, verify_folder
+
+
+# From the number of bytes to read to the function that is told of every part done.
+Progress = Callable[[int], Callable[[int], None]]
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Room that everything but the weights needs.
+_SMALL_FILES_BYTES = 32 * 2**20
+
+
+def _no_progress(total: int) -> Callable[[int], None]:
+    return lambda nbytes: None
+
+
+def convert_maxtext(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    step: int | None = None,
+    train_config: str | os.PathLike | None = None,
+    dtype: str = "keep",
+    **options,
+) -> ConversionReport:
+    """
+    Convert a checkpoint of the authors' MaxText fork (orbax) into a Transformers folder.
+
+    Args:
+        source: Run, step or item folder; local, `gs://` or `s3://`.
+        destination: Folder to create.
+        step (`int`, *optional*): Step of a run folder. None: the latest.
+        train_config (*optional*): The run's training YAML, for windows, epsilon and what else the arrays cannot tell.
+        dtype (`str`, defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for that of each array.
+        options: As [`write_plan`].
+
+    Returns:
+        [`ConversionReport`], also written as `conversion_report.json`.
+
+    Raises:
+        FileNotFoundError: if source, step or YAML do not exist.
+        FileExistsError: if the destination exists and `force` is not given.
+        ValueError: if the checkpoint is damaged or incomplete, contradicts its YAML, or fails the verification.
+        OSError: if the disk is too small.
+    """
+    _first_checks(source, destination, options)
+    plan = plan_maxtext(source, step=step, train_config=train_config, dtype=dtype)
+    train = TrainConfig(None if train_config is None else Path(train_config))
+    return write_plan(plan, source, destination, train_values=train.values, **options)
+
+
+def convert_pax(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    config: str | os.PathLike,
+    step: int | None = None,
+    dtype: str = "keep",
+    **options,
+) -> ConversionReport:
+    """
+    Convert PAX weights (flat `.npz`, folder of `.npy` files, checkpoint of zarr arrays) into a Transformers folder.
+
+    Args:
+        config: `config.json` in the authors' keys or ours.
+        source, destination, step, dtype, options, returns, raises: As [`convert_maxtext`].
+    """
+    _first_checks(source, destination, options)
+    return write_plan(plan_pax(source, config, step=step, dtype=dtype), source, destination, **options)
+
+
+def convert_hub(
+    source: str | os.PathLike, destination: str | os.PathLike, *, dtype: str = "keep", **options
+) -> ConversionReport:
+    """
+    Rewrite a folder of the authors' torch files (or a name on the Hub) in this package's layout.
+
+    Args:
+        source: Folder with `config.json` and safetensors or torch weights. Its tokenizer files come along.
+        destination, dtype, options, returns, raises: As [`convert_maxtext`].
+    """
+    _first_checks(source, destination, options)
+    plan = plan_hub(source, dtype=dtype)
+    folder = local_folder(source)
+    if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
+        options["tokenizer"] = folder
+    return write_plan(plan, folder, destination, **options)
+
+
+def _first_checks(source, destination, options: dict) -> None:
+    """What can be told to be wrong before the source is read."""
+    Destination(destination, source, options.get("force", False))
+    parse_size(options.get("max_shard_size", "4GB"))
+
+
+def write_plan(
+    plan: Plan,
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    max_shard_size: str | int = "4GB",
+    tokenizer: str | os.PathLike | None = None,
+    verify: bool = True,
+    reference_logits: str | os.PathLike | None = None,
+    tolerance: float = LOGIT_TOLERANCE,
+    force: bool = False,
+    progress: Progress = _no_progress,
+    workers: int = 4,
+    train_values: dict | None = None,
+) -> ConversionReport:
+    """
+    Write a plan as a Transformers folder: sharded safetensors, configuration, tokenizer, model card and report.
+
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call goes on
+    from the finished shards, whose hashes it checks, and ends with the same bytes.
+
+    Args:
+        max_shard_size (`str` or `int`, defaults to `"4GB"`): Size of a weights file.
+        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
+        verify (`bool`, defaults to `True`): Check names and shapes and run a short forward, one weight at a time.
+        reference_logits (*optional*): `.npz` with `tokens` and `logits`, which the model must reproduce in float32.
+        tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
+        force (`bool`): Replace a converted model at the destination.
+        progress: From the bytes to read to a function that is told of every part done.
+        workers (`int`, defaults to 4): Chunks in flight; together they stay below 256 MiB unless one is larger.
+    """
+    started = time.monotonic()
+    target = Destination(destination, source, force)
+    shard_bytes = parse_size(max_shard_size)
+    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, plan.config)
+    if loaded_tokenizer is not None:
+        _take_special_tokens(plan, loaded_tokenizer, tokenizer)
+    reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
+    plan.config.architectures = [type(meta_model(plan.config)).__name__]
+    total = sum(leaf.nbytes for leaf in plan.leaves.values())
+    fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
+    with target.open(fingerprint, keep=lambda: any((target.partial / PROGRESS_FOLDER).glob("*.json"))) as folder:
+        (folder / PROGRESS_FOLDER).mkdir(exist_ok=True)
+        writer = ShardWriter(plan, folder, shard_bytes, progress(total), workers)
+        resumed = writer.resume()
+        _check_room(folder, writer.missing_bytes())
+        written = writer.run()
+
+        report = ConversionReport(
+            {**plan.source},
+            plan.origins,
+            tensor_records(plan, written),
+            plan.ignored,
+            {"checksums": f"{len(written)} tensors, read back from the files"},
+            _versions(),
+            destination=str(target.path),
+            source_bytes=total,
+            resumed_shards=resumed,
+        )
+        _write_small_files(folder, plan, writer, loaded_tokenizer)
+        if verify or reference is not None:
+            report.verification |= verify_folder(folder, plan, reference, tolerance)
+        report.save(folder)
+        write_model_card(folder, target.path.name, plan, report, train_values or {})
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _write_small_files(folder: Path, plan: Plan, writer: ShardWriter, tokenizer) -> None:
+    plan.config.save_pretrained(folder)
+    GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if (index := writer.index()) is not None:
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(path: str | os.PathLike, config: DCFormerConfig):
+    """
+    A tokenizer from a folder or a `tokenizer.json`.
+
+    Raises:
+        FileNotFoundError: if there is nothing there.
+        ValueError: if it is no tokenizer.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no tokenizer {str(path)!r}; check --tokenizer.")
+    try:
+        if Path(path).is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        files = list(Path(path).glob("*.json"))
+        if not (Path(path) / "tokenizer_config.json").is_file() and len(files) == 1:
+            return PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ValueError(f"{str(path)!r} is no tokenizer that Transformers reads ({error}).") from error
+
+
+def _take_special_tokens(plan: Plan, tokenizer, path) -> None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(tokenizer, name)
+        if value is not None and value < plan.config.vocab_size and value != getattr(plan.config, name):
+            setattr(plan.config, name, value)
+            plan.origins.append(Origin(name, value, f"tokenizer {Path(path).name}"))
+
+
+def parse_size(size: str | int) -> int:
+    """
+    Bytes of a size such as `"4GB"` or `"500MB"`.
+
+    Raises:
+        ValueError: if it is none, or not positive.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", str(size).strip().upper())
+    nbytes = math.floor(float(match.group(1)) * _UNITS.get(match.group(2), 1)) if match else 0
+    if nbytes < 1:
+        raise ValueError(f"max_shard_size must be a size such as 4GB or 500MB, got {size!r}.")
+    return nbytes
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if nbytes + _SMALL_FILES_BYTES > free:
+        raise OSError(
+            f"The disk of {str(folder.parent)!r} has {free / 1e9:.2f} GB free and the conversion needs "
+            f"{(nbytes + _SMALL_FILES_BYTES) / 1e9:.2f} GB; free some or choose another destination."
+        )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("dcformer", "torch", "transformers", "safetensors", "tensorstore"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
