@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
 
 EXTRAS = {
-    "convert": ["tensorstore>=0.1.60", "numpy", "typer", "rich", "safetensors"],
+    "convert": ["tensorstore>=0.1.60", "ml_dtypes", "msgpack", "pyyaml", "typer", "rich"],
     "eval": ["lm-eval>=0.4.13", "datasets", "matplotlib", "typer", "rich"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets", "typer", "rich"],
@@ -22,8 +22,14 @@ EXTRAS = {
         "ruff",
         "tensorstore>=0.1.60",
         "ml_dtypes",
+        "msgpack",
+        "pyyaml",
+        "typer",
         "rich",
         "accelerate>=1.1",
+        "orbax-checkpoint",
+        "moto[s3,server]",
+        "boto3",
     ],
 }
 
@@ -37,7 +43,8 @@ setup(
     license_files=["LICENSE"],
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
     packages=find_packages(include=["dcformer", "dcformer.*"]),
-    package_data={"dcformer": ["presets/*.json"]},
+    package_data={"dcformer": ["presets/*.json", "model_cards/*.md"]},
+    entry_points={"console_scripts": ["dcformer = dcformer.cli:main"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy"],
     extras_require=EXTRAS,

@@ -1,0 +1,152 @@
+"""Synthetic MaxText checkpoints in orbax's layouts, written with tensorstore alone; shapes as in the authors' runs."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import tensorstore
+
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=True):
+    """
+    Write arrays as one item of an orbax step.
+
+    Args:
+        folder: The item's folder.
+        leaves: Dotted name -> array.
+        layout: `"zarr"` (a folder per array), `"ocdbt"` (one database of zarr 2 arrays) or `"zarr3"`.
+        chunks: Function from name and shape to the shape of a chunk. None: one chunk an array.
+        metadata: Whether to write `_METADATA`.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in leaves.items():
+        values = np.asarray(values)
+        chunk = [max(1, size) for size in (chunks(name, values.shape) if chunks else values.shape)]
+        spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/{name}/"}}
+        if layout == "ocdbt":
+            spec["kvstore"] = {
+                "driver": "ocdbt",
+                "base": {"driver": "file", "path": f"{folder}/"},
+                "path": f"{name}/",
+                "config": {"max_inline_value_bytes": 0},
+            }
+        if layout == "zarr3":
+            spec["driver"] = "zarr3"
+            spec["metadata"] = {
+                "shape": list(values.shape),
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+                "data_type": values.dtype.name,
+            }
+        else:
+            spec["metadata"] = {
+                "shape": list(values.shape),
+                "chunks": chunk,
+                "dtype": "bfloat16" if values.dtype == BFLOAT16 else values.dtype.newbyteorder("<").str,
+                "compressor": {"id": "zstd", "level": 1},
+            }
+        spec["store_data_equal_to_fill_value"] = True  # as orbax does
+        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        array.write(values).result()
+    if metadata:
+        write_metadata(folder, leaves, layout == "zarr3")
+
+
+def write_metadata(folder, names, use_zarr3=False):
+    """orbax's `_METADATA` for arrays of these names."""
+    tree = {}
+    for name in names:
+        path = tuple(name.split("."))
+        tree[str(path)] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in path],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+    text = json.dumps({"tree_metadata": tree, "use_zarr3": use_zarr3})
+    Path(folder, "_METADATA").write_text(text, encoding="utf-8")
+
+
+def maxtext_leaves(
+    seed=0,
+    *,
+    layers=4,
+    per_block=2,
+    embed=16,
+    heads=4,
+    channels=4,
+    mlp=24,
+    vocab=32,
+    qk_norm=True,
+    static=False,
+    rank=2,
+    groups=1,
+    scan=True,
+    fused_qkv=False,
+    fused_mlp=False,
+    bf16_qkw=True,
+    optimizer=False,
+    root="params.",
+):
+    """Random arrays of a MaxText DCFormer, by full name; `optimizer` adds the step and two moments of each."""
+    generator = np.random.default_rng(seed)
+    per_group = heads // groups
+    inner = rank * 2 * per_group
+    scan_length = layers // per_block
+
+    def draw(*shape, scale=0.3, around=0.0, bf16=False):
+        values = (around + scale * generator.standard_normal(shape)).astype(np.float32)
+        return values.astype(BFLOAT16) if bf16 else values
+
+    leaves = {
+        "token_embedder.embedding": draw(vocab, embed),
+        "decoder.logits_dense.kernel": draw(embed, vocab),
+        "decoder.decoder_norm.scale": draw(embed, around=1.0),
+    }
+
+    def layer(below, sub, *stack):
+        """Arrays of one sub-block; `stack` is the length of the scan axis, the second of each shape."""
+
+        def put(name, first, *rest, **options):
+            leaves[f"decoder.{below}.{name}"] = draw(first, *stack, *rest, **options)
+
+        attention, operator = f"self_attention_{sub}", f"self_attention_{sub}.AttentionOp_0"
+        put(f"pre_self_attention_layer_norm_{sub}.scale", embed, around=1.0)
+        put(f"post_self_attention_layer_norm_{sub}.scale", embed, around=1.0)
+        if fused_qkv:
+            put(f"{attention}.qkv_proj.kernel", embed, 3, heads, channels)
+        else:
+            for kind in ("query", "key", "value"):
+                put(f"{attention}.{kind}.kernel", embed, heads, channels)
+        put(f"{attention}.out.kernel", heads, channels, embed)
+        if qk_norm:
+            put(f"{attention}.q_norm.scale", channels, around=1.0)
+            put(f"{attention}.k_norm.scale", channels, around=1.0)
+        put(f"{operator}.dyn_w_proj.dw1.kernel", embed, groups, 4, inner)
+        put(f"{operator}.dyn_w_proj.qkw", groups, 4, inner, 2 * rank, per_group, bf16=bf16_qkw)
+        put(f"{operator}.dyn_w_proj.dd.kernel", embed, groups, 4 * per_group)
+        if static:
+            put(f"{operator}.pre_proj.w", groups, per_group, per_group, bf16=bf16_qkw)
+            put(f"{operator}.post_proj.w", groups, per_group, per_group, bf16=bf16_qkw)
+        if fused_mlp:
+            put(f"mlp_{sub}.wi.kernel", embed, 2, mlp)
+        else:
+            put(f"mlp_{sub}.wi_0.kernel", embed, mlp)
+            put(f"mlp_{sub}.wi_1.kernel", embed, mlp)
+        put(f"mlp_{sub}.wo.kernel", mlp, embed)
+
+    for sub in range(per_block):
+        if scan:
+            layer("layers", sub, scan_length)
+        else:
+            for block in range(scan_length):
+                layer(f"layers_{block}", sub)
+    named = {root + name: values for name, values in leaves.items()}
+    if optimizer:
+        named["step"] = np.int32(7)
+        named["opt_state.count"] = np.int32(7)
+        for moment in ("mu", "nu"):
+            named |= {f"opt_state.{moment}.{name}": np.full_like(values, 1e-3) for name, values in leaves.items()}
+    return named
