@@ -1,8 +1,21 @@
 """Converting checkpoints between the authors' JAX and torch formats and Transformers folders."""
 
 from .convert import convert_hub, convert_maxtext, convert_pax
+from .inspection import Inspection, inspect_checkpoint
 from .report import ConversionReport
+from .to_maxtext import MaxTextReport, convert_to_maxtext
 from .verification import Comparison, compare
 
 
-__all__ = ["Comparison", "ConversionReport", "compare", "convert_hub", "convert_maxtext", "convert_pax"]
+__all__ = [
+    "Comparison",
+    "ConversionReport",
+    "Inspection",
+    "MaxTextReport",
+    "compare",
+    "convert_hub",
+    "convert_maxtext",
+    "convert_pax",
+    "convert_to_maxtext",
+    "inspect_checkpoint",
+]

@@ -103,8 +103,8 @@ def convert_hub(
         destination, dtype, options, returns, raises: As [`convert_maxtext`].
     """
     _first_checks(source, destination, options)
-    plan = plan_hub(source, dtype=dtype)
     folder = local_folder(source)
+    plan = plan_hub(folder, dtype=dtype)
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
     return write_plan(plan, folder, destination, **options)
@@ -128,7 +128,7 @@ def write_plan(
     tolerance: float = LOGIT_TOLERANCE,
     force: bool = False,
     progress: Progress = _no_progress,
-    workers: int = 4,
+    workers: int | None = None,
     train_values: dict | None = None,
 ) -> ConversionReport:
     """
@@ -145,7 +145,8 @@ def write_plan(
         tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
         force (`bool`): Replace a converted model at the destination.
         progress: From the bytes to read to a function that is told of every part done.
-        workers (`int`, defaults to 4): Chunks in flight; together they stay below 256 MiB unless one is larger.
+        workers (`int`, *optional*): Chunks in flight; together they stay below 256 MiB unless one is larger. None: as
+            many as there are cores, at most 4.
     """
     started = time.monotonic()
     target = Destination(destination, source, force)
@@ -159,7 +160,7 @@ def write_plan(
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
     with target.open(fingerprint, keep=lambda: any((target.partial / PROGRESS_FOLDER).glob("*.json"))) as folder:
         (folder / PROGRESS_FOLDER).mkdir(exist_ok=True)
-        writer = ShardWriter(plan, folder, shard_bytes, progress(total), workers)
+        writer = ShardWriter(plan, folder, shard_bytes, progress(total), workers or min(4, os.cpu_count() or 1))
         resumed = writer.resume()
         _check_room(folder, writer.missing_bytes())
         written = writer.run()

@@ -196,14 +196,16 @@ def _as_run(store: Store, step: int | None) -> OrbaxCheckpoint | None:
         folders = {number: folders[number] for number in committed}
     if not folders:
         return None
-    if step is None:
-        step = max(folders)
-    if step not in folders:
+    if step is not None and step not in folders:
         raise FileNotFoundError(
             f"{store.location!r} has no step {step}; there are {', '.join(map(str, sorted(folders)))}."
         )
-    below = store.below(folders[step])
-    found = _as_step(below) or _as_item(below)
+    found = None
+    for step in [step] if step is not None else sorted(folders, reverse=True):
+        below = store.below(folders[step])
+        found = _as_step(below) or _as_item(below)
+        if found is not None:
+            break
     if found is None:
         raise ValueError(
             f"Step {step}, {below.location!r}, is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or "

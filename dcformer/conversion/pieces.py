@@ -104,13 +104,21 @@ class Piece:
         Raises:
             ValueError: if a finite value overflows the parameter's dtype.
         """
+        part = self.part(values, box, run.dtype)
+        if part is None:
+            return None
+        block, common, error = part
+        self._target(run, common).copy_(block)
+        return error
+
+    def part(self, values: Tensor, box: Box, dtype: torch.dtype) -> tuple[Tensor, Box, float] | None:
+        """As `turned`, in the parameter's dtype, and the largest absolute rounding error of the cast."""
         turned = self.turned(values, box)
         if turned is None:
             return None
         block, common = turned
-        target = self._target(run, common)
-        target.copy_(block)
-        return 0.0 if block.dtype == target.dtype else _rounding_error(block, target, self.leaf)
+        cast = block.to(dtype)
+        return cast, common, 0.0 if block.dtype == dtype else _rounding_error(block, cast, self.leaf)
 
     def write_to_leaf(self, run: Tensor, values: Tensor, box: Box) -> None:
         """The inverse: copy from this piece's run of a parameter into `values`, which hold `box` of the leaf."""

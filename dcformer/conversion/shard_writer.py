@@ -37,7 +37,7 @@ _DTYPE_NAMES = {
     torch.int64: "I64",
 }
 # Largest part of a parameter that is copied, mapped into memory or hashed at a time.
-_STRIP_BYTES = 64 * 2**20
+_STRIP_BYTES = 16 * 2**20
 # Source chunks in flight come to no more than this, unless a single one is larger.
 _READ_AHEAD_BYTES = 256 * 2**20
 
@@ -229,11 +229,20 @@ class ShardWriter:
             return
         shard, spec = self._shard_of[strip.parameter], self.plan.parameters[strip.parameter]
         start = shard.offsets[strip.parameter] + strip.offset * spec.dtype.itemsize
-        run = np.memmap(
-            self.folder / shard.file, np.uint8, mode="r+", offset=start, shape=(strip.size * spec.dtype.itemsize,)
-        )
-        error = strip.write_to_parameter(values, box, torch.from_numpy(run).view(spec.dtype))
-        del run
+        if common == strip.box:
+            block, _, error = strip.part(values, box, spec.dtype)
+            content = memoryview(block.contiguous().flatten().view(torch.uint8).numpy())
+            with (self.folder / shard.file).open("r+b", buffering=0) as file:
+                file.seek(start)
+                while content:
+                    content = content[file.write(content) :]
+        else:
+            # Chunks that cut through the strip: each fills elements here and there.
+            run = np.memmap(
+                self.folder / shard.file, np.uint8, mode="r+", offset=start, shape=(strip.size * spec.dtype.itemsize,)
+            )
+            error = strip.write_to_parameter(values, box, torch.from_numpy(run).view(spec.dtype))
+            del run
         size = int(np.prod([stop - start for start, stop in common]))
         with self._lock:
             self._rounding[strip.parameter] = max(self._rounding[strip.parameter], error)
@@ -262,7 +271,7 @@ class ShardWriter:
         digest, left = hashlib.sha256(), self.plan.parameters[name].nbytes
         with (self.folder / shard.file).open("rb", buffering=0) as file:
             file.seek(shard.offsets[name])
-            buffer = memoryview(bytearray(min(left, _STRIP_BYTES // 8)))
+            buffer = memoryview(bytearray(min(left, _STRIP_BYTES // 2)))
             while left > 0:
                 count = file.readinto(buffer[: min(left, len(buffer))])
                 if not count:

@@ -18,7 +18,7 @@ from .hub import local_folder, plan_hub
 from .maxtext import plan_maxtext
 from .pax import plan_pax
 from .plan import Plan, parameter_shapes
-from .stores import is_remote
+from .stores import Store, is_remote
 from .streamed_forward import streamed_logits
 from .weights_folder import open_weights
 
@@ -226,7 +226,7 @@ def compare(
         result.compared += 1
         advance(1)
         coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
-        if torch.equal(first.double(), second.double()):
+        if torch.allclose(first.double(), second.double(), rtol=0, atol=0, equal_nan=True):
             continue
         result.tensors[name] = (first.double() - second.double()).abs().max().item()
         if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
@@ -285,7 +285,7 @@ def open_any(
 def kind_of(path: str | os.PathLike) -> str:
     """`"torch"`, `"pax"` or `"maxtext"`."""
     if is_remote(path):
-        return "maxtext"
+        return "pax" if any("mdl_vars.params.lm" in name for name in Store(path).names()) else "maxtext"
     local = Path(path)
     if not local.exists():
         local = local_folder(path)

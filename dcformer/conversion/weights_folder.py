@@ -87,9 +87,11 @@ def _list_safetensors(path: Path) -> list[TensorLeaf]:
             described = {name: (piece.get_shape(), piece.get_dtype()) for name, piece in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(damaged(path, error)) from error
+    for name, (_, dtype) in described.items():
+        if dtype not in _SAFETENSORS_DTYPES:
+            raise ValueError(f"{path} holds {name} as {dtype}, which no parameter has; convert the model unquantised.")
     return [
-        SafetensorsLeaf(name, path, shape, _SAFETENSORS_DTYPES.get(dtype, torch.float32))
-        for name, (shape, dtype) in described.items()
+        SafetensorsLeaf(name, path, shape, _SAFETENSORS_DTYPES[dtype]) for name, (shape, dtype) in described.items()
     ]
 
 

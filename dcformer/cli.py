@@ -1,0 +1,335 @@
+"""The `dcformer` command: converting, inspecting and comparing checkpoints."""
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+from . import __version__
+
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.table import Table
+except ImportError as error:
+    raise SystemExit(f"The dcformer command needs {error.name}: pip install 'dcformer[convert]'") from error
+
+
+app = typer.Typer(
+    help="Convert, inspect and compare DCFormer checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+convert_app = typer.Typer(help="Convert a checkpoint into another format.", no_args_is_help=True)
+app.add_typer(convert_app, name="convert")
+
+_GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
+_MOST_TENSORS = 20
+_LONGEST_VALUE = 60
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")]
+Destination = Annotated[str, typer.Argument(metavar="DST", help="Folder to create.")]
+Step = Annotated[int | None, typer.Option(help="Step of a run folder; the latest if not given.")]
+TrainConfig = Annotated[str | None, typer.Option(help="Training YAML of a MaxText run.")]
+Config = Annotated[str | None, typer.Option(help="config.json of a PAX checkpoint.")]
+Dtype = Annotated[
+    Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="Of the parameters; keep: as in the source.")
+]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")]
+ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file.")]
+Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Check the folder that was written.")]
+Reference = Annotated[str | None, typer.Option(help=".npz with tokens and logits that the model must reproduce.")]
+Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a converted model at DST.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dcformer {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@convert_app.command("maxtext")
+def convert_maxtext(
+    source: Source,
+    destination: Destination,
+    step: Step = None,
+    train_config: TrainConfig = None,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "4GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """A MaxText (orbax) checkpoint to a Transformers folder."""
+    _convert("convert_maxtext", **locals())
+
+
+@convert_app.command("pax")
+def convert_pax(
+    source: Source,
+    destination: Destination,
+    config: Annotated[str, typer.Option(help="config.json in the authors' keys or ours.")],
+    step: Step = None,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "4GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """PAX weights (.npz, .npy files or zarr arrays) to a Transformers folder."""
+    _convert("convert_pax", **locals())
+
+
+@convert_app.command("hub")
+def convert_hub(
+    source: Source,
+    destination: Destination,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "4GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """The authors' torch files, or a name on the Hub, to a Transformers folder."""
+    _convert("convert_hub", **locals())
+
+
+@convert_app.command("to-maxtext")
+def convert_to_maxtext(
+    source: Source,
+    destination: Destination,
+    step: Annotated[int | None, typer.Option(help="Step number of the checkpoint to write.")] = None,
+    scan_layers: Annotated[bool, typer.Option("--scan-layers/--no-scan-layers", help="Stack the layers.")] = True,
+    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block of the scan.")] = None,
+    param_dtype: Annotated[Literal["keep", "float32", "bfloat16"], typer.Option(help="Of the arrays.")] = "keep",
+    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="One array for query, key and value.")] = False,
+    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="One array for gate and up projection.")] = False,
+    approximate: Annotated[bool, typer.Option("--approximate", help="Allow what MaxText computes otherwise.")] = False,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """A Transformers folder to a MaxText (orbax) checkpoint."""
+    options = {name: value for name, value in locals().items() if name not in ("source", "destination", "debug")}
+    with _one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+        from .conversion import convert_to_maxtext as convert
+
+        result = convert(source, destination, progress=progress, **options)
+    where = f"{result.destination}, step {result.step}: {len(result.leaves)} arrays"
+    _console().print(f"{where}, {_speed(result.source_bytes, result.seconds)}", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Any checkpoint.")],
+    step: Step = None,
+    train_config: TrainConfig = None,
+    config: Config = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a checkpoint's format, arrays and architecture."""
+    with _one_line_errors(debug), _quiet():
+        from .conversion.inspection import inspect_checkpoint
+
+        found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2, default=str))
+        return
+    console = _console()
+    step_words = "" if found.step is None else f", step {found.step}"
+    console.print(f"{found.format}, {found.location}{step_words}", soft_wrap=True)
+    rows = [(t.name, _size(t.shape), t.dtype, _size(t.chunk_shape), f"{t.nbytes:,}") for t in found.tensors]
+    _print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
+    if found.architecture:
+        _print_origins("Architecture", found.architecture)
+    else:
+        console.print(f"Architecture unknown: {found.note}", soft_wrap=True)
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
+    console.print(f"{found.total_parameters:,} parameters, {found.total_bytes:,} bytes, arrays: {dtypes}")
+    if found.optimizer_arrays:
+        console.print(f"{found.optimizer_arrays} arrays of the optimizer, not opened")
+
+
+@app.command()
+def verify(
+    a: Annotated[str, typer.Argument(metavar="A", help="Any checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The one to compare it with.")],
+    train_config: TrainConfig = None,
+    config: Config = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two checkpoints of any formats; exit status 0 if they are the same model."""
+    with _one_line_errors(debug), _quiet(), Console(stderr=True).status("Comparing"):
+        from .conversion import compare
+
+        result = compare(a, b, train_config=train_config, config=config)
+    if as_json:
+        typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
+    else:
+        _print_comparison(result)
+    if not result.same:
+        raise typer.Exit(1)
+
+
+def _convert(function: str, source: str, destination: str, debug: bool, **options) -> None:
+    with _one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+        from . import conversion
+
+        report = getattr(conversion, function)(source, destination, progress=progress, **options)
+    _print_origins("Configuration", report.origins)
+    ignored = Counter(report.ignored.values())
+    if ignored:
+        rows = [(str(count), reason) for reason, count in ignored.most_common()]
+        _print_table("Arrays not converted", ("count", "reason"), rows)
+    _print_table("Verification", ("check", "result"), report.verification.items())
+    resumed = report.resumed_shards
+    shards = f"{resumed} shard{'' if resumed == 1 else 's'} resumed"
+    _console().print(f"{report.destination}: {_speed(report.source_bytes, report.seconds)}, {shards}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug:
+            raise
+        message = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            message = f"The disk is full; free some space and run the same command again ({message})."
+        typer.echo(f"Error: {' '.join(message.split())}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the logging and progress bars of Transformers and the Hub, which would be torn by ours."""
+    import huggingface_hub.utils as hub
+    from transformers.utils import logging
+
+    verbosity, hub_verbosity = logging.get_verbosity(), hub.logging.get_verbosity()
+    bars, hub_bars = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    hub.logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub.logging.set_verbosity(hub_verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if hub_bars:
+            hub.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def _byte_progress() -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+
+        def start(total: int) -> Callable[[int], None]:
+            task = bar.add_task("", total=total)
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield start
+
+
+def _console() -> Console:
+    # Paths and values may hold brackets, which are no markup here. A pipe has no width, and 80 columns cut names.
+    console = Console(markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=160)
+
+
+def _print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    _console().print(table)
+
+
+def _print_origins(title: str, origins: list) -> None:
+    rows = [(o.field, _short(o.value), "default" if o.is_default else "", o.origin) for o in origins]
+    _print_table(title, ("field", "value", "", "from"), rows)
+
+
+def _print_comparison(result) -> None:
+    rows = [(name, f"missing in {where}") for name, where in result.missing.items()]
+    rows += [(name, f"shapes {_size(first)} and {_size(second)}") for name, (first, second) in result.shapes.items()]
+    largest = sorted(result.tensors.items(), key=lambda item: -item[1])
+    rows += [(name, f"max abs {difference:.3g}") for name, difference in largest]
+    console = _console()
+    if rows:
+        _print_table("Tensors that differ", ("tensor", "difference"), rows[:_MOST_TENSORS])
+    if len(rows) > _MOST_TENSORS:
+        console.print(f"and {len(rows) - _MOST_TENSORS} more")
+    if result.config:
+        changes = [(key, _short(first), _short(second)) for key, (first, second) in result.config.items()]
+        _print_table("Configuration values that differ", ("field", "A", "B"), changes)
+    console.print(f"Logits: {result.logits or 'not compared'}")
+    console.print(f"{result.compared} tensors compared: {result.verdict}")
+
+
+def _short(value) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def _size(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _speed(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB in {seconds:.1f} s ({nbytes / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
+
+
+def main() -> None:
+    """Entry point of the `dcformer` command."""
+    if sys.argv[1:2] == ["convert"] and sys.platform == "linux" and _HUGE_PAGES not in os.environ.get(_TUNABLES, ""):
+        # A conversion is mostly fresh memory, and glibc takes the wish for huge pages only when a process starts.
+        os.environ[_TUNABLES] = ":".join(filter(None, (os.environ.get(_TUNABLES), _HUGE_PAGES)))
+        os.execv(sys.executable, [sys.executable, "-m", "dcformer.cli", *sys.argv[1:]])
+    app(prog_name="dcformer")
+
+
+if __name__ == "__main__":
+    main()
