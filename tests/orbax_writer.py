@@ -24,6 +24,8 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # One commit for the whole database.
+    transaction = tensorstore.Transaction() if layout == "ocdbt" else None
     for name, values in leaves.items():
         values = np.asarray(values)
         chunk = [max(1, size) for size in (chunks(name, values.shape) if chunks else values.shape)]
@@ -50,8 +52,10 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
                 "compressor": {"id": "zstd", "level": 1},
             }
         spec["store_data_equal_to_fill_value"] = True  # as orbax does
-        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        array = tensorstore.open(spec, create=True, delete_existing=True, transaction=transaction).result()
         array.write(values).result()
+    if transaction is not None:
+        transaction.commit_sync()
     if metadata:
         write_metadata(folder, leaves, layout == "zarr3")
 

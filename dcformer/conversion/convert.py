@@ -158,7 +158,12 @@ def write_plan(
     plan.config.architectures = [type(meta_model(plan.config)).__name__]
     total = sum(leaf.nbytes for leaf in plan.leaves.values())
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
-    with target.open(fingerprint, keep=lambda: any((target.partial / PROGRESS_FOLDER).glob("*.json"))) as folder:
+
+    def keep(error: BaseException) -> bool:
+        # A wrong input stays wrong; an interruption or a full disk does not.
+        return not isinstance(error, ValueError) and any((target.partial / PROGRESS_FOLDER).glob("*.json"))
+
+    with target.open(fingerprint, keep) as folder:
         (folder / PROGRESS_FOLDER).mkdir(exist_ok=True)
         writer = ShardWriter(plan, folder, shard_bytes, progress(total), workers or min(4, os.cpu_count() or 1))
         resumed = writer.resume()
@@ -212,7 +217,9 @@ def load_tokenizer(path: str | os.PathLike, config: DCFormerConfig):
             return PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"{str(path)!r} is no tokenizer that Transformers reads ({error}).") from error
+        raise ValueError(
+            f"{str(path)!r} is no tokenizer that Transformers reads ({' '.join(str(error).split())[:200]})."
+        ) from error
 
 
 def _take_special_tokens(plan: Plan, tokenizer, path) -> None:

@@ -60,13 +60,13 @@ class Destination:
             raise ValueError(f"The source {str(source)!r} lies inside the destination {str(path)!r}; choose another.")
 
     @contextlib.contextmanager
-    def open(self, fingerprint: dict, keep: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    def open(self, fingerprint: dict, keep: Callable[[BaseException], bool] = lambda error: False) -> Iterator[Path]:
         """
         The partial folder, locked; renamed to the final path if the block ends well.
 
         Args:
             fingerprint: What is converted and how. What an earlier run left is taken over only if it is the same.
-            keep: Whether to leave the partial folder there for a later run when the block fails.
+            keep: Whether to leave the partial folder there for a later run when the block fails with an error.
 
         Raises:
             ValueError: if another process is writing it.
@@ -81,8 +81,8 @@ class Destination:
                 self._prepare(json.dumps(fingerprint, sort_keys=True))
                 yield self.partial
                 self._finish()
-            except BaseException:
-                if self.partial.exists() and not keep():
+            except BaseException as error:
+                if self.partial.exists() and not keep(error):
                     shutil.rmtree(self.partial)
                 raise
 

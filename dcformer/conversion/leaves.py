@@ -114,10 +114,14 @@ class ZarrLeaf(Leaf):
             metadata = json.loads(text)
             shape = metadata["shape"]
             valid = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
-        except (ValueError, KeyError, TypeError) as error:
+            encoding = metadata.get("chunk_key_encoding", {})
+            separator = encoding.get("configuration", {}).get("separator", metadata.get("dimension_separator", "."))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.metadata_file} is not valid zarr metadata; copy the checkpoint again.") from error
         if not valid:
             raise ValueError(f"{self.metadata_file} gives the shape {shape!r}; copy the checkpoint again.")
+        if separator not in (".", "/") or encoding.get("name", "default") not in ("default", "v2"):
+            raise ValueError(f"{self.metadata_file} gives no valid names of chunks; copy the checkpoint again.")
         return metadata
 
     def _dtype(self) -> torch.dtype:
@@ -145,7 +149,7 @@ class ZarrLeaf(Leaf):
         prefix, separator = "", self._metadata.get("dimension_separator", ".")
         if self._is_zarr3:
             encoding = self._metadata.get("chunk_key_encoding", {"name": "default"})
-            is_default = encoding["name"] == "default"
+            is_default = encoding.get("name", "default") == "default"
             separator = encoding.get("configuration", {}).get("separator", "/" if is_default else ".")
             prefix = "c" + separator if is_default else ""
         for index in itertools.product(*map(range, counts)):

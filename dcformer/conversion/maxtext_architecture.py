@@ -236,6 +236,11 @@ def infer_config(tree: MaxTextTree, train: TrainConfig) -> tuple[DCFormerConfig,
     put("tie_word_embeddings", not tree.has("logits_dense.kernel"), known)
     _choose_windows(tree, train, put)
     choose("norm_eps", "normalization_layer_epsilon", (float, int), DEFAULT_EPSILON)
+    if not 0 <= values["norm_eps"] < 1:
+        raise ValueError(
+            f"normalization_layer_epsilon in {str(train.path)!r} must be a small positive number, got "
+            f"{values['norm_eps']}."
+        )
     put("qk_norm_eps", values["norm_eps"], "as norm_eps: the JAX code has one epsilon for both")
     put("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "the authors' JAX code")
     _choose_length(train, put)

@@ -201,15 +201,15 @@ def _as_run(store: Store, step: int | None) -> OrbaxCheckpoint | None:
             f"{store.location!r} has no step {step}; there are {', '.join(map(str, sorted(folders)))}."
         )
     found = None
-    for step in [step] if step is not None else sorted(folders, reverse=True):
-        below = store.below(folders[step])
+    for number in [step] if step is not None else sorted(folders, reverse=True):
+        below = store.below(folders[number])
         found = _as_step(below) or _as_item(below)
         if found is not None:
             break
     if found is None:
         raise ValueError(
-            f"Step {step}, {below.location!r}, is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or "
+            f"Step {number}, {below.location!r}, is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or "
             "zarr arrays; choose another with --step."
         )
-    found.step = step
+    found.step = number
     return found

@@ -139,6 +139,13 @@ def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None =
     shapes = parameter_shapes(plan.config) if shapes is None else shapes
     by_parameter = plan.by_parameter()
     _check_coverage(plan, shapes, by_parameter)
+    for piece in plan.pieces:
+        leaf = plan.leaves[piece.leaf]
+        if not leaf.dtype.is_floating_point or leaf.dtype.itemsize < 2:
+            raise ValueError(
+                f"{leaf.name} in {plan.source['location']} is of {str(leaf.dtype).removeprefix('torch.')}, which no "
+                "weight is; convert the model unquantised."
+            )
     for name, pieces in by_parameter.items():
         target = DTYPES.get(dtype)
         for piece in pieces:

@@ -173,7 +173,7 @@ class ShardWriter:
                 self._allocate(shard)
         jobs = list(self._jobs())
         budget = _Budget(_READ_AHEAD_BYTES)
-        with ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.workers) as self._strip_pool, ThreadPoolExecutor(self.workers) as pool:
             futures = [pool.submit(self._work, budget, *job) for job in jobs]
             try:
                 for future in futures:
@@ -219,8 +219,7 @@ class ShardWriter:
                 return
             if any(strip.overlap(box) for strip in strips):
                 values = leaf.read(box)
-                for strip in strips:
-                    self._write(strip, values, box)
+                list(self._strip_pool.map(lambda strip: self._write(strip, values, box), strips))
         self._advance(nbytes)
 
     def _write(self, strip: Piece, values: Tensor, box: Box) -> None:

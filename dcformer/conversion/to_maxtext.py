@@ -6,6 +6,7 @@ that no more than one layer's parameter is in memory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -25,57 +26,27 @@ from ..configuration_dcformer import DCFormerConfig
 from .convert import Progress
 from .destination import Destination
 from .hub import local_folder, plan_hub, read_config
-from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
 from .pieces import Box, Piece
 from .plan import DTYPES, UNUSED_FILE, Plan
 from .report import REPORT_FILE, dtype_name
 from .stores import import_tensorstore
-from .weights_folder import SafetensorsLeaf
 
 
 TRAIN_CONFIG_FILE = "train_config.yml"
 _SCAN_AXIS = 1
-_ZARR_DTYPES = {
-    torch.float64: "<f8",
-    torch.float32: "<f4",
-    torch.float16: "<f2",
-    torch.bfloat16: "bfloat16",
-    torch.int32: "<i4",
-}
 # What the authors' JAX code computes, without a setting for anything else.
-_FIXED = {
-    "model_type": "dcformer",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "parallel_residual": False,
-    "norm_type": "rms_norm",
-    "mlp_type": "gated",
-    "mlp_gate_dim": None,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "position_embedding_type": "rope",
-}
-_FIXED_COMPOSITION = {
-    "compose_query": True,
-    "compose_key": True,
-    "compose_low_rank": True,
-    "compose_gate": True,
-    "compose_rank": 2,
-    "compose_groups": 1,
-}
+_FIXED = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
+_FIXED |= {"mlp_gate_dim": None, "position_embedding_type": "rope"}
+_FIXED |= dict.fromkeys(("attention_bias", "mlp_bias", "parallel_residual", "tie_word_embeddings"), False)
+_FIXED_ROPE = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 1.0}
+_FIXED_COMPOSITION = dict.fromkeys(("compose_query", "compose_key", "compose_low_rank", "compose_gate"), True)
+_FIXED_COMPOSITION |= {"compose_rank": 2, "compose_groups": 1}
 _NEARLY_FIXED_COMPOSITION = {"compose_activation": "gelu_pytorch_tanh", "compose_norm_eps": 1e-6}
-# Keys of the training YAML that are fields of the configuration.
-_SAME_IN_YAML = {
-    "base_emb_dim": "hidden_size",
-    "base_num_query_heads": "num_attention_heads",
-    "base_num_kv_heads": "num_key_value_heads",
-    "base_mlp_dim": "intermediate_size",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "normalization_layer_epsilon": "norm_eps",
-    "qk_norm": "qk_norm",
-}
+_ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"], "logits_via_embedding": False}
+# Keys of the training YAML after `base_`, and the fields they hold.
+_BASE_KEYS = {"emb_dim": "hidden_size", "num_query_heads": "num_attention_heads"}
+_BASE_KEYS |= {"num_kv_heads": "num_key_value_heads", "mlp_dim": "intermediate_size"}
 
 
 @dataclass
@@ -97,15 +68,33 @@ class MaxTextReport:
 
 @dataclass
 class _Target:
-    """An array to write; `chunks` are its parts, one per layer, with the pieces that fill them."""
+    """
+    An array to write: `chunks` are its parts, one per layer, with the pieces that fill them; `kept` is the array itself
+    (a safetensors slice) where the source keeps it beside the model.
+    """
 
     name: str
     shape: tuple[int, ...]
     chunks: list[tuple[Box, list[Piece]]]
+    dtype: torch.dtype = torch.float32
+    sources: list[str] = field(default_factory=list)
+    kept: Any = None
 
     @property
-    def sources(self) -> list[str]:
-        return list(dict.fromkeys(piece.parameter for _, pieces in self.chunks for piece in pieces))
+    def chunk_shape(self) -> list[int]:
+        return [stop - start for start, stop in self.chunks[0][0]]
+
+    def connect(self, plan: Plan, kept: Any, param_dtype: str) -> None:
+        """Find the parameters and the dtype; an array that gets neither parameters nor `kept` will be zeros."""
+        parameters = dict.fromkeys(piece.parameter for _, pieces in self.chunks for piece in pieces)
+        self.sources = [name for name in parameters if name in plan.parameters]
+        # The authors' code creates qkw in bfloat16 and kernels in float32.
+        dtype = torch.bfloat16 if self.name.endswith("qkw") else torch.float32
+        if self.sources:
+            dtype = reduce(torch.promote_types, [plan.parameters[name].dtype for name in self.sources])
+        elif kept is not None and tuple(kept.get_shape()) == self.shape:
+            self.kept, self.sources, dtype = kept, [UNUSED_FILE], kept[:0].dtype
+        self.dtype = DTYPES.get(param_dtype, dtype)
 
 
 def convert_to_maxtext(
@@ -123,8 +112,7 @@ def convert_to_maxtext(
     progress: Progress = lambda total: lambda nbytes: None,
 ) -> MaxTextReport:
     """
-    Write a DCFormer as a parameter-only MaxText checkpoint: `destination/<step>/state`, with the `train_config.yml`
-    that belongs to it.
+    Write a DCFormer as a parameter-only MaxText checkpoint, `destination/<step>/state`, and its `train_config.yml`.
 
     Args:
         source: Folder of this package or of the authors' torch files, or a name on the Hub.
@@ -139,8 +127,7 @@ def convert_to_maxtext(
         progress: From the bytes to read to a function that is told of every part done.
 
     Raises:
-        FileNotFoundError: if the source does not exist.
-        FileExistsError: if the destination exists and `force` is not given.
+        FileNotFoundError, FileExistsError: if the source does not exist, or the destination does without `force`.
         ImportError: if tensorstore or msgpack is missing.
         ValueError: for a model that MaxText cannot express, with every reason; for a bad option.
     """
@@ -149,7 +136,11 @@ def convert_to_maxtext(
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
     if step is not None and step < 0:
         raise ValueError(f"step must not be negative, got {step}.")
-    tensorstore, msgpack = import_tensorstore(), _import_msgpack()
+    tensorstore = import_tensorstore()
+    try:
+        import msgpack
+    except ImportError as error:
+        raise ImportError("Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.") from error
     folder = local_folder(source)
     target = Destination(destination, folder, force)
     config = read_config(folder / "config.json")
@@ -159,56 +150,46 @@ def convert_to_maxtext(
     step = _source_step(folder) if step is None else step
 
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
-    unused = {} if config.composes_heads else _unused_leaves(folder, targets)
-    dtypes = {leaf.name: DTYPES.get(param_dtype, _source_dtype(leaf, plan, unused)) for leaf in targets}
+    unused = _unused_leaves(folder)
+    for leaf in targets:
+        leaf.connect(plan, unused.get(leaf.name), param_dtype)
     records = [
-        {
-            "name": leaf.name,
-            "shape": list(leaf.shape),
-            "dtype": dtype_name(dtypes[leaf.name]),
-            "sources": [UNUSED_FILE] if leaf.name in unused else [s for s in leaf.sources if s in plan.parameters],
-        }
+        {"name": leaf.name, "shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype), "sources": leaf.sources}
         for leaf in targets
     ]
-    read = {source for record in records for source in record["sources"]} & set(plan.parameters)
+    read = {name for leaf in targets if leaf.kept is None for name in leaf.sources}
     total = sum(plan.parameters[name].nbytes for name in read)
     train_config = _train_config(config, per_block, scan_layers)
-    train_config |= {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}
+    train_config |= {
+        "scan_layers": scan_layers,
+        "param_scan_axis": _SCAN_AXIS,
+        "fused_qkv": fused_qkv,
+        "fused_mlp": fused_mlp,
+    }
     with target.open({**plan.fingerprint(), "step": step, "leaves": records}) as partial:
         item = partial / str(step) / "state"
         item.mkdir(parents=True)
-        _write_leaves(tensorstore, item, targets, dtypes, plan, unused, progress(total))
+        _write_leaves(tensorstore, item, targets, plan, progress(total))
         _write_array(_create(tensorstore, item / "step", (), (), torch.int32), torch.tensor(step, dtype=torch.int32))
-        (item / "_METADATA").write_text(json.dumps(_orbax_metadata(list(dtypes))), encoding="utf-8")
-        (item / "checkpoint").write_bytes(msgpack.packb(_placeholders(list(dtypes))))
+        metadata, tree = _orbax_tree([leaf.name for leaf in targets])
+        (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+        (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
         values = {"source": plan.source, "step": step, "leaves": records}
         (partial / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
 
-def _import_msgpack():
-    try:
-        import msgpack
-    except ImportError as error:
-        raise ImportError("Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.") from error
-    return msgpack
-
-
 def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool, approximate: bool) -> None:
     """Raise ValueError with all that MaxText has no setting for."""
 
     def differing(wanted: dict[str, Any]) -> list[str]:
-        values = {name: getattr(config, name) for name in wanted}
-        return [f"{name} is {values[name]!r}, not {wanted[name]!r}" for name in wanted if values[name] != wanted[name]]
+        return [f"{name} is {values[name]!r}, not {value!r}" for name, value in wanted.items() if values[name] != value]
 
+    values = {**_FIXED_ROPE, **(config.rope_parameters or {}), **config.to_dict()}
     reasons, close = differing(_FIXED), []
     if config.position_embedding_type == "rope":
-        rope = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 1.0, **config.rope_parameters}
-        if rope["rope_type"] != "default" or rope["rope_theta"] != 10000:
-            reasons.append(f"rope_theta is {rope['rope_theta']}, of type {rope['rope_type']!r}, not 10000, 'default'")
-        if int(config.head_dim * rope["partial_rotary_factor"]) != config.head_dim:
-            reasons.append(f"partial_rotary_factor is {rope['partial_rotary_factor']}, not 1")
+        reasons += differing(_FIXED_ROPE)
     if fused_qkv and config.num_key_value_heads != config.num_attention_heads:
         reasons.append("fused_qkv needs as many key/value heads as query heads")
     if config.composes_heads:
@@ -223,32 +204,19 @@ def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool,
 
 
 def _layers_per_block(config: DCFormerConfig, given: int | None) -> int:
-    """
-    Raises:
-        ValueError: if blocks of the given length do not divide the layers, or differ in their windows.
-    """
     types, layers = config.layer_types, config.num_hidden_layers
     fitting = [n for n in range(1, layers + 1) if layers % n == 0 and types == types[:n] * (layers // n)]
-    if given is None:
-        return fitting[0]
-    if given not in fitting:
-        raise ValueError(
-            f"layers_per_block must divide the {layers} layers into blocks with the same windows; that do "
-            f"{', '.join(map(str, fitting))}, got {given}."
-        )
-    return given
+    if given is not None and given not in fitting:
+        choices = ", ".join(map(str, fitting))
+        raise ValueError(f"layers_per_block must be {choices}, so that the windows repeat per block, got {given}.")
+    return fitting[0] if given is None else given
 
 
 def _source_step(folder: Path) -> int:
     """The step that the folder was converted from, 0 if it was not."""
     path = folder / REPORT_FILE
-    if not path.is_file():
-        return 0
-    try:
-        step = json.loads(path.read_text(encoding="utf-8"))["source"]["step"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no report of a conversion; remove it or give the step.") from error
-    return step if isinstance(step, int) and step >= 0 else 0
+    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return report.get("source", {}).get("step") or 0
 
 
 def _rows(config: DCFormerConfig, fused_qkv: bool, fused_mlp: bool) -> list[Row]:
@@ -268,9 +236,7 @@ def _targets(config: DCFormerConfig, n: int, scan_layers: bool, rows: list[Row])
     as_in_jax.compose_rank, as_in_jax.compose_groups = 2, 1
     sizes, blocks = axis_sizes(as_in_jax), config.num_hidden_layers // n
     axis = _SCAN_AXIS if scan_layers else None
-    by_leaf: dict[str, list[Row]] = {}
-    for row in rows:
-        by_leaf.setdefault(row.leaf, []).append(row)
+    by_leaf = {leaf: list(its) for leaf, its in itertools.groupby(rows, lambda row: row.leaf)}
 
     def target(name: str, rows: list[Row], prefixes: list[str]) -> _Target:
         shape, chunks = leaf_shape(rows[0], sizes, axis, blocks), []
@@ -284,43 +250,22 @@ def _targets(config: DCFormerConfig, n: int, scan_layers: bool, rows: list[Row])
 
     yield from (target(f"params.{leaf}", its, [""]) for leaf, its in by_leaf.items() if not its[0].per_layer)
     folders = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
-    for folder, its_blocks in folders.items():
-        for sub in range(n):
-            prefixes = [f"model.layers.{block * n + sub}." for block in its_blocks]
-            for leaf, its in by_leaf.items():
-                if its[0].per_layer:
-                    yield target(f"params.decoder.{folder}.{leaf.replace('{sub}', str(sub))}", its, prefixes)
+    for folder, sub in itertools.product(folders, range(n)):
+        prefixes = [f"model.layers.{block * n + sub}." for block in folders[folder]]
+        for leaf, its in by_leaf.items():
+            if its[0].per_layer:
+                yield target(f"params.decoder.{folder}.{leaf.replace('{sub}', str(sub))}", its, prefixes)
 
 
-def _unused_leaves(folder: Path, targets: list[_Target]) -> dict[str, Leaf]:
-    """The arrays without use for the model that a conversion from the same layout has kept."""
-    path, shapes = folder / UNUSED_FILE, {leaf.name: leaf.shape for leaf in targets}
-    if not path.is_file():
+def _unused_leaves(folder: Path) -> dict[str, Any]:
+    """The arrays without use for the model that a conversion has kept, as safetensors slices."""
+    if not (folder / UNUSED_FILE).is_file():
         return {}
-    with safe_open(path, framework="pt") as file:
-        stored = {name: file.get_slice(name) for name in file.keys() if name in shapes}  # noqa: SIM118
-        leaves = [SafetensorsLeaf(name, path, part.get_shape(), part[:0].dtype) for name, part in stored.items()]
-    return {leaf.name: leaf for leaf in leaves if leaf.shape == shapes[leaf.name]}
+    with safe_open(folder / UNUSED_FILE, framework="pt") as file:
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
-def _source_dtype(leaf: _Target, plan: Plan, unused: dict[str, Leaf]) -> torch.dtype:
-    dtypes = [plan.parameters[name].dtype for name in leaf.sources if name in plan.parameters]
-    if dtypes:
-        return reduce(torch.promote_types, dtypes)
-    # The authors' code creates qkw in bfloat16 and kernels in float32.
-    default = torch.bfloat16 if leaf.name.endswith("qkw") else torch.float32
-    return unused[leaf.name].dtype if leaf.name in unused else default
-
-
-def _write_leaves(
-    tensorstore,
-    item: Path,
-    targets: list[_Target],
-    dtypes: dict[str, torch.dtype],
-    plan: Plan,
-    unused: dict[str, Leaf],
-    done: Callable[[int], None],
-) -> None:
+def _write_leaves(tensorstore, item: Path, targets: list[_Target], plan: Plan, done: Callable[[int], None]) -> None:
     """Layer by layer; zeros where the source has nothing."""
 
     @lru_cache(maxsize=1)  # query, key and value come from one parameter, one after the other
@@ -329,91 +274,67 @@ def _write_leaves(
         done(values.nbytes)
         return values
 
-    arrays = []
-    for leaf in targets:
-        chunk = [stop - start for start, stop in leaf.chunks[0][0]]
-        arrays.append(_create(tensorstore, item / leaf.name, leaf.shape, chunk, dtypes[leaf.name]))
+    arrays = [_create(tensorstore, item / leaf.name, leaf.shape, leaf.chunk_shape, leaf.dtype) for leaf in targets]
     for index in range(max(len(leaf.chunks) for leaf in targets)):
-        for leaf, array in zip(targets, arrays):
-            if index >= len(leaf.chunks):
-                continue
+        for leaf, array in [pair for pair in zip(targets, arrays) if index < len(pair[0].chunks)]:
             box, pieces = leaf.chunks[index]
-            values = torch.zeros([stop - start for start, stop in box], dtype=dtypes[leaf.name])
-            if leaf.name in unused:
-                values.copy_(unused[leaf.name].read(box))
-            for piece in pieces:
-                if piece.parameter in plan.parameters:
-                    run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
-                    piece.write_to_leaf(run, values, box)
-            _write_array(array[tuple(slice(*interval) for interval in box)], values)
+            region = tuple(slice(*interval) for interval in box)
+            values = torch.zeros(leaf.chunk_shape, dtype=leaf.dtype)
+            if leaf.kept is not None:
+                values.copy_(leaf.kept[region])
+                pieces = []
+            for piece in pieces if leaf.sources else []:
+                run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
+                piece.write_to_leaf(run, values, box)
+            _write_array(array[region], values)
 
 
 def _create(tensorstore, folder: Path, shape, chunk, dtype: torch.dtype):
-    metadata = {
-        "shape": list(shape),
-        "chunks": list(chunk),
-        "dtype": _ZARR_DTYPES[dtype],
-        "compressor": {"id": "zstd", "level": 1},
-        "fill_value": None,
-    }
+    metadata = {"shape": list(shape), "chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
     kvstore = {"driver": "file", "path": f"{folder}/"}
-    # Readers of checkpoints take a chunk that is not there for a lost one.
-    spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata, "store_data_equal_to_fill_value": True}
-    return tensorstore.open(spec, create=True).result()
+    spec = {"driver": "zarr", "kvstore": kvstore, "dtype": dtype_name(dtype), "metadata": metadata}
+    # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
+    return tensorstore.open({**spec, "store_data_equal_to_fill_value": True}, create=True).result()
 
 
 def _write_array(array, values: Tensor) -> None:
-    if values.dtype == torch.bfloat16:
-        array.write(values.view(torch.int16).numpy().view(array.dtype.numpy_dtype)).result()
-    else:
-        array.write(values.numpy()).result()
+    if values.dtype == torch.bfloat16:  # which NumPy does not know
+        values = values.view(torch.int16)
+    array.write(values.numpy().view(array.dtype.numpy_dtype)).result()
 
 
-def _orbax_metadata(names: list[str]) -> dict[str, Any]:
+def _orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
-    The tree for orbax. The arrays are declared as NumPy's: restored without further instructions, JAX's would need a
-    `_sharding` file that names the devices of the machine that reads.
+    What orbax keeps in `_METADATA` and in `checkpoint`. The arrays are declared as NumPy's: restored without further
+    instructions, JAX's would need a `_sharding` file that names the devices of the machine that reads.
     """
-
-    def entry(name: str, value_type: str) -> tuple[str, dict]:
-        keys = name.split(".")
-        return str(tuple(keys)), {
+    entries, tree = {}, {"opt_state": {}}
+    types = {"step": "scalar", **dict.fromkeys(names, "np.ndarray"), "opt_state": "Dict"}
+    for name, value_type in types.items():
+        *above, last = keys = name.split(".")
+        entries[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
             "value_metadata": {"value_type": value_type, "skip_deserialize": value_type == "Dict"},
         }
-
-    entries = [entry("step", "scalar"), *(entry(name, "np.ndarray") for name in names), entry("opt_state", "Dict")]
-    return {"tree_metadata": dict(entries), "use_zarr3": False}
-
-
-def _placeholders(names: list[str]) -> dict[str, Any]:
-    """What orbax keeps of the tree in the file `checkpoint`."""
-    tree: dict[str, Any] = {"opt_state": {}}
-    for name in [*names, "step"]:
-        *above, last = name.split(".")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = f"PLACEHOLDER://{name}"
-    return tree
+        node = reduce(lambda node, key: node.setdefault(key, {}), above, tree)
+        node.setdefault(last, f"PLACEHOLDER://{name}")
+    return {"tree_metadata": entries, "use_zarr3": False}, tree
 
 
 def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str, Any]:
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     length, composes = config.max_position_embeddings, config.composes_heads
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types[:n]]
     return {
-        "decoder_block": "dcformer",
-        **{key: getattr(config, name) for key, name in _SAME_IN_YAML.items()},
+        **_ARCHITECTURE,
+        **{f"base_{key}": getattr(config, name) for key, name in _BASE_KEYS.items()},
+        **{key: getattr(config, key) for key in ("head_dim", "vocab_size", "qk_norm")},
+        "normalization_layer_epsilon": config.norm_eps,
         # Without a scan, MaxText counts blocks here.
         "base_num_decoder_layers": config.num_hidden_layers // (1 if scan_layers else n),
         "num_layers_per_block": n,
-        "window_size": [windows[layer_type] for layer_type in config.layer_types[:n]],
+        "window_size": windows,
         "static_proj": composes and config.compose_static,
-        "pre_compose": composes and config.compose_pre,
-        "post_compose": composes and config.compose_post,
-        "mlp_activations": ["silu", "linear"],
-        "param_scan_axis": _SCAN_AXIS,
+        **{f"{stage}_compose": composes and getattr(config, f"compose_{stage}") for stage in ("pre", "post")},
         # The authors count the last token, which is only a target.
         "max_target_length": length + 1 if length > 2 and length & (length - 1) == 0 else length,
-        "logits_via_embedding": False,
     }

@@ -88,6 +88,11 @@ def load_reference(path: str | os.PathLike, vocab_size: int) -> ReferenceLogits:
             tokens, logits = arrays["tokens"], arrays["logits"]
     except (KeyError, ValueError, OSError, EOFError) as error:
         raise ValueError(f"{str(path)!r} must be an .npz file with tokens and logits ({error}).") from error
+    if tokens.dtype.kind not in "iu" or logits.dtype.kind != "f" or tokens.size == 0:
+        raise ValueError(
+            f"{str(path)!r} must hold integer tokens, at least one, and floating-point logits; got {tokens.dtype} "
+            f"{tokens.shape} and {logits.dtype} {logits.shape}."
+        )
     if tokens.ndim != 2 or logits.shape != (*tokens.shape, vocab_size):
         raise ValueError(
             f"{str(path)!r} has tokens {tokens.shape} and logits {logits.shape}; they must be (batch, length) and "

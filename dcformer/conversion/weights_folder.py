@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -72,7 +73,7 @@ def open_weights(folder: str | Path) -> dict[str, TensorLeaf]:
     """
     leaves: dict[str, TensorLeaf] = {}
     for path in weight_files(Path(folder)):
-        listing = _list_safetensors if path.suffix == ".safetensors" else _list_torch
+        listing = list_safetensors if path.suffix == ".safetensors" else _list_torch
         for leaf in listing(path):
             if leaf.name in leaves:
                 raise ValueError(f"{leaf.name} is in {leaves[leaf.name].where} and in {path}; remove one of the two.")
@@ -80,37 +81,53 @@ def open_weights(folder: str | Path) -> dict[str, TensorLeaf]:
     return leaves
 
 
-def _list_safetensors(path: Path) -> list[TensorLeaf]:
+def list_safetensors(path: Path) -> list[TensorLeaf]:
+    """The tensors of one safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            described = {name: (piece.get_shape(), piece.get_dtype()) for name, piece in slices.items()}
+        with safe_open(path, framework="pt"):  # checks the header and the length of the file
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length))
     except (SafetensorError, OSError) as error:
         raise ValueError(damaged(path, error)) from error
-    for name, (_, dtype) in described.items():
-        if dtype not in _SAFETENSORS_DTYPES:
-            raise ValueError(f"{path} holds {name} as {dtype}, which no parameter has; convert the model unquantised.")
-    return [
-        SafetensorsLeaf(name, path, shape, _SAFETENSORS_DTYPES[dtype]) for name, (shape, dtype) in described.items()
-    ]
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if entry["dtype"] not in _SAFETENSORS_DTYPES:
+            raise ValueError(
+                f"{path} holds {name} as {entry['dtype']}, which no parameter has; convert the model unquantised."
+            )
+    return [SafetensorsLeaf(name, path, entry, 8 + length) for name, entry in entries.items()]
 
 
 class SafetensorsLeaf(TensorLeaf):
-    """A tensor of a safetensors file, opened for every read so that no mapped pages pile up."""
+    """A tensor of a safetensors file. It is read, not mapped: mapped pages are slow to come and count as memory."""
 
-    def __init__(self, name: str, where: Path, shape, dtype: torch.dtype):
-        super().__init__(name, where, shape, dtype, None)
+    def __init__(self, name: str, where: Path, entry: dict, data_start: int):
+        super().__init__(name, where, entry["shape"], _SAFETENSORS_DTYPES[entry["dtype"]], None)
+        self._start = data_start + entry["data_offsets"][0]
 
     def read(self, box) -> Tensor:
-        with safe_open(self.where, framework="pt") as file:
-            if not self.shape:
-                return file.get_tensor(self.name)
-            return file.get_slice(self.name)[tuple(slice(*interval) for interval in box)]
+        first, last = box[0] if box else (0, 1)
+        row = math.prod(self.shape[1:])
+        values = torch.empty((last - first) * row, dtype=self.dtype)
+        buffer = memoryview(values.view(torch.uint8).numpy())
+        with open(self.where, "rb", buffering=0) as file:
+            file.seek(self._start + first * row * self.dtype.itemsize)
+            while buffer:
+                count = file.readinto(buffer)
+                if not count:
+                    raise ValueError(f"{self.where} ends inside {self.name}; copy or download it again.")
+                buffer = buffer[count:]
+        values = values.view(last - first, *self.shape[1:]) if box else values.view(())
+        return values[(slice(None), *(slice(*interval) for interval in box[1:]))] if box else values
 
 
 def _list_torch(path: Path) -> list[TensorLeaf]:
     state = _load_torch(path)
-    if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(values, Tensor) for name, values in state.items()
+    ):
         raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
 
     def loader(name: str):

@@ -1,0 +1,372 @@
+"""Conversions of every format: golden logits, values against hand-written slicing, steps, dtypes, the report."""
+
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import yaml
+from orbax_writer import maxtext_leaves, write_checkpoint
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_golden import JAX_RUNS, TOLERANCE, TORCH_RUNS
+from transformers import AutoModelForCausalLM
+
+from dcformer.conversion import convert_hub, convert_maxtext, convert_pax
+
+
+def check_logits(folder, tokens, expected):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens).long()).logits
+    torch.testing.assert_close(logits, torch.from_numpy(expected), atol=TOLERANCE, rtol=0)
+
+
+def train_yaml(fixtures, name, path):
+    """The training YAML of a golden run, from its info.json."""
+    config = json.loads((fixtures / "golden" / "A_jax" / JAX_RUNS[name] / "info.json").read_text())["config"]
+    keys = ("window_size", "num_layers_per_block", "pre_compose", "post_compose")
+    path.write_text(yaml.safe_dump({key: config[key] for key in keys if key in config}))
+    return path
+
+
+def weights(folder):
+    """All tensors of a converted folder as float32 numpy arrays."""
+    found = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        found |= {name: values.float().numpy() for name, values in load_file(path).items()}
+    return found
+
+
+def write_run(folder, steps=(3,), item="state", **options):
+    """A run folder with a checkpoint per step, drawn with the step as seed."""
+    layout = options.pop("layout", "zarr")
+    for step in steps:
+        leaves = maxtext_leaves(step, layers=2, optimizer=True, **options)
+        write_checkpoint(folder / str(step) / item, leaves, layout=layout)
+    return folder
+
+
+@pytest.mark.parametrize("name", JAX_RUNS)
+def test_maxtext_golden_logits(fixtures, tmp_path, name):
+    root = fixtures / "golden" / "A_jax" / name
+    train_config = train_yaml(fixtures, name, tmp_path / "train.yml")
+    report = convert_maxtext(root / "checkpoints", tmp_path / "out", train_config=train_config)
+    arrays = np.load(root / "io.npz")
+    check_logits(tmp_path / "out", arrays["tokens"], arrays["logits"])
+    assert report.source["step"] == (0 if name == "A1_param_only" else 14000)
+    assert report.source["format"].startswith("MaxText (OCDBT" if name in ("A3_ocdbt", "A3_default") else "MaxText (z")
+
+
+@pytest.fixture
+def pax(fixtures, tmp_path):
+    """Function from a run's name to its weights file, its reference file and a configuration with a wider window."""
+
+    def prepare(name, wider=1):
+        folder = fixtures / "golden" / "C_pax"
+        config = json.loads((folder / f"{name}_info.json").read_text())["config"]
+        config["window_size"] += wider
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return folder / f"{name}_pax_weights.npz", folder / f"{name}_io.npz", tmp_path / "config.json"
+
+    return prepare
+
+
+@pytest.mark.parametrize("form", ["npz", "npy", "zarr"])
+@pytest.mark.parametrize("name", ["C1", "C2"])
+def test_pax_golden_logits(pax, tmp_path, name, form):
+    source, reference, config = pax(name)
+    arrays = dict(np.load(source))
+    if form == "npy":
+        source = tmp_path / "arrays"
+        source.mkdir()
+        for key, values in arrays.items():
+            np.save(source / f"{key}.npy", values)
+    elif form == "zarr":
+        source = tmp_path / "checkpoints"
+        write_checkpoint(source / "checkpoint_00000040" / "state", arrays, metadata=False)
+    report = convert_pax(source, tmp_path / "out", config=config)
+    io = np.load(reference)
+    check_logits(tmp_path / "out", io["tokens"], io["logits"])
+    assert report.source["step"] == (40 if form == "zarr" else None)
+    assert sum(reason == "padding of the vocabulary" for reason in report.ignored.values()) == 2
+
+
+@pytest.mark.parametrize("name", TORCH_RUNS)
+def test_authors_torch_golden_logits(fixtures, tmp_path, name):
+    root = fixtures / "golden" / "B_torch" / name
+    convert_hub(root, tmp_path / "out", max_shard_size="40KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
+    io = np.load(root / "io.npz")
+    check_logits(tmp_path / "out", io["tokens"], io[TORCH_RUNS[name]])
+
+
+@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
+def test_split_projections(fixtures, tmp_path, file_format):
+    root = fixtures / "golden" / "B_torch" / "B1_dcformer_9769ae6"
+    tensors = load_file(root / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("attention.wqkv.weight")]:
+        for letter, part in zip("qkv", tensors.pop(name).chunk(3)):
+            tensors[name.replace("wqkv", f"w{letter}")] = part.contiguous()
+    source = tmp_path / "split"
+    source.mkdir()
+    (source / "config.json").write_bytes((root / "config.json").read_bytes())
+    if file_format == "bin":
+        torch.save(tensors, source / "pytorch_model.bin")
+    else:
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert_hub(source, tmp_path / "out")
+    convert_hub(root, tmp_path / "whole")
+    split, whole = weights(tmp_path / "out"), weights(tmp_path / "whole")
+    assert split.keys() == whole.keys()
+    assert all(np.array_equal(split[name], whole[name]) for name in whole)
+
+
+# The layout of the files, and what the tree in them looks like.
+VARIANTS = {
+    "plain": {},
+    "unstacked": {"scan": False},
+    "fused": {"fused_qkv": True, "fused_mlp": True},
+    "fused_unstacked": {"fused_qkv": True, "fused_mlp": True, "scan": False},
+    "grouped_rank_1_static": {"groups": 2, "rank": 1, "static": True},
+    "rank_4_no_qk_norm": {"rank": 4, "qk_norm": False},
+    "blocks_of_4": {"per_block": 4},
+    "single_blocks": {"per_block": 1, "bf16_qkw": False},
+    "heads_wider_than_model": {"channels": 6},
+}
+
+
+def expected_parameters(leaves, root, layer, *, per_block=2, scan=True, fused_qkv=False, fused_mlp=False):
+    """Parameters of one layer, sliced by hand: the stack is axis 1, layer l is block l // n, sub-block l % n."""
+    block, sub = divmod(layer, per_block)
+
+    def get(name):
+        name = name.format(sub=sub)
+        if scan:
+            return leaves[f"{root}decoder.layers.{name}"].astype(np.float32)[:, block]
+        return leaves[f"{root}decoder.layers_{block}.{name}"].astype(np.float32)
+
+    embed = get("pre_self_attention_layer_norm_{sub}.scale").shape[0]
+    if fused_qkv:
+        parts = [get("self_attention_{sub}.qkv_proj.kernel")[:, i] for i in range(3)]
+    else:
+        parts = [get(f"self_attention_{{sub}}.{kind}.kernel") for kind in ("query", "key", "value")]
+    if fused_mlp:
+        gate, up = (get("mlp_{sub}.wi.kernel")[:, i] for i in range(2))
+    else:
+        gate, up = get("mlp_{sub}.wi_0.kernel"), get("mlp_{sub}.wi_1.kernel")
+    operator = "self_attention_{sub}.AttentionOp_0.dyn_w_proj"
+    return {
+        "self_attn.qkv_proj.weight": np.concatenate([part.reshape(embed, -1).T for part in parts]),
+        "self_attn.o_proj.weight": get("self_attention_{sub}.out.kernel").reshape(-1, embed).T,
+        "self_attn.compose.hidden_weight": get(f"{operator}.dw1.kernel"),
+        "self_attn.compose.low_rank_weight": get(f"{operator}.qkw"),
+        "self_attn.compose.gate_weight": get(f"{operator}.dd.kernel"),
+        "mlp.gate_proj.weight": gate.T,
+        "mlp.up_proj.weight": up.T,
+        "mlp.down_proj.weight": get("mlp_{sub}.wo.kernel").T,
+        "input_layernorm.weight": get("pre_self_attention_layer_norm_{sub}.scale"),
+        "post_attention_layernorm.weight": get("post_self_attention_layer_norm_{sub}.scale"),
+    }
+
+
+def check_values(folder, leaves, root, layers=4, **tree):
+    actual = weights(folder)
+    np.testing.assert_array_equal(actual["model.embed_tokens.weight"], leaves[f"{root}token_embedder.embedding"])
+    np.testing.assert_array_equal(actual["lm_head.weight"], leaves[f"{root}decoder.logits_dense.kernel"].T)
+    np.testing.assert_array_equal(actual["model.norm.weight"], leaves[f"{root}decoder.decoder_norm.scale"])
+    for layer in range(layers):
+        for name, values in expected_parameters(leaves, root, layer, **tree).items():
+            np.testing.assert_array_equal(actual[f"model.layers.{layer}.{name}"], values, err_msg=f"{layer} {name}")
+
+
+@pytest.mark.parametrize(
+    "layout,variant",
+    [("zarr", variant) for variant in VARIANTS]
+    + [(layout, variant) for layout in ("ocdbt", "zarr3") for variant in ("plain", "fused_unstacked", "blocks_of_4")],
+)
+def test_values_are_the_slices_of_the_arrays(tmp_path, layout, variant):
+    options = VARIANTS[variant]
+    leaves = maxtext_leaves(5, **options)
+    write_checkpoint(tmp_path / "src", leaves, layout=layout)
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    tree = {key: value for key, value in options.items() if key in ("per_block", "scan", "fused_qkv", "fused_mlp")}
+    check_values(tmp_path / "out", leaves, "params.", **tree)
+    assert {source["leaf"] for record in report.tensors for source in record["sources"]} == set(leaves)
+    assert ("OCDBT" in report.source["format"], "zarr 3" in report.source["format"]) == (
+        layout == "ocdbt",
+        layout == "zarr3",
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["compose_rank"] == options.get("rank", 2)
+    assert config["compose_groups"] == options.get("groups", 1)
+    assert config["qk_norm"] == options.get("qk_norm", True)
+
+
+@pytest.mark.parametrize(
+    "root,layout", [("", "zarr3"), ("params.", "ocdbt"), ("params.params.", "zarr"), ("", "ocdbt")]
+)
+def test_roots_of_the_parameters(tmp_path, root, layout):
+    leaves = maxtext_leaves(6, layers=2, root=root, optimizer=True)
+    write_checkpoint(tmp_path / "src", leaves, layout=layout, metadata=layout != "zarr3")
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    check_values(tmp_path / "out", leaves, root, layers=2)
+    assert {name for name in leaves if name.startswith("opt_state") or name == "step"} == set(report.ignored)
+
+
+def two_thirds(name, shape):
+    return [-(-2 * size // 3) for size in shape]
+
+
+@pytest.mark.parametrize("layout", ["zarr", "ocdbt", "zarr3"])
+def test_chunks_that_do_not_divide_the_arrays(tmp_path, layout):
+    leaves = maxtext_leaves(7, static=True)
+    write_checkpoint(
+        tmp_path / "src", leaves, layout=layout, chunks=lambda name, shape: [-(-2 * n // 3) for n in shape]
+    )
+    convert_maxtext(tmp_path / "src", tmp_path / "out")
+    check_values(tmp_path / "out", leaves, "params.")
+    actual = weights(tmp_path / "out")
+    for layer in range(4):
+        block, sub = divmod(layer, 2)
+        stages = [
+            leaves[f"params.decoder.layers.self_attention_{sub}.AttentionOp_0.{stage}_proj.w"].astype(np.float32)
+            for stage in ("pre", "post")
+        ]
+        expected = np.stack([values[:, block] for values in stages])
+        np.testing.assert_array_equal(
+            actual[f"model.layers.{layer}.self_attn.compose.static_weight"].reshape(expected.shape), expected
+        )
+
+
+@pytest.mark.parametrize("below", ["", "run", "checkpoints", "checkpoints/3", "checkpoints/3/state"])
+def test_any_folder_of_the_run_may_be_given(tmp_path, below):
+    run = tmp_path / "run"
+    write_run(run / "checkpoints")
+    source = run if below in ("", "run") else run / below
+    report = convert_maxtext(f"{source}/" if below == "run" else source, tmp_path / "out", verify=False)
+    assert report.source["step"] == 3
+    assert report.source["location"] == str(run / "checkpoints" / "3" / "state")
+
+
+def test_step_choice(tmp_path):
+    write_run(tmp_path / "run", steps=(9, 10, 2))
+    assert convert_maxtext(tmp_path / "run", tmp_path / "latest", verify=False).source["step"] == 10
+    report = convert_maxtext(tmp_path / "run", tmp_path / "second", step=2, verify=False)
+    assert report.source["step"] == 2
+    check_values(tmp_path / "second", maxtext_leaves(2, layers=2), "params.", layers=2)
+
+
+def test_unfinished_folders_are_skipped(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "8.orbax-checkpoint-tmp-1700000000").mkdir()
+    write_checkpoint(run / "3" / "default.orbax-checkpoint-tmp-17", maxtext_leaves(0, layers=2))
+    report = convert_maxtext(run, tmp_path / "out", verify=False)
+    assert report.source["step"] == 3
+    assert report.source["location"].endswith("/3/state")
+
+
+def test_other_items_are_reported(tmp_path):
+    run = write_run(tmp_path / "run")
+    write_checkpoint(run / "3" / "iterator", {"position": np.int32(4)})
+    report = convert_maxtext(run, tmp_path / "out", verify=False)
+    assert report.source["location"].endswith("/3/state")
+    assert report.ignored["item iterator/"] == "another item of the step"
+
+
+# dtype -> half a unit in the last place, relative to the largest value.
+HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@pytest.mark.parametrize("dtype", HALF_ULP)
+def test_dtype_and_its_rounding_error(tmp_path, dtype):
+    leaves = maxtext_leaves(8, layers=2)
+    write_checkpoint(tmp_path / "src", leaves)
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", dtype=dtype, verify=False)
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for record in report.tensors:
+        arrays = [leaves[source["leaf"]].astype(np.float64) for source in record["sources"]]
+        largest = max(np.abs(values).max() for values in arrays)
+        assert record["max_rounding_error"] <= HALF_ULP[dtype] * largest
+        if record["parameter"] == "lm_head.weight":
+            exact = arrays[0].astype(np.float32)
+            error = np.abs(exact.astype(np.float64) - exact.astype(target).astype(np.float64)).max()
+            assert record["max_rounding_error"] == error
+            assert (error == 0) == (dtype == "float32")
+
+
+def test_keeping_dtypes(tmp_path):
+    write_checkpoint(tmp_path / "src", maxtext_leaves(8, layers=2))
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    dtypes = {record["parameter"]: record["dtype"] for record in report.tensors}
+    assert {name.split(".")[-1] for name, dtype in dtypes.items() if dtype == "bfloat16"} == {"low_rank_weight"}
+    assert max(record["max_rounding_error"] for record in report.tensors) == 0
+    assert json.loads((tmp_path / "out" / "conversion_report.json").read_text()) == json.loads(
+        json.dumps(report.to_dict(), default=str)
+    )
+
+
+def test_without_jax(tmp_path):
+    write_checkpoint(tmp_path / "src", maxtext_leaves(9, layers=2), layout="ocdbt")
+    program = (
+        "import sys\n"
+        "for name in ('jax', 'jaxlib', 'flax', 'orbax', 'orbax.checkpoint'): sys.modules[name] = None\n"
+        "from dcformer.conversion import convert_maxtext\n"
+        "convert_maxtext(sys.argv[1], sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "src"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_values(tmp_path / "out", maxtext_leaves(9, layers=2), "params.", layers=2)
+
+
+def test_defaults_are_told_from_what_is_known(tmp_path):
+    write_checkpoint(tmp_path / "src", maxtext_leaves(1, layers=2))
+    (tmp_path / "train.yml").write_text(
+        "window_size: [5, null]\nnormalization_layer_epsilon: 1.0e-6\nmax_target_length: 129\n"
+        "pre_compose: true\npost_compose: true\n"
+    )
+    without = convert_maxtext(tmp_path / "src", tmp_path / "a", verify=False)
+    given = convert_maxtext(tmp_path / "src", tmp_path / "b", train_config=tmp_path / "train.yml", verify=False)
+    defaults = {origin.field: origin for origin in without.origins if origin.is_default}
+    assert set(defaults) == {
+        "sliding_window",
+        "layer_types",
+        "norm_eps",
+        "max_position_embeddings",
+        "compose_pre",
+        "compose_post",
+    }
+    assert all("default" in origin.origin and "--train-config" in origin.origin for origin in defaults.values())
+    assert defaults["sliding_window"].value == 256
+    assert not [origin for origin in given.origins if origin.is_default]
+    values = {origin.field: origin.value for origin in given.origins}
+    assert (values["sliding_window"], values["norm_eps"], values["max_position_embeddings"]) == (5, 1e-6, 128)
+    assert next(o.origin for o in given.origins if o.field == "sliding_window") == "window_size in train.yml"
+
+
+def test_reference_logits_gate(pax, fixtures, tmp_path):
+    root = fixtures / "golden" / "A_jax" / "A1"
+    train_config = train_yaml(fixtures, "A1", tmp_path / "train.yml")
+    options = {"train_config": train_config, "reference_logits": root / "io.npz"}
+    report = convert_maxtext(root / "checkpoints", tmp_path / "a1", **options)
+    assert "max abs" in report.verification["reference logits"]
+    with pytest.raises(ValueError, match="allowed is 1e-09"):
+        convert_maxtext(root / "checkpoints", tmp_path / "strict", tolerance=1e-9, **options)
+    assert not (tmp_path / "strict").exists()
+
+    source, reference, config = pax("C1", wider=1)
+    convert_pax(source, tmp_path / "c1", config=config, reference_logits=reference)
+    source, reference, config = pax("C1", wider=0)
+    with pytest.raises(ValueError, match="With a window of 7 they agree"):
+        convert_pax(source, tmp_path / "narrow", config=config, reference_logits=reference)
+    assert not (tmp_path / "narrow").exists()

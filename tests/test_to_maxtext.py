@@ -1,0 +1,218 @@
+"""Writing MaxText checkpoints: the way back from a converted folder gives the original arrays."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_models import tiny_model
+
+from dcformer.conversion.convert import convert_maxtext
+from dcformer.conversion.maxtext import plan_maxtext
+from dcformer.conversion.orbax_checkpoint import open_orbax
+from dcformer.conversion.to_maxtext import TRAIN_CONFIG_FILE, convert_to_maxtext
+
+
+# What the JAX code computes, in a small model.
+JAX = {"compose_activation": "gelu_pytorch_tanh", "norm_eps": 1e-5, "qk_norm_eps": 1e-5}
+# What a training YAML does not say.
+NOT_IN_YAML = {"dtype", "bos_token_id", "eos_token_id", "architectures", "transformers_version"}
+
+
+def read_params(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_orbax(folder)
+    names = [name for name in checkpoint.names() if name.startswith("params.")]
+    leaves = {name: checkpoint.leaf(name) for name in names}
+    for leaf in leaves.values():
+        leaf.check()
+    return {name: leaf.read(leaf.whole()) for name, leaf in leaves.items()}
+
+
+def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype, name
+        assert torch.equal(found[name], values), name
+
+
+@dataclass
+class Converted:
+    golden: Path
+    folder: Path
+
+
+@pytest.fixture(params=["A1", "A2", "A4", "A6"])
+def converted(request, fixtures, tmp_path) -> Converted:
+    """A golden run as a folder of ours."""
+    golden = fixtures / "golden" / "A_jax" / request.param
+    info = json.loads((golden / "info.json").read_text())["config"]
+    values = {key: info[key] for key in ("window_size", "pre_compose", "post_compose") if key in info}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(values))
+    convert_maxtext(golden / "checkpoints", tmp_path / "ours", train_config=tmp_path / "run.yml", verify=False)
+    return Converted(golden / "checkpoints", tmp_path / "ours")
+
+
+def test_golden_run_comes_back_bit_for_bit(converted, tmp_path):
+    told = []
+    report = convert_to_maxtext(
+        converted.folder, tmp_path / "back", progress=lambda total: (told.append(total), told.append)[1]
+    )
+    assert (report.step, Path(report.destination)) == (14000, tmp_path / "back")
+    original = read_params(converted.golden)
+    assert_identical(read_params(tmp_path / "back" / "14000" / "state"), original)
+    assert {leaf["name"] for leaf in report.leaves} == set(original)
+    assert told[0] == sum(told[1:]) == report.source_bytes
+
+
+def test_train_config_gives_the_same_config_and_tensors(converted, tmp_path):
+    convert_to_maxtext(converted.folder, tmp_path / "back")
+    first = plan_maxtext(converted.golden, train_config=tmp_path / "run.yml")
+    again = plan_maxtext(tmp_path / "back", train_config=tmp_path / "back" / TRAIN_CONFIG_FILE)
+    assert again.config.to_dict() == first.config.to_dict()
+    assert not any(origin.is_default for origin in again.origins)
+    assert_identical({n: again.read(n) for n in again.parameters}, {n: first.read(n) for n in first.parameters})
+
+
+def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, torch.nn.Module]:
+    model = tiny_model(variant, **{**JAX, **overrides})
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "no_scan"])
+@pytest.mark.parametrize("fused", [{}, {"fused_qkv": True}, {"fused_mlp": True}], ids=["split", "qkv", "mlp"])
+def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
+    folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=4)
+    convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
+    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
+    assert plan.source["step"] == 7
+    assert_identical({name: plan.read(name) for name in plan.parameters}, model.state_dict())
+    there = {key: value for key, value in plan.config.to_dict().items() if key not in NOT_IN_YAML}
+    assert there == {key: value for key, value in model.config.to_dict().items() if key not in NOT_IN_YAML}
+    names = {name.split(".")[2] for name in read_params(tmp_path / "run") if ".layers" in name}
+    assert names == ({"layers"} if scan_layers else {"layers_0", "layers_1"})
+
+
+@pytest.mark.parametrize("variant", ["grouped_query_attention", "pre_only", "all_global", "wide_heads"])
+def test_architectures_read_back_identically(tmp_path, variant):
+    folder, model = save(tmp_path / "ours", variant, compose_static=True)
+    convert_to_maxtext(folder, tmp_path / "run")
+    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
+    expected = model.state_dict()
+    if variant == "pre_only":  # JAX has no matrix for the stage that is off
+        for name in expected:
+            if name.endswith("static_weight"):
+                expected[name][1] = 0
+    assert_identical({name: plan.read(name) for name in plan.parameters}, expected)
+
+
+def test_parts_of_the_disk_layout(tmp_path):
+    folder, _ = save(tmp_path / "ours", num_hidden_layers=4)
+    convert_to_maxtext(folder, tmp_path / "run", param_dtype="bfloat16")
+    leaf = tmp_path / "run" / "0" / "state" / "params.decoder.layers.self_attention_1.query.kernel"
+    metadata = json.loads((leaf / ".zarray").read_text())
+    assert metadata["dtype"] == "bfloat16" and metadata["fill_value"] is None
+    assert metadata["compressor"] == {"id": "zstd", "level": 1}
+    assert (metadata["shape"], metadata["chunks"]) == ([32, 2, 4, 8], [32, 1, 4, 8])
+    assert sorted(path.name for path in leaf.iterdir()) == [".zarray", "0.0.0.0", "0.1.0.0"]
+    assert {values.dtype for values in read_params(tmp_path / "run").values()} == {torch.bfloat16}
+
+
+def test_a_model_without_composition_gets_zeros(tmp_path):
+    folder, _ = save(tmp_path / "ours", "plain_gated_transformer")
+    convert_to_maxtext(folder, tmp_path / "run")
+    unused = {name: values for name, values in read_params(tmp_path / "run").items() if "dyn_w_proj" in name}
+    assert unused["params.decoder.layers.self_attention_0.AttentionOp_0.dyn_w_proj.qkw"].shape == (1, 1, 4, 16, 4, 4)
+    assert len(unused) == 6 and not any(values.any() for values in unused.values())
+
+
+def test_unused_arrays_of_another_layout_become_zeros(fixtures, tmp_path):
+    golden = fixtures / "golden" / "A_jax" / "A6" / "checkpoints"
+    (tmp_path / "run.yml").write_text("{window_size: [null, null], pre_compose: false, post_compose: false}")
+    convert_maxtext(golden, tmp_path / "ours", train_config=tmp_path / "run.yml", verify=False)
+    report = convert_to_maxtext(tmp_path / "ours", tmp_path / "run")
+    assert read_params(tmp_path / "run")["params.decoder.layers.mlp_0.wo.kernel"].shape[1] == 2
+    sources = {leaf["name"]: leaf["sources"] for leaf in report.leaves}
+    for name, values in read_params(tmp_path / "run").items():
+        assert (not values.any()) == ("dyn_w_proj" in name) == (not sources[name])
+
+
+@pytest.mark.parametrize(
+    "variant, overrides, options, reasons",
+    [
+        ("dcpythia", {}, {}, ["model_type is 'dcpythia'", "attention_bias is True", "mlp_bias", "parallel_residual"]),
+        ("dcpythia", {}, {}, ["norm_type is 'layer_norm'", "mlp_type is 'plain'", "partial_rotary_factor is 0.25"]),
+        ("mlp_gate_and_one_global_in_four", {}, {}, ["mlp_gate_dim is 4", "rope_theta is 500000.0"]),
+        ("plain_transformer_with_learned_positions", {}, {}, ["position_embedding_type", "hidden_act is 'gelu'"]),
+        ("talking_heads", {}, {}, ["compose_query is False", "compose_key is False"]),
+        ("low_rank_only", {}, {}, ["compose_gate is False"]),
+        ("gates_only", {}, {}, ["compose_low_rank is False"]),
+        ("grouped", {}, {}, ["compose_groups is 2", "compose_rank is 1"]),
+        ("grouped_query_attention", {}, {"fused_qkv": True}, ["as many key/value heads as query heads"]),
+        ("dcformer", {"tie_word_embeddings": True}, {}, ["tie_word_embeddings is True"]),
+        ("dcformer", {"compose_activation": "gelu", "norm_eps": 1e-6}, {}, ["'gelu'", "norm_eps is 1e-06", "=True"]),
+        ("dcformer", {"compose_norm_eps": 1e-5}, {}, ["compose_norm_eps is 1e-05"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_maxtext_cannot_express_is_refused(tmp_path, variant, overrides, options, reasons):
+    folder, _ = save(tmp_path / "ours", variant, **overrides)
+    with pytest.raises(ValueError, match="cannot be written as a MaxText checkpoint") as error:
+        convert_to_maxtext(folder, tmp_path / "run", **options)
+    assert all(reason in str(error.value) for reason in reasons), error.value
+    assert not list(tmp_path.glob("*run*"))
+
+
+def test_slight_differences_are_written_when_accepted(tmp_path):
+    folder, model = save(tmp_path / "ours", compose_activation="gelu", qk_norm_eps=1e-6)
+    convert_to_maxtext(folder, tmp_path / "run", approximate=True)
+    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
+    assert_identical({name: plan.read(name) for name in plan.parameters}, model.state_dict())
+
+
+@pytest.mark.parametrize("layers_per_block", [0, 1, 3, 8], ids="{} layers".format)
+def test_blocks_must_repeat_the_windows(tmp_path, layers_per_block):
+    folder, _ = save(tmp_path / "ours", num_hidden_layers=4)
+    with pytest.raises(ValueError, match=rf"must be 2, 4, so .* got {layers_per_block}\."):
+        convert_to_maxtext(folder, tmp_path / "run", layers_per_block=layers_per_block)
+
+
+@pytest.mark.parametrize("options", [{"param_dtype": "float16"}, {"step": -1}], ids=["dtype", "step"])
+def test_bad_options_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        convert_to_maxtext(tmp_path, tmp_path / "run", **options)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path):
+    folder, _ = save(tmp_path / "ours")
+
+    def interrupt(nbytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_to_maxtext(folder, tmp_path / "run", progress=lambda total: interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_only_force_replaces(tmp_path):
+    folder, _ = save(tmp_path / "ours")
+    convert_to_maxtext(folder, tmp_path / "run", step=1)
+    with pytest.raises(FileExistsError):
+        convert_to_maxtext(folder, tmp_path / "run", step=2)
+    convert_to_maxtext(folder, tmp_path / "run", step=2, force=True)
+    assert open_orbax(tmp_path / "run").step == 2
+    assert not (tmp_path / "run" / "1").exists()
+
+
+def test_orbax_restores_the_tree(tmp_path):
+    orbax = pytest.importorskip("orbax.checkpoint")
+    folder, model = save(tmp_path / "ours")
+    convert_to_maxtext(folder, tmp_path / "run", step=3)
+    tree = orbax.PyTreeCheckpointer().restore(tmp_path / "run" / "3" / "state")
+    assert int(tree["step"]) == 3 and not tree["opt_state"]
+    head = model.lm_head.weight.detach().numpy().T
+    assert (tree["params"]["decoder"]["logits_dense"]["kernel"] == head).all()
+    gate = model.model.layers[1].mlp.gate_proj.weight.detach().numpy().T
+    assert (tree["params"]["decoder"]["layers"]["mlp_1"]["wi_0"]["kernel"][:, 0] == gate).all()
