@@ -44,9 +44,6 @@ _FIXED_COMPOSITION = dict.fromkeys(("compose_query", "compose_key", "compose_low
 _FIXED_COMPOSITION |= {"compose_rank": 2, "compose_groups": 1}
 _NEARLY_FIXED_COMPOSITION = {"compose_activation": "gelu_pytorch_tanh", "compose_norm_eps": 1e-6}
 _ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"], "logits_via_embedding": False}
-# Keys of the training YAML after `base_`, and the fields they hold.
-_BASE_KEYS = {"emb_dim": "hidden_size", "num_query_heads": "num_attention_heads"}
-_BASE_KEYS |= {"num_kv_heads": "num_key_value_heads", "mlp_dim": "intermediate_size"}
 
 
 @dataclass
@@ -68,10 +65,7 @@ class MaxTextReport:
 
 @dataclass
 class _Target:
-    """
-    An array to write: `chunks` are its parts, one per layer, with the pieces that fill them; `kept` is the array itself
-    (a safetensors slice) where the source keeps it beside the model.
-    """
+    """An array to write in chunks, one per layer; `kept` (a safetensors slice) is it where the source holds it."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,10 +73,6 @@ class _Target:
     dtype: torch.dtype = torch.float32
     sources: list[str] = field(default_factory=list)
     kept: Any = None
-
-    @property
-    def chunk_shape(self) -> list[int]:
-        return [stop - start for start, stop in self.chunks[0][0]]
 
     def connect(self, plan: Plan, kept: Any, param_dtype: str) -> None:
         """Find the parameters and the dtype; an array that gets neither parameters nor `kept` will be zeros."""
@@ -148,7 +138,6 @@ def convert_to_maxtext(
     per_block = _layers_per_block(config, layers_per_block)
     plan = plan_hub(folder)
     step = _source_step(folder) if step is None else step
-
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
     unused = _unused_leaves(folder)
     for leaf in targets:
@@ -159,13 +148,8 @@ def convert_to_maxtext(
     ]
     read = {name for leaf in targets if leaf.kept is None for name in leaf.sources}
     total = sum(plan.parameters[name].nbytes for name in read)
-    train_config = _train_config(config, per_block, scan_layers)
-    train_config |= {
-        "scan_layers": scan_layers,
-        "param_scan_axis": _SCAN_AXIS,
-        "fused_qkv": fused_qkv,
-        "fused_mlp": fused_mlp,
-    }
+    layout = {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}
+    train_config = _train_config(config, per_block, scan_layers) | layout
     with target.open({**plan.fingerprint(), "step": step, "leaves": records}) as partial:
         item = partial / str(step) / "state"
         item.mkdir(parents=True)
@@ -175,8 +159,8 @@ def convert_to_maxtext(
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
-        values = {"source": plan.source, "step": step, "leaves": records}
-        (partial / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        report = json.dumps({"source": plan.source, "step": step, "leaves": records}, indent=2)
+        (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
 
@@ -274,23 +258,23 @@ def _write_leaves(tensorstore, item: Path, targets: list[_Target], plan: Plan, d
         done(values.nbytes)
         return values
 
-    arrays = [_create(tensorstore, item / leaf.name, leaf.shape, leaf.chunk_shape, leaf.dtype) for leaf in targets]
+    arrays = [_create(tensorstore, item / leaf.name, leaf.shape, leaf.chunks[0][0], leaf.dtype) for leaf in targets]
     for index in range(max(len(leaf.chunks) for leaf in targets)):
         for leaf, array in [pair for pair in zip(targets, arrays) if index < len(pair[0].chunks)]:
             box, pieces = leaf.chunks[index]
-            region = tuple(slice(*interval) for interval in box)
-            values = torch.zeros(leaf.chunk_shape, dtype=leaf.dtype)
+            part = array[tuple(slice(*interval) for interval in box)]
+            values = torch.zeros(part.shape, dtype=leaf.dtype)
             if leaf.kept is not None:
-                values.copy_(leaf.kept[region])
-                pieces = []
-            for piece in pieces if leaf.sources else []:
+                values.copy_(leaf.kept[tuple(slice(*interval) for interval in box)])
+            for piece in pieces if leaf.sources and leaf.kept is None else []:
                 run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
                 piece.write_to_leaf(run, values, box)
-            _write_array(array[region], values)
+            _write_array(part, values)
 
 
-def _create(tensorstore, folder: Path, shape, chunk, dtype: torch.dtype):
-    metadata = {"shape": list(shape), "chunks": list(chunk), "compressor": {"id": "zstd", "level": 1}}
+def _create(tensorstore, folder: Path, shape: tuple[int, ...], first_chunk: Box, dtype: torch.dtype):
+    chunk = [stop - start for start, stop in first_chunk]
+    metadata = {"shape": shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}}
     kvstore = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "dtype": dtype_name(dtype), "metadata": metadata}
     # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
@@ -323,16 +307,19 @@ def _orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str, Any]:
     length, composes = config.max_position_embeddings, config.composes_heads
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types[:n]]
     return {
         **_ARCHITECTURE,
-        **{f"base_{key}": getattr(config, name) for key, name in _BASE_KEYS.items()},
+        "base_emb_dim": config.hidden_size,
+        "base_num_query_heads": config.num_attention_heads,
+        "base_num_kv_heads": config.num_key_value_heads,
+        "base_mlp_dim": config.intermediate_size,
         **{key: getattr(config, key) for key in ("head_dim", "vocab_size", "qk_norm")},
         "normalization_layer_epsilon": config.norm_eps,
         # Without a scan, MaxText counts blocks here.
         "base_num_decoder_layers": config.num_hidden_layers // (1 if scan_layers else n),
         "num_layers_per_block": n,
-        "window_size": windows,
+        "param_scan_axis": _SCAN_AXIS,
+        "window_size": [config.sliding_window if "sliding" in kind else None for kind in config.layer_types[:n]],
         "static_proj": composes and config.compose_static,
         **{f"{stage}_compose": composes and getattr(config, f"compose_{stage}") for stage in ("pre", "post")},
         # The authors count the last token, which is only a target.
