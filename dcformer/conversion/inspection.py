@@ -14,8 +14,8 @@ from .hub import local_folder
 from .leaves import Leaf
 from .maxtext import _STATE
 from .orbax_checkpoint import open_orbax
+from .pieces import dtype_name
 from .plan import Origin, Plan
-from .report import dtype_name
 from .verification import kind_of, open_any
 from .weights_folder import open_weights
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .mapping import MAXTEXT_ROWS, axis_sizes, part_offset, piece_for
 from .maxtext_architecture import MaxTextTree, TrainConfig, infer_config, parameter_root, read_tree
 from .orbax_checkpoint import open_orbax
-from .plan import Plan, complete
+from .plan import UNUSED_FILE, Plan, complete
 
 
 # Top-level entries of a training state that are no parameters.
@@ -89,13 +89,13 @@ def _add_pieces(plan: Plan, tree: MaxTextTree) -> None:
     for name, entry in sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0])):
         if not config.composes_heads and ".AttentionOp_0." in name:
             plan.unused.append(name)
-            plan.ignored[name] = f"pre_compose and post_compose are off; kept in {_unused_file()} for the way back"
+            plan.ignored[name] = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for the way back"
             continue
         for row in entry.rows:
             if not row.per_layer:
                 plan.pieces.append(piece_for(row, name, row.parameter, sizes))
                 continue
-            blocks = range(sizes_of_stack(tree)) if stacked else [entry.block]
+            blocks = range(tree.sizes["block"]) if stacked else [entry.block]
             for block in blocks:
                 parameter = f"model.layers.{block * n + entry.sub}.{row.parameter}"
                 stack_index = block if stacked else 0
@@ -106,13 +106,3 @@ def _add_pieces(plan: Plan, tree: MaxTextTree) -> None:
         run = (0, half) if not config.compose_pre else (half, 2 * half)
         for layer in range(config.num_hidden_layers):
             plan.zeros[f"model.layers.{layer}.self_attn.compose.static_weight"] = [run]
-
-
-def sizes_of_stack(tree: MaxTextTree) -> int:
-    return tree.num_layers // tree.layers_per_block
-
-
-def _unused_file() -> str:
-    from .plan import UNUSED_FILE
-
-    return UNUSED_FILE

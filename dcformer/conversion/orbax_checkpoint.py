@@ -89,10 +89,11 @@ class OrbaxCheckpoint:
         try:
             return [key.decode() for key in self._kvstore.list().result()]
         except (ValueError, OSError) as error:
-            raise ValueError(
-                f"The OCDBT database in {self.store.location} cannot be read: {first_sentence(error)}; copy the "
-                "checkpoint again."
-            ) from error
+            raise ValueError(self._damaged_database(error)) from error
+
+    def _damaged_database(self, error: Exception) -> str:
+        reason = first_sentence(error)
+        return f"The OCDBT database in {self.store.location} cannot be read: {reason}; copy the checkpoint again."
 
     def names(self) -> list[str]:
         """All arrays, the declared and the stored ones, sorted."""
@@ -115,10 +116,7 @@ class OrbaxCheckpoint:
             try:
                 return bytes(self._kvstore.read(f"{name}/{file}").result().value)
             except (ValueError, OSError) as error:
-                raise ValueError(
-                    f"The OCDBT database in {self.store.location} cannot be read: {first_sentence(error)}; copy the "
-                    "checkpoint again."
-                ) from error
+                raise ValueError(self._damaged_database(error)) from error
 
         return ZarrLeaf(name, self.store, name, self._files[name], ocdbt=self.is_ocdbt, read_file=read_file)
 

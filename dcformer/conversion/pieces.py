@@ -132,13 +132,17 @@ class Piece:
         view.copy_(block.reshape(view.shape))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _rounding_error(exact: Tensor, rounded: Tensor, leaf: str) -> float:
     error = (exact.double() - rounded.double()).abs()
     finite = exact.isfinite()
     if not torch.isfinite(error[finite]).all():
         largest = exact[finite].abs().max().item()
         raise ValueError(
-            f"{leaf} holds {largest:.4g}, which overflows {str(rounded.dtype).removeprefix('torch.')}; "
+            f"{leaf} holds {largest:.4g}, which overflows {dtype_name(rounded.dtype)}; "
             "convert with --dtype bfloat16, float32 or keep."
         )
     return error[finite].max().item() if finite.any() else 0.0

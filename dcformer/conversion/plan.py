@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
 from .leaves import Leaf
-from .pieces import Piece
+from .pieces import Piece, dtype_name
 
 
 # File of arrays that the model has no use for, kept for the way back.
@@ -143,7 +143,7 @@ def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None =
         leaf = plan.leaves[piece.leaf]
         if not leaf.dtype.is_floating_point or leaf.dtype.itemsize < 2:
             raise ValueError(
-                f"{leaf.name} in {plan.source['location']} is of {str(leaf.dtype).removeprefix('torch.')}, which no "
+                f"{leaf.name} in {plan.source['location']} is of {dtype_name(leaf.dtype)}, which no "
                 "weight is; convert the model unquantised."
             )
     for name, pieces in by_parameter.items():

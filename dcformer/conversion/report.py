@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..modeling_dcformer import DCFormerForCausalLM
+from .pieces import dtype_name
 from .plan import Origin, Plan
 from .shard_writer import Written
 
@@ -83,10 +83,6 @@ def tensor_records(plan: Plan, written: dict[str, Written]) -> list[dict[str, An
     return records
 
 
-def dtype_name(dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport, train_values: dict) -> None:
     """README.md with where the weights come from, filled from `model_cards/converted.md`."""
     training = {
@@ -114,7 +110,6 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=[plan.config.model_type]),
         template_path=str(_CARD_TEMPLATE),
         name=name,
-        model_class=DCFormerForCausalLM.__name__ if plan.config.model_type == "dcformer" else "DCPythiaForCausalLM",
         parameters=f"{parameters:,}",
         dtype=dtype_name(plan.config.dtype),
         source=report.source,

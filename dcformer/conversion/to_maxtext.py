@@ -27,9 +27,9 @@ from .convert import Progress
 from .destination import Destination
 from .hub import local_folder, plan_hub, read_config
 from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
-from .pieces import Box, Piece
+from .pieces import Box, Piece, dtype_name
 from .plan import DTYPES, UNUSED_FILE, Plan
-from .report import REPORT_FILE, dtype_name
+from .report import REPORT_FILE
 from .stores import import_tensorstore
 
 
