@@ -24,18 +24,12 @@ from torch import Tensor
 from .leaves import Leaf
 from .pieces import Box, Piece
 from .plan import Parameter, Plan
+from .weights_folder import SAFETENSORS_DTYPES
 
 
 PROGRESS_FOLDER = ".progress"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Largest part of a parameter that is copied, mapped into memory or hashed at a time.
 _STRIP_BYTES = 16 * 2**20
 # Source chunks in flight come to no more than this, unless a single one is larger.

@@ -19,18 +19,19 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
 from .convert import Progress
 from .destination import Destination
 from .hub import local_folder, plan_hub, read_config
+from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
 from .pieces import Box, Piece, dtype_name
 from .plan import DTYPES, UNUSED_FILE, Plan
 from .report import REPORT_FILE
 from .stores import import_tensorstore
+from .weights_folder import list_safetensors
 
 
 TRAIN_CONFIG_FILE = "train_config.yml"
@@ -65,16 +66,16 @@ class MaxTextReport:
 
 @dataclass
 class _Target:
-    """An array to write in chunks, one per layer; `kept` (a safetensors slice) is it where the source holds it."""
+    """An array to write in chunks, one per layer; `kept` is it where the source holds it."""
 
     name: str
     shape: tuple[int, ...]
     chunks: list[tuple[Box, list[Piece]]]
     dtype: torch.dtype = torch.float32
     sources: list[str] = field(default_factory=list)
-    kept: Any = None
+    kept: Leaf | None = None
 
-    def connect(self, plan: Plan, kept: Any, param_dtype: str) -> None:
+    def connect(self, plan: Plan, kept: Leaf | None, param_dtype: str) -> None:
         """Find the parameters and the dtype; an array that gets neither parameters nor `kept` will be zeros."""
         parameters = dict.fromkeys(piece.parameter for _, pieces in self.chunks for piece in pieces)
         self.sources = [name for name in parameters if name in plan.parameters]
@@ -82,8 +83,8 @@ class _Target:
         dtype = torch.bfloat16 if self.name.endswith("qkw") else torch.float32
         if self.sources:
             dtype = reduce(torch.promote_types, [plan.parameters[name].dtype for name in self.sources])
-        elif kept is not None and tuple(kept.get_shape()) == self.shape:
-            self.kept, self.sources, dtype = kept, [UNUSED_FILE], kept[:0].dtype
+        elif kept is not None and kept.shape == self.shape:
+            self.kept, self.sources, dtype = kept, [UNUSED_FILE], kept.dtype
         self.dtype = DTYPES.get(param_dtype, dtype)
 
 
@@ -241,12 +242,11 @@ def _targets(config: DCFormerConfig, n: int, scan_layers: bool, rows: list[Row])
                 yield target(f"params.decoder.{folder}.{leaf.replace('{sub}', str(sub))}", its, prefixes)
 
 
-def _unused_leaves(folder: Path) -> dict[str, Any]:
-    """The arrays without use for the model that a conversion has kept, as safetensors slices."""
+def _unused_leaves(folder: Path) -> dict[str, Leaf]:
+    """The arrays without use for the model that a conversion has kept."""
     if not (folder / UNUSED_FILE).is_file():
         return {}
-    with safe_open(folder / UNUSED_FILE, framework="pt") as file:
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    return {leaf.name: leaf for leaf in list_safetensors(folder / UNUSED_FILE)}
 
 
 def _write_leaves(tensorstore, item: Path, targets: list[_Target], plan: Plan, done: Callable[[int], None]) -> None:
@@ -265,7 +265,7 @@ def _write_leaves(tensorstore, item: Path, targets: list[_Target], plan: Plan, d
             part = array[tuple(slice(*interval) for interval in box)]
             values = torch.zeros(part.shape, dtype=leaf.dtype)
             if leaf.kept is not None:
-                values.copy_(leaf.kept[tuple(slice(*interval) for interval in box)])
+                values.copy_(leaf.kept.read(box))
             for piece in pieces if leaf.sources and leaf.kept is None else []:
                 run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
                 piece.write_to_leaf(run, values, box)

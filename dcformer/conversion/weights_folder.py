@@ -15,7 +15,7 @@ from torch import Tensor
 from .leaves import TensorLeaf
 
 
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -93,7 +93,7 @@ def list_safetensors(path: Path) -> list[TensorLeaf]:
         raise ValueError(damaged(path, error)) from error
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if entry["dtype"] not in _SAFETENSORS_DTYPES:
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"{path} holds {name} as {entry['dtype']}, which no parameter has; convert the model unquantised."
             )
@@ -104,7 +104,7 @@ class SafetensorsLeaf(TensorLeaf):
     """A tensor of a safetensors file. It is read, not mapped: mapped pages are slow to come and count as memory."""
 
     def __init__(self, name: str, where: Path, entry: dict, data_start: int):
-        super().__init__(name, where, entry["shape"], _SAFETENSORS_DTYPES[entry["dtype"]], None)
+        super().__init__(name, where, entry["shape"], SAFETENSORS_DTYPES[entry["dtype"]], None)
         self._start = data_start + entry["data_offsets"][0]
 
     def read(self, box) -> Tensor:
