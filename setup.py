@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
 
 EXTRAS = {
-    "convert": ["tensorstore>=0.1.60", "ml_dtypes", "msgpack", "pyyaml", "typer", "rich"],
+    "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml", "typer", "rich"],
     "eval": ["lm-eval>=0.4.13", "datasets", "matplotlib", "typer", "rich"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets", "typer", "rich"],
@@ -20,7 +20,7 @@ EXTRAS = {
         "pytest-cov",
         "pytest-xdist",
         "ruff",
-        "tensorstore>=0.1.60",
+        "tensorstore>=0.1.78",
         "ml_dtypes",
         "msgpack",
         "pyyaml",

@@ -5,14 +5,17 @@
     python -m benchmarks.conversion kill /tmp/run /tmp/converted --times 20
 
 `make` writes random float32 leaves (compose projections in bfloat16) as orbax does, with optimizer state of the same
-layout. `measure` runs `dcformer convert maxtext` in a process of its own and compares with `cp -r` of the parameters,
-before it and on the same disk. `kill` ends conversions at random moments with SIGKILL and compares what the resumed
-runs end with, byte by byte, with an uninterrupted one.
+layout. `measure` runs `dcformer convert maxtext` in a process of its own and compares with `cp -r` of the parameters on
+the same disk, in turns; the figures are minima. `--cold` empties the page cache before and writes everything to the
+disk after each (root on Linux); otherwise both work in memory as far as it goes. `kill` ends conversions at random
+moments with SIGKILL and compares what the resumed runs end with, byte by byte, with an uninterrupted one.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
+import os
 import random
 import resource
 import shutil
@@ -56,9 +59,9 @@ def make(arguments: argparse.Namespace) -> None:
 
 
 def _write_leaf(folder: Path, shape: tuple[int, ...], dtype: str, devices: int) -> None:
-    """Random values, in as many chunks along the first axis as it divides into, up to the number of devices."""
-    parts = next(parts for parts in range(devices, 0, -1) if shape[0] % parts == 0)
-    chunks = (shape[0] // parts, *shape[1:])
+    """Random values, in one chunk per device along the first axis that divides so, as fully sharded runs have them."""
+    axis = next((axis for axis, size in enumerate(shape) if size % devices == 0), None)
+    chunks = tuple(size // devices if position == axis else size for position, size in enumerate(shape))
     store = tensorstore.open(
         {
             "driver": "zarr",
@@ -74,10 +77,11 @@ def _write_leaf(folder: Path, shape: tuple[int, ...], dtype: str, devices: int) 
         create=True,
     ).result()
     generator = np.random.default_rng(int(hashlib.sha256(folder.name.encode()).hexdigest()[:8], 16))
-    for start in range(0, shape[0], chunks[0]):
-        values = generator.standard_normal((chunks[0], *shape[1:]), dtype=np.float32)
+    for corner in itertools.product(*(range(0, size, step) for size, step in zip(shape, chunks))):
+        values = generator.standard_normal(chunks, dtype=np.float32)
         values *= 0.02
-        store[start : start + chunks[0]].write(values.astype(store.dtype.numpy_dtype)).result()
+        region = tuple(slice(start, start + step) for start, step in zip(corner, chunks))
+        store[region].write(values.astype(store.dtype.numpy_dtype)).result()
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
@@ -90,14 +94,14 @@ def measure(arguments: argparse.Namespace) -> None:
     leaves = sorted(item.glob("params.*"))
     nbytes = sum(path.stat().st_size for leaf in leaves for path in leaf.iterdir())
     copy = arguments.converted.with_name(arguments.converted.name + ".copy")
-    copy.mkdir(parents=True)
-    started = time.monotonic()
-    subprocess.run(["cp", "-r", *map(str, leaves), str(copy)], check=True)
-    copying = time.monotonic() - started
-    shutil.rmtree(copy)
-    started = time.monotonic()
-    subprocess.run(_command(arguments), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    converting = time.monotonic() - started
+    copying, converting = [], []
+    for _ in range(arguments.times):
+        copy.mkdir(parents=True)
+        copying.append(_seconds(["cp", "-r", *map(str, leaves), str(copy)], arguments.cold))
+        shutil.rmtree(copy)
+        converting.append(_seconds(_command(arguments), arguments.cold))
+        shutil.rmtree(arguments.converted)
+    copying, converting = min(copying), min(converting)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     largest = max(_leaf_bytes(leaf) for leaf in leaves)
     print(f"parameters on disk             {nbytes / 1e9:8.2f} GB")
@@ -106,6 +110,17 @@ def measure(arguments: argparse.Namespace) -> None:
     print(f"throughput against cp -r       {copying / converting:8.2f}")
     print(f"largest leaf, decoded          {largest / 2**20:8.0f} MiB")
     print(f"peak memory of the process     {peak / 2**20:8.0f} MiB")
+
+
+def _seconds(command: list[str], cold: bool) -> float:
+    os.sync()
+    if cold:
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="utf-8")
+    started = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if cold:
+        os.sync()
+    return time.monotonic() - started
 
 
 def _leaf_bytes(leaf: Path) -> int:
@@ -158,7 +173,9 @@ def main() -> None:
             continue
         command.add_argument("converted", type=Path)
         command.add_argument("--max-shard-size", default="4GB" if function is measure else "20MB")
-        command.add_argument("--times", type=int, default=20)
+        if function is measure:
+            command.add_argument("--cold", action="store_true")
+        command.add_argument("--times", type=int, default=3 if function is measure else 20)
         command.add_argument("options", nargs="*", default=[])
     arguments = parser.parse_args()
     arguments.function(arguments)

@@ -3,8 +3,6 @@
 import contextlib
 import errno
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -32,7 +30,6 @@ convert_app = typer.Typer(help="Convert a checkpoint into another format.", no_a
 app.add_typer(convert_app, name="convert")
 
 _GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
-_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _MOST_TENSORS = 20
 _LONGEST_VALUE = 60
 
@@ -324,10 +321,6 @@ def _speed(nbytes: int, seconds: float) -> str:
 
 def main() -> None:
     """Entry point of the `dcformer` command."""
-    if sys.argv[1:2] == ["convert"] and sys.platform == "linux" and _HUGE_PAGES not in os.environ.get(_TUNABLES, ""):
-        # A conversion is mostly fresh memory, and glibc takes the wish for huge pages only when a process starts.
-        os.environ[_TUNABLES] = ":".join(filter(None, (os.environ.get(_TUNABLES), _HUGE_PAGES)))
-        os.execv(sys.executable, [sys.executable, "-m", "dcformer.cli", *sys.argv[1:]])
     app(prog_name="dcformer")
 
 

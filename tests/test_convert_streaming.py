@@ -26,7 +26,7 @@ def test_parts_of_any_size_give_the_same_tensors(tmp_path, monkeypatch, chunks, 
     write_checkpoint(tmp_path / "parts" / "3" / "state", maxtext_leaves(1), chunks=CHUNKS[chunks])
     expected = convert_maxtext(tmp_path / "whole", tmp_path / "expected", dtype=dtype)
     monkeypatch.setattr(leaves, "_CELL_BYTES", 64)
-    monkeypatch.setattr(shard_writer, "_STRIP_BYTES", 128)
+    monkeypatch.setattr(shard_writer, "STRIP_BYTES", 128)
     report = convert_maxtext(tmp_path / "parts", tmp_path / "model", dtype=dtype, workers=3)
     keys = ("parameter", "sha256", "max_rounding_error")
     found = {tuple(record[key] for key in keys) for record in report.tensors}

@@ -145,7 +145,7 @@ def write_plan(
         tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
         force (`bool`): Replace a converted model at the destination.
         progress: From the bytes to read to a function that is told of every part done.
-        workers (`int`, *optional*): Chunks in flight; together they stay below 256 MiB unless one is larger. None: as
+        workers (`int`, *optional*): Chunks in flight; together they stay below 512 MiB unless one is larger. None: as
             many as there are cores, at most 4.
     """
     started = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _ZARR_DTYPES = {
     "int64": torch.int64,
 }
 # Chunks are read together until they come to this much.
-_CELL_BYTES = 64 * 2**20
+_CELL_BYTES = 384 * 2**20
 
 
 class Leaf:
@@ -64,13 +64,14 @@ class Leaf:
         """The elements of a box, with the box's shape."""
         raise NotImplementedError
 
-    def cells(self, stack_axis: int | None = None) -> Iterator[Box]:
+    def cells(self, order: Sequence[int] = ()) -> Iterator[Box]:
         """
         Boxes that cover the array, none of which cuts through a chunk: reading them one by one decodes every chunk
-        once. Small chunks are taken together, along `stack_axis` (which stacks layers) last.
+        once. Small chunks are taken together, along the last axis of `order` first and along axes that it lacks last,
+        so that a parameter whose axes have this order is filled in long runs.
         """
         cell = [max(1, size) for size in self.chunk_shape]
-        for axis in sorted(range(len(self.shape)), key=lambda axis: (axis == stack_axis, -axis)):
+        for axis in [*reversed(order), *(axis for axis in range(len(self.shape)) if axis not in order)]:
             fitting = _CELL_BYTES // (math.prod(cell) * self.dtype.itemsize)
             cell[axis] *= max(1, min(fitting, -(-self.shape[axis] // cell[axis])))
         ranges = [range(0, size, step) for size, step in zip(self.shape, cell)]

@@ -61,7 +61,6 @@ def plan_maxtext(
         leaves,
         [],
         {"format": f"MaxText ({checkpoint.format})", "location": where, "step": checkpoint.step},
-        stack_axis=tree.stack_axis,
         ignored=ignored,
         origins=origins,
     )

@@ -58,7 +58,6 @@ def plan_pax(
         leaves,
         [],
         {"format": f"PAX ({form})", "location": str(source), "step": number},
-        stack_axis=0,
         ignored=ignored,
         origins=[Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())],
     )

@@ -8,15 +8,36 @@ kernels, stacked layers), and it reads the same both ways: `write_to_parameter` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 
+# Largest part of a parameter that is turned, cast, written or hashed at a time: it stays in the processor's cache.
+STRIP_BYTES = 2 * 2**20
 # A box of an array: (start, stop) per axis.
 Box = tuple[tuple[int, int], ...]
+
+
+class Scratch(threading.local):
+    """Memory that each thread uses again and again: fresh pages cost more than what is done with them."""
+
+    def __init__(self):
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, valid until this thread asks for the same use again."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._buffers[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes].view(dtype).view(*shape)
+
+
+_SCRATCH = Scratch()
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,8 @@ class Piece:
     def turned(self, values: Tensor, box: Box) -> tuple[Tensor, Box] | None:
         """
         The elements of `values`, which hold `box` of the leaf, that belong to this piece, with axes in the parameter's
-        order; and their box. None if there are none.
+        order; and their box. None if there are none. The elements may lie in memory that this thread's next call of
+        any piece uses again.
         """
         common = self.overlap(box)
         if common is None:
@@ -84,13 +106,14 @@ class Piece:
         block = values[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box))]
         sizes = [common[axis][1] - common[axis][0] for axis in self.order]
         kept = sorted(self.order)
-        # Copying the rows together first and turning two axes only is what torch has a fast loop for.
         block = block.reshape([block.shape[axis] for axis in kept])
         order = [kept.index(axis) for axis in self.order]
         split = order[0] if order else 0
-        if order == list(range(split, len(order))) + list(range(split)):
-            rows = math.prod(block.shape[:split])
-            return block.contiguous().view(rows, -1).t().contiguous().view(sizes), common
+        if split > 0 and order == list(range(split, len(order))) + list(range(split)):
+            # Copying the rows together first and turning two axes only is what torch has a fast loop for.
+            rows = _SCRATCH.take("rows", block.shape, block.dtype).copy_(block)
+            rows = rows.view(math.prod(block.shape[:split]), -1)
+            return _SCRATCH.take("turned", rows.t().shape, block.dtype).copy_(rows.t()).view(sizes), common
         return block.permute(order), common
 
     def write_to_parameter(self, values: Tensor, box: Box, run: Tensor) -> float | None:
@@ -117,8 +140,10 @@ class Piece:
         if turned is None:
             return None
         block, common = turned
-        cast = block.to(dtype)
-        return cast, common, 0.0 if block.dtype == dtype else _rounding_error(block, cast, self.leaf)
+        if block.dtype == dtype:
+            return block, common, 0.0
+        cast = _SCRATCH.take("cast", block.shape, dtype).copy_(block)
+        return cast, common, _rounding_error(block, cast, self.leaf)
 
     def write_to_leaf(self, run: Tensor, values: Tensor, box: Box) -> None:
         """The inverse: copy from this piece's run of a parameter into `values`, which hold `box` of the leaf."""
@@ -137,12 +162,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _rounding_error(exact: Tensor, rounded: Tensor, leaf: str) -> float:
-    error = (exact.double() - rounded.double()).abs()
+    # The difference of a number and its rounding is a number of the wider format.
+    wide = torch.promote_types(torch.promote_types(exact.dtype, rounded.dtype), torch.float32)
+    error = (exact.to(wide) - rounded).abs_()
+    if error.numel() == 0 or torch.isfinite(largest := error.max()):
+        return largest.item() if error.numel() else 0.0
     finite = exact.isfinite()
     if not torch.isfinite(error[finite]).all():
-        largest = exact[finite].abs().max().item()
         raise ValueError(
-            f"{leaf} holds {largest:.4g}, which overflows {dtype_name(rounded.dtype)}; "
+            f"{leaf} holds {exact[finite].abs().max().item():.4g}, which overflows {dtype_name(rounded.dtype)}; "
             "convert with --dtype bfloat16, float32 or keep."
         )
     return error[finite].max().item() if finite.any() else 0.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
 from .leaves import Leaf
-from .pieces import Piece, dtype_name
+from .pieces import STRIP_BYTES, Piece, dtype_name
 
 
 # File of arrays that the model has no use for, kept for the way back.
@@ -54,7 +54,6 @@ class Plan:
     Attributes:
         config (`DCFormerConfig`): Of the model that results.
         leaves: Source arrays that are read, by name.
-        stack_axis (`int`, *optional*): The axis of stacked leaves that counts blocks of layers.
         pieces: In the order in which the leaves are read.
         parameters: What is written, by name, in the order in which it is written.
         zeros: Runs (start, stop) of a parameter that no array fills because the model never reads them.
@@ -68,7 +67,6 @@ class Plan:
     leaves: dict[str, Leaf]
     pieces: list[Piece]
     source: dict[str, Any]
-    stack_axis: int | None = None
     parameters: dict[str, Parameter] = field(default_factory=dict)
     zeros: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -103,8 +101,9 @@ class Plan:
         for piece in self.pieces:
             if piece.parameter != parameter:
                 continue
-            run = values[piece.offset : piece.offset + piece.size]
-            piece.write_to_parameter(self.leaves[piece.leaf].read(piece.box), piece.box, run)
+            block = self.leaves[piece.leaf].read(piece.box)
+            for strip in piece.strips(STRIP_BYTES // spec.dtype.itemsize):
+                strip.write_to_parameter(block, piece.box, values[strip.offset : strip.offset + strip.size])
         return values.view(spec.shape)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .leaves import Leaf
-from .pieces import Box, Piece
+from .pieces import STRIP_BYTES, Box, Piece
 from .plan import Parameter, Plan
 from .weights_folder import SAFETENSORS_DTYPES
 
@@ -30,10 +30,10 @@ from .weights_folder import SAFETENSORS_DTYPES
 PROGRESS_FOLDER = ".progress"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-# Largest part of a parameter that is copied, mapped into memory or hashed at a time.
-_STRIP_BYTES = 16 * 2**20
 # Source chunks in flight come to no more than this, unless a single one is larger.
-_READ_AHEAD_BYTES = 256 * 2**20
+_READ_AHEAD_BYTES = 512 * 2**20
+# Chunks of a read that are in memory beside its result.
+_DECODED_AT_ONCE = 4
 
 
 @dataclass
@@ -167,6 +167,8 @@ class ShardWriter:
                 self._allocate(shard)
         jobs = list(self._jobs())
         budget = _Budget(_READ_AHEAD_BYTES)
+        torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the pools use every core already
         with ThreadPoolExecutor(self.workers) as self._strip_pool, ThreadPoolExecutor(self.workers) as pool:
             futures = [pool.submit(self._work, budget, *job) for job in jobs]
             try:
@@ -177,6 +179,8 @@ class ShardWriter:
                 for future in futures:
                     future.cancel()
                 raise
+            finally:
+                torch.set_num_threads(torch_threads)
         return self.written
 
     def _allocate(self, shard: Shard) -> None:
@@ -201,25 +205,25 @@ class ShardWriter:
             strips = [
                 strip
                 for piece in pieces
-                for strip in piece.strips(_STRIP_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
+                for strip in piece.strips(STRIP_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
             ]
-            for box in leaf.cells(self.plan.stack_axis):
+            for box in leaf.cells(pieces[0].order):
                 yield leaf, box, strips
 
     def _work(self, budget: _Budget, leaf: Leaf, box: Box, strips: list[Piece]) -> None:
         nbytes = int(np.prod([stop - start for start, stop in box])) * leaf.dtype.itemsize
-        with budget.take(2 * nbytes):  # as stored and decoded
+        chunk = int(np.prod(leaf.chunk_shape)) * leaf.dtype.itemsize
+        with budget.take(nbytes + min(nbytes, _DECODED_AT_ONCE * chunk)):
             if self._stopped.is_set():
                 return
-            if any(strip.overlap(box) for strip in strips):
+            strips = [strip for strip in strips if strip.overlap(box)]
+            if strips:
                 values = leaf.read(box)
                 list(self._strip_pool.map(lambda strip: self._write(strip, values, box), strips))
         self._advance(nbytes)
 
     def _write(self, strip: Piece, values: Tensor, box: Box) -> None:
         common = strip.overlap(box)
-        if common is None:
-            return
         shard, spec = self._shard_of[strip.parameter], self.plan.parameters[strip.parameter]
         start = shard.offsets[strip.parameter] + strip.offset * spec.dtype.itemsize
         if common == strip.box:
@@ -264,7 +268,7 @@ class ShardWriter:
         digest, left = hashlib.sha256(), self.plan.parameters[name].nbytes
         with (self.folder / shard.file).open("rb", buffering=0) as file:
             file.seek(shard.offsets[name])
-            buffer = memoryview(bytearray(min(left, _STRIP_BYTES // 2)))
+            buffer = memoryview(bytearray(min(left, STRIP_BYTES)))
             while left > 0:
                 count = file.readinto(buffer[: min(left, len(buffer))])
                 if not count:

@@ -46,7 +46,8 @@ class Store:
                 raise FileNotFoundError(f"There is no folder {str(location)!r}; check the path.")
             if not Path(self.location).is_dir():
                 raise ValueError(f"{str(location)!r} is a file; give the folder of a checkpoint.")
-            self._base = {"driver": "file", "path": self.location + "/"}
+            # Mapped files spare tensorstore a copy of every chunk as it is stored.
+            self._base = {"driver": "file", "path": self.location + "/", "file_io_mode": {"mode": "memmap"}}
         elif url.scheme == "gs":
             self._base = {"driver": "gcs", "bucket": url.netloc, "path": url.path.strip("/") + "/"}
         else:
