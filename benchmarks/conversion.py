@@ -137,8 +137,9 @@ def kill(arguments: argparse.Namespace) -> None:
     expected = _hashes(arguments.converted)
     shutil.rmtree(arguments.converted)
     generator = random.Random(0)
-    killed = equal = 0
-    for _ in range(arguments.times):
+    killed = runs = equal = 0
+    while killed < arguments.times:
+        runs += 1
         process = subprocess.Popen(command, **quiet)
         try:
             process.wait(generator.uniform(0.1, 0.95) * whole)
@@ -150,7 +151,7 @@ def kill(arguments: argparse.Namespace) -> None:
             subprocess.run(command, check=True, **quiet)
         equal += _hashes(arguments.converted) == expected
         shutil.rmtree(arguments.converted)
-    print(f"{killed} of {arguments.times} conversions of {whole:.1f} s killed, {equal} ended byte-identical")
+    print(f"{killed} of {runs} conversions of {whole:.1f} s killed, {equal} of {runs} ended byte-identical")
 
 
 def _hashes(folder: Path) -> dict[str, str]:

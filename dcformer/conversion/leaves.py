@@ -31,7 +31,7 @@ _ZARR_DTYPES = {
     "int64": torch.int64,
 }
 # Chunks are read together until they come to this much.
-_CELL_BYTES = 384 * 2**20
+_CELL_BYTES = 320 * 2**20
 
 
 class Leaf:
