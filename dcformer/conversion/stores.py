@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -146,4 +147,4 @@ class Store:
 def first_sentence(error: Exception) -> str:
     """The telling part of a tensorstore message: without status code, nested context and source positions."""
     text = str(error).split(" [")[0].split("\n")[0]
-    return text.removeprefix("INVALID_ARGUMENT: ").removeprefix("DATA_LOSS: ").removeprefix("NOT_FOUND: ")[:300]
+    return re.sub(r"^[A-Z_]+: ", "", text)[:300]
