@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py")
 
 EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml", "typer", "rich"],
-    "eval": ["lm-eval>=0.4.13", "datasets", "matplotlib", "typer", "rich"],
+    "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "typer", "rich"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets", "typer", "rich"],
     "dev": [
@@ -27,6 +27,9 @@ EXTRAS = {
         "typer",
         "rich",
         "accelerate>=1.1",
+        "lm-eval>=0.4.13",
+        "datasets>=4",
+        "matplotlib",
         "orbax-checkpoint",
         "moto[s3,server]",
         "boto3",
@@ -43,7 +46,10 @@ setup(
     license_files=["LICENSE"],
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
     packages=find_packages(include=["dcformer", "dcformer.*"]),
-    package_data={"dcformer": ["presets/*.json", "model_cards/*.md"]},
+    package_data={
+        "dcformer": ["presets/*.json", "model_cards/*.md"],
+        "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
+    },
     entry_points={"console_scripts": ["dcformer = dcformer.cli:main"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy"],

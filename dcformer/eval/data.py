@@ -1,0 +1,272 @@
+"""Where the documents of a task come from: a folder of files, or the Hub.
+
+    <data_dir>/<column>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
+
+With a folder nothing is fetched; without one the Hub is asked, and nothing is taken from anywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.request import urlopen
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+SUFFIXES = (".parquet", ".jsonl", ".txt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    Where a task's data are published.
+
+    Attributes:
+        path (`str`): Data set on the Hub, or repository on GitHub if there is an address.
+        name (`str`, *optional*): Configuration of the data set.
+        revision (`str`, *optional*): Git revision that is always read; `None` for the newest.
+        address (`str`, *optional*): Where the files lie, if not on the Hub.
+    """
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+    address: str | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.name is None else f"{self.path} ({self.name})"
+
+
+LOGIQA_REVISION = "ff6c4cbca47627b3ac2da94a29fa28204a167b41"
+
+# By the name of a folder below `data_dir`.
+SOURCES = {
+    "lambada_openai": Source("EleutherAI/lambada_openai", "default"),
+    "piqa": Source("baber/piqa"),
+    "winogrande": Source("allenai/winogrande", "winogrande_xl"),
+    "arc_easy": Source("allenai/ai2_arc", "ARC-Easy"),
+    "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge"),
+    "sciq": Source("allenai/sciq"),
+    # On the Hub it is a script, which datasets >= 4 refuses; these are the authors' files that the script reads.
+    "logiqa": Source(
+        "lgw863/LogiQA-dataset",
+        revision=LOGIQA_REVISION,
+        address=f"https://raw.githubusercontent.com/lgw863/LogiQA-dataset/{LOGIQA_REVISION}",
+    ),
+    "boolq": Source("aps/super_glue", "boolq"),
+    "hellaswag": Source("Rowan/hellaswag"),
+    "race_middle": Source("ehovy/race", "middle"),
+    "race_high": Source("ehovy/race", "high"),
+}
+
+
+def import_datasets():
+    """
+    The module `datasets`.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("Reading evaluation data needs datasets: pip install 'dcformer[eval]'.") from error
+    return datasets
+
+
+def data_folder(data_dir: str | os.PathLike, column: str) -> Path:
+    """
+    Folder of a column's files.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+    """
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {str(data_dir)!r}; give a --data-dir that holds a folder per task, such as {column}/."
+        )
+    folder = root / column
+    if not folder.is_dir():
+        origin = f" with the files of {SOURCES[column]}" if column in SOURCES else ""
+        raise FileNotFoundError(
+            f"There is no folder {str(folder)!r}; make one{origin}, or leave out --data-dir to fetch the data."
+        )
+    return folder
+
+
+def find_file(
+    data_dir: str | os.PathLike, column: str, split: str, suffixes: tuple[str, ...] = (".parquet", ".jsonl")
+) -> Path | None:
+    """
+    The file of a split, or `None` if the folder holds none; the first suffix that is there counts.
+
+    Raises:
+        FileNotFoundError: if the folder of the column is not there.
+    """
+    folder = data_folder(data_dir, column)
+    return next((file for suffix in suffixes if (file := folder / f"{split}{suffix}").is_file()), None)
+
+
+def require_file(
+    data_dir: str | os.PathLike, column: str, split: str, suffixes: tuple[str, ...] = (".parquet", ".jsonl")
+) -> Path:
+    """
+    The file of a split.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+    """
+    file = find_file(data_dir, column, split, suffixes)
+    if file is None:
+        origin = f" of {SOURCES[column]}" if column in SOURCES else ""
+        others = f" (or {', '.join(suffixes[1:])})" if len(suffixes) > 1 else ""
+        raise FileNotFoundError(
+            f"There is no file {str(Path(data_dir) / column / (split + suffixes[0]))!r}{others}; put the {split} "
+            f"split{origin} there."
+        )
+    return file
+
+
+def read_rows(file: Path) -> Dataset:
+    """
+    The rows of a .parquet or .jsonl file, held in memory.
+
+    Raises:
+        ValueError: if the file is damaged, or has no rows.
+    """
+    datasets = import_datasets()
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        if file.suffix == ".parquet":
+            rows = datasets.Dataset(parquet.read_table(file))
+        else:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            rows = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
+    except (ValueError, AttributeError, TypeError, OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{str(file)!r} cannot be read as {file.suffix[1:]}: write it again.") from error
+    if len(rows) == 0:
+        raise ValueError(f"{str(file)!r} holds no documents; write it again.")
+    return rows
+
+
+def require_columns(rows: Dataset, columns: tuple[str, ...], where: str | os.PathLike) -> Dataset:
+    """
+    The rows themselves, if they have all the columns that a task reads.
+
+    Raises:
+        ValueError: if one is missing.
+    """
+    missing = [name for name in columns if name not in rows.column_names]
+    if missing:
+        raise ValueError(
+            f"{str(where)!r} has no column {missing[0]!r}; it must have {', '.join(columns)}, and has "
+            f"{', '.join(rows.column_names)}."
+        )
+    return rows
+
+
+def hub_splits(column: str) -> dict[str, Dataset]:
+    """
+    All splits of a column's data set on the Hub, from the cache of `datasets` if they are there.
+
+    Raises:
+        FileNotFoundError: if the Hub cannot be reached and the cache does not hold them.
+    """
+    source = SOURCES[column]
+    datasets = import_datasets()
+    try:
+        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+    except OSError as error:  # of which the errors of the Hub and of the network are all kinds
+        raise _unreachable(column) from error
+
+
+def fetch_file(column: str, name: str, sha256: str) -> Path:
+    """
+    A file from the address of a source, from the cache of `datasets` if it is there.
+
+    Raises:
+        FileNotFoundError: if the address cannot be reached and the cache does not hold the file.
+        ValueError: if it is not the file that was asked for.
+    """
+    address = f"{SOURCES[column].address}/{name}"
+    datasets = import_datasets()
+    try:
+        # The address names a revision and the sum is checked, so what the cache holds needs no question to the server.
+        settings = datasets.DownloadConfig(use_etag=False)
+        file = Path(datasets.DownloadManager(download_config=settings).download(address))
+    except OSError as error:
+        raise _unreachable(column) from error
+    if (found := _sha256(file)) != sha256:
+        raise ValueError(
+            f"{address} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
+            "folder as --data-dir."
+        )
+    return file
+
+
+def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
+    """
+    Which data a result rests on, as one string for its record.
+
+    Args:
+        data_dir: The folder given to the task, or `None`.
+        column (`str`): Name of the task's folder; without `data_dir`, one of `SOURCES`.
+
+    Returns:
+        `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, where the
+        data are published and their git revision, `"allenai/sciq@<revision>"`, with `unknown` for the revision if
+        neither the Hub nor its cache tells.
+
+    Raises:
+        FileNotFoundError: if the folder is not there.
+        ValueError: if there is no folder and the task has no known source.
+    """
+    if data_dir is not None:
+        files = sorted(file for file in data_folder(data_dir, column).iterdir() if file.suffix in SUFFIXES)
+        contents = "".join(f"{file.name} {_sha256(file)}\n" for file in files)
+        return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
+    if column not in SOURCES:
+        raise ValueError(f"The data of {column!r} have no known source; give a --data-dir.")
+    source = SOURCES[column]
+    return f"{source}@{source.revision or _newest_revision(source.path) or 'unknown'}"
+
+
+@cache
+def _newest_revision(path: str) -> str | None:
+    from huggingface_hub import constants, hf_hub_download
+
+    # Not by the Hub's own client, which tries five times, half a minute in all, for every data set while offline.
+    if not constants.HF_HUB_OFFLINE:
+        with suppress(OSError), urlopen(f"{constants.ENDPOINT}/api/datasets/{path}", timeout=10) as answer:
+            return json.load(answer)["sha"]
+    # `datasets` begins with this file, so the cache holds it if it holds the data.
+    with suppress(OSError):
+        return Path(hf_hub_download(path, "README.md", repo_type="dataset", local_files_only=True)).parent.name
+    return None
+
+
+def _unreachable(column: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"The data of {column} ({SOURCES[column]}) cannot be downloaded; check the network, or give a --data-dir that "
+        f"holds {column}/."
+    )
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
