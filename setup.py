@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
 
 EXTRAS = {
-    "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml", "typer", "rich"],
-    "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "typer", "rich"],
+    "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
+    "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
-    "train": ["accelerate>=1.1", "datasets", "typer", "rich"],
+    "train": ["accelerate>=1.1", "datasets"],
     "dev": [
         "hypothesis",
         "pytest",
@@ -24,8 +24,6 @@ EXTRAS = {
         "ml_dtypes",
         "msgpack",
         "pyyaml",
-        "typer",
-        "rich",
         "accelerate>=1.1",
         "lm-eval>=0.4.13",
         "datasets>=4",
@@ -52,7 +50,7 @@ setup(
     },
     entry_points={"console_scripts": ["dcformer = dcformer.cli:main"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy"],
+    install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,
     classifiers=[
         "Intended Audience :: Science/Research",

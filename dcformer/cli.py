@@ -1,33 +1,33 @@
-"""The `dcformer` command: converting, inspecting and comparing checkpoints."""
+"""The `dcformer` command: converting, inspecting, comparing and evaluating checkpoints."""
 
 import contextlib
-import errno
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Literal
 
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
 from . import __version__
-
-
-try:
-    import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.table import Table
-except ImportError as error:
-    raise SystemExit(f"The dcformer command needs {error.name}: pip install 'dcformer[convert]'") from error
+from .eval.command import eval_command, report_command, tasks_command
+from .terminal import make_console, one_line_errors
 
 
 app = typer.Typer(
-    help="Convert, inspect and compare DCFormer checkpoints.",
+    help="Convert, inspect, compare and evaluate DCFormer checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 convert_app = typer.Typer(help="Convert a checkpoint into another format.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+app.command("eval")(eval_command)
+app.command("report")(report_command)
+app.command("tasks")(tasks_command)
 
 _GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
 _MOST_TENSORS = 20
@@ -137,7 +137,7 @@ def convert_to_maxtext(
 ) -> None:
     """A Transformers folder to a MaxText (orbax) checkpoint."""
     options = {name: value for name, value in locals().items() if name not in ("source", "destination", "debug")}
-    with _one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+    with one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
         from .conversion import convert_to_maxtext as convert
 
         result = convert(source, destination, progress=progress, **options)
@@ -155,7 +155,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show a checkpoint's format, arrays and architecture."""
-    with _one_line_errors(debug), _quiet():
+    with one_line_errors(debug), _quiet():
         from .conversion.inspection import inspect_checkpoint
 
         found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
@@ -187,7 +187,7 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Compare two checkpoints of any formats; exit status 0 if they are the same model."""
-    with _one_line_errors(debug), _quiet(), Console(stderr=True).status("Comparing"):
+    with one_line_errors(debug), _quiet(), Console(stderr=True).status("Comparing"):
         from .conversion import compare
 
         result = compare(a, b, train_config=train_config, config=config)
@@ -200,7 +200,7 @@ def verify(
 
 
 def _convert(function: str, source: str, destination: str, debug: bool, **options) -> None:
-    with _one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+    with one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
         from . import conversion
 
         report = getattr(conversion, function)(source, destination, progress=progress, **options)
@@ -213,23 +213,6 @@ def _convert(function: str, source: str, destination: str, debug: bool, **option
     resumed = report.resumed_shards
     shards = f"{resumed} shard{'' if resumed == 1 else 's'} resumed"
     _console().print(f"{report.destination}: {_speed(report.source_bytes, report.seconds)}, {shards}", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(interrupted, err=True)
-        raise typer.Exit(130) from None
-    except Exception as error:
-        if debug:
-            raise
-        message = str(error) or type(error).__name__
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            message = f"The disk is full; free some space and run the same command again ({message})."
-        typer.echo(f"Error: {' '.join(message.split())}", err=True)
-        raise typer.Exit(1) from None
 
 
 @contextlib.contextmanager
@@ -270,9 +253,7 @@ def _byte_progress() -> Iterator[Callable[[int], Callable[[int], None]]]:
 
 
 def _console() -> Console:
-    # Paths and values may hold brackets, which are no markup here. A pipe has no width, and 80 columns cut names.
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=160)
+    return make_console(pipe_width=160)
 
 
 def _print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> None:

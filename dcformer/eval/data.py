@@ -152,7 +152,7 @@ def read_rows(file: Path) -> Dataset:
         if file.suffix == ".parquet":
             rows = datasets.Dataset(parquet.read_table(file))
         else:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = file.read_text(encoding="utf-8").split("\n")  # other separators may stand in a string
             rows = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
     except (ValueError, AttributeError, TypeError, OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{str(file)!r} cannot be read as {file.suffix[1:]}: write it again.") from error

@@ -28,10 +28,10 @@ class Record:
         metrics: Name -> `{"value": float, "stderr": float or None}`; accuracies are fractions.
         num_samples (`int`): Documents that were scored.
         num_documents (`int`): Documents that the task has; more than `num_samples` if a limit was set.
-        limit (`int`, *optional*): The limit; a record with one is partial.
+        limit (`int`, *optional*): The limit that was set.
         settings: What decides the result: model revision and hash, tokenizer hash, task version, seeds, dtype, batch
             size, out-of-vocabulary policy, versions of libraries, git revision. A later run takes the record over only
-            if these are the same.
+            if all but the git revision are the same.
         timings: Seconds, requests, tokens; no part of the result.
     """
 
@@ -89,7 +89,9 @@ def read_record(path: Path) -> Record:
             raise ValueError("another format")
         return Record(**values)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`: remove it or run its task again.") from error
+        raise ValueError(
+            f"{str(path)!r} is not a result of `dcformer eval`: remove it or run its task again."
+        ) from error
 
 
 def read_records(output: str | os.PathLike) -> list[Record]:
@@ -122,6 +124,6 @@ def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r} with the samples; run the task again.")
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is damaged: remove it and its record, and run the task again.") from error

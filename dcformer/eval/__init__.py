@@ -1,0 +1,1 @@
+"""Evaluation with lm-evaluation-harness: tasks of the paper's tables, a runner, and reports."""

@@ -1,0 +1,150 @@
+"""The commands `eval`, `report` and `tasks`; `python -m dcformer.eval` is the first of them alone."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..terminal import make_console, one_line_errors
+
+
+_GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
+
+Output = Annotated[str, typer.Option(help="Folder of the results; finished ones in it are taken over.")]
+Baseline = Annotated[str | None, typer.Option(help="Model that the others are compared with.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def eval_command(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders or names on the Hub.")],
+    suite: Annotated[
+        str, typer.Option(help="table4, synthetic, perplexity, wikitext2 or all; or some: a,b.")
+    ] = "table4",
+    tasks: Annotated[str | None, typer.Option(help="Tasks or suites to run instead: piqa,race_high,synthetic.")] = None,
+    num_fewshot: Annotated[str, typer.Option(help="Examples before a question, such as 0,5.")] = "0",
+    output: Output = "results",
+    limit: Annotated[int | None, typer.Option(help="Only the first documents of every task.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the data; the Hub if not given.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Inputs in a forward pass, or auto.")] = "auto",
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of the parameters.")] = "bfloat16",
+    baseline: Baseline = None,
+    device: Annotated[str | None, typer.Option(help="Such as cuda:0 or cpu; a GPU if there is one.")] = None,
+    oov_policy: Annotated[
+        Literal["error", "clamp", "pad"] | None, typer.Option(help="For token ids that the embedding lacks.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Of the models on the Hub.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name, for all models.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 1234,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the models.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run models through the tasks of the paper's tables, and print the tables."""
+    options = {name: value for name, value in locals().items() if name not in ("models", "num_fewshot", "debug")}
+    is_first = os.environ.get("RANK", "0") == "0"
+    with one_line_errors(debug, _GO_ON, is_first), _leaving_the_group():
+        shots = _numbers(num_fewshot)
+        from .runner import evaluate
+
+        with _progress() as on_progress:
+            evaluate(models, num_fewshot=shots, on_progress=on_progress, **options)
+        if is_first:
+            _build_report(output, baseline, {}).print(_console())
+
+
+def report_command(
+    output: Annotated[str, typer.Argument(metavar="RESULTS", help="Folder that `dcformer eval` wrote.")],
+    layout: Annotated[
+        Literal["terminal", "markdown", "csv", "html"], typer.Option("--format", help="Of what is printed.")
+    ] = "terminal",
+    plot: Annotated[str | None, typer.Option(help="Image to write: differences to the baseline per task.")] = None,
+    baseline: Baseline = None,
+    paper_row: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=ROW: row of the paper that a model is compared with; may be repeated."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the tables of results, as the paper lays them out."""
+    with one_line_errors(debug):
+        report = _build_report(output, baseline, _paper_rows(paper_row or []))
+        if layout == "terminal":
+            report.print(_console())
+        else:
+            text = {"markdown": report.to_markdown, "csv": report.to_csv, "html": report.to_html}[layout]()
+            typer.echo(text, nl=not text.endswith("\n"))
+        if plot is not None:
+            from .plot import plot_deltas
+
+            plot_deltas(report, plot)
+
+
+def tasks_command() -> None:
+    """Print the folder of the task definitions, for lm-eval's --include_path."""
+    from .table4_tasks import tasks_folder
+
+    typer.echo(tasks_folder())
+
+
+def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]):
+    from .report import build_report
+
+    return build_report(output, baseline=baseline, paper_rows=paper_rows)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--num-fewshot must be numbers separated by commas, such as 0,5; got {text!r}.") from None
+
+
+def _paper_rows(pairs: list[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ValueError(f"--paper-row must be MODEL=ROW, such as my/folder=DCFormer++2.8B; got {pair!r}.")
+    return dict(pair.rsplit("=", 1) for pair in pairs)
+
+
+@contextlib.contextmanager
+def _leaving_the_group() -> Iterator[None]:
+    """Close the connections between processes, of which torch would complain at the end."""
+    try:
+        yield
+    finally:
+        import torch
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr; where that is no terminal, a line for every task that begins."""
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task("Reading", total=None)
+
+        def update(what: str, done: int, total: int) -> None:
+            if done == 0 and not console.is_terminal:
+                console.print(f"{what}: {total} requests", soft_wrap=True)
+            if done == 0:
+                bar.reset(row, description=what, total=total)
+            bar.update(row, completed=done)
+
+        yield update
+
+
+def _console() -> Console:
+    return make_console(pipe_width=200)  # the eleven columns of Table 4 side by side
+
+
+def main() -> None:
+    """Entry point of `python -m dcformer.eval`."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(eval_command)
+    app(prog_name="python -m dcformer.eval")

@@ -1,0 +1,318 @@
+"""Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
+
+Importing this module registers the class under the name "dcformer". It differs from the harness's own `HFLM` in three
+points: logits are computed only at the positions whose next token is scored, the log-softmax is taken in float32, and
+a token id without an embedding row is handled by a named policy instead of reading past the end of the table.
+"""
+
+import contextlib
+import inspect
+import io
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'") from error
+
+from ..configuration_dcformer import DCFormerConfig
+
+
+OOV_POLICIES = ("error", "clamp", "pad")
+
+CPU_BATCH_SIZE = 16
+# A batch is cut where its logits would be more; in float32 this many are 1 GiB.
+_MOST_LOGITS = 2**28
+_POSITIONS_AT_ONCE = 128
+
+
+@register_model("dcformer")
+class DCFormerLM(HFLM):
+    """
+    Args:
+        pretrained (`str` or `PreTrainedModel`): Folder, Hub id or a loaded model.
+        device (`str`, *optional*): None: the GPU if there is one.
+        batch_size (`int` or `"auto"`, defaults to `"auto"`): Inputs in a forward pass. "auto" is 16 on a CPU and what
+            fits on a GPU. A batch whose logits would exceed 1 GiB is cut.
+        oov_policy (`str`, *optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last
+            row, as JAX does; "pad" adds mean rows and is known to our models only. None: the configuration's own, for
+            other models "error".
+        on_progress (`Callable`, *optional*): Called with the numbers of requests done and in all; None: a tqdm bar.
+        kwargs: As `HFLM`.
+
+    Raises:
+        ValueError: for an unknown policy, or "pad" with a model that cannot.
+    """
+
+    def __init__(
+        self,
+        pretrained,
+        *,
+        device: str | None = None,
+        batch_size: int | str = "auto",
+        oov_policy: str | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        backend: str = "causal",
+        **kwargs,
+    ):
+        if oov_policy is not None and oov_policy not in OOV_POLICIES:
+            raise ValueError(f"oov_policy must be one of {', '.join(OOV_POLICIES)}, got {oov_policy!r}.")
+        if device is None or (device == "cuda" and not torch.cuda.is_available()):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.oov_policy = oov_policy
+        self.on_progress = on_progress
+        self._instances: Sequence = ()
+        super().__init__(pretrained, device=device, batch_size=batch_size, backend=backend, **kwargs)
+        self.oov_policy = policy_in_force(self.model.config, oov_policy)
+        if self.batch_size_per_gpu == "auto" and self.device.type == "cpu":
+            self.batch_size_per_gpu = CPU_BATCH_SIZE
+        if hasattr(self, "accelerator"):
+            # HFLM counts processes only where each of several sees all GPUs of one machine.
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.embedding_rows = _rows(self.model)
+        # Rows that hold an embedding of their own; HFLM's configuration was read before any were added.
+        self.trained_rows = min(self.embedding_rows, self.config.get_text_config().vocab_size)
+        parameters = inspect.signature(self.model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        self._forward_arguments = {"use_cache": False} if "use_cache" in parameters else {}
+        self.forget_documents()
+
+    def forget_documents(self) -> None:
+        """Start counting documents and tokens anew."""
+        self.oov_documents: set[tuple[str, int]] = set()
+        self.cut_documents: set[tuple[str, int]] = set()
+        self.scored_requests = self.input_tokens = 0
+
+    def _create_model(self, pretrained, **kwargs):
+        policy = policy_in_force(self.config, self.oov_policy)
+        if isinstance(self.config, DCFormerConfig):
+            kwargs["oov_policy"] = policy
+        super()._create_model(pretrained, **kwargs)
+
+    def get_model_info(self) -> dict:
+        if not isinstance(self.pretrained, str) or not Path(self.pretrained).is_dir():
+            return super().get_model_info()
+        # The harness would ask the Hub for a repository of the folder's name.
+        return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        with self._naming(requests):
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            pieces = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for piece in pieces:
+                windows.append((None, *make_disjoint_window(piece)))
+                owners.append(index)
+        with self._naming([requests[index] for index in owners]):
+            answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        totals = [0.0] * len(requests)
+        for index, (log_likelihood, _) in zip(owners, answers):
+            totals[index] += log_likelihood
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
+
+        Requests of one input, as the one-token choices of a question are, share a row of the batch.
+        """
+        requests = self._within_the_vocabulary(requests)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            groups.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(index)
+        ordered = sorted(groups.items(), key=lambda group: (-len(group[0]), group[0]))
+        answers: list = [None] * len(requests)
+        self.scored_requests += len(requests)
+        with self._bar(len(requests), disable_tqdm) as advance:
+            for batch in self._batches(ordered, requests, override_bs):
+                self.input_tokens += sum(len(tokens) for tokens, _ in batch)
+                scored = [index for _, indices in batch for index in indices]
+                for index, answer in zip(scored, self._score(batch, requests)):
+                    answers[index] = answer
+                    if requests[index][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                advance(len(scored))
+        return answers
+
+    def _score(self, batch: list[tuple], requests: list[tuple]) -> list[tuple[float, bool]]:
+        """Answers for one batch of (input ids, requests of that input), in the order in which they are listed."""
+        input_ids = torch.zeros(len(batch), max(len(tokens) for tokens, _ in batch), dtype=torch.long)
+        ranges, scored = [], []
+        for row, (tokens, indices) in enumerate(batch):
+            input_ids[row, : len(tokens)] = torch.tensor(tokens)
+            ranges.append(_scored_positions(tokens, indices, requests))
+            scored += indices
+        kept = sorted(set().union(*ranges))
+        column = {position: place for place, position in enumerate(kept)}
+        lengths = [len(requests[index][2]) for index in scored]
+        targets = torch.tensor([token for index in scored for token in requests[index][2]], device=self.device)
+        targets = iter(targets.split(lengths))
+
+        all_logits = self._logits(input_ids.to(self.device), torch.tensor(kept, device=self.device))
+        log_probabilities, hits = [], []
+        for (_, indices), positions, logits in zip(batch, ranges, all_logits):
+            logits = logits[column[positions[0]] : column[positions[-1]] + 1]  # (scored positions, vocabulary)
+            normalizer, best = self._normalizer_and_best(logits)
+            for target in itertools.islice(targets, len(indices)):
+                count = len(target)
+                picked = logits[-count:].gather(-1, target[:, None])[:, 0].to(normalizer.dtype)
+                log_probabilities.append(picked - normalizer[-count:])
+                hits.append(best[-count:] == target)
+        by_request = zip(*(torch.cat(values).cpu().split(lengths) for values in (log_probabilities, hits)))
+        return [(float(values.double().sum()), bool(greedy.all())) for values, greedy in by_request]
+
+    def _normalizer_and_best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-sum-exp of (positions, vocabulary) logits and the id of the largest, without a copy of all of them."""
+        dtype = self.softmax_dtype or torch.float32
+        pieces = logits.split(_POSITIONS_AT_ONCE)
+        normalizer = torch.cat([piece.to(dtype).logsumexp(-1) for piece in pieces])
+        return normalizer, torch.cat([piece.argmax(-1) for piece in pieces])
+
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(batch, positions, vocabulary). Right padding needs no mask, since no scored position sees it."""
+        mixed = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
+            if self._keeps_logits:
+                return self.model(input_ids, logits_to_keep=positions, **self._forward_arguments).logits
+            return self.model(input_ids, **self._forward_arguments).logits[:, positions]
+
+    def _batches(self, ordered: list[tuple], requests: list[tuple], override_bs: int | None) -> Iterator[list[tuple]]:
+        """Consecutive (input ids, requests) pairs: as many as the batch size says, or as their logits allow."""
+        most_positions = _MOST_LOGITS // self.embedding_rows
+        longest_first = [requests[indices[0]] for _, indices in ordered]
+        self.batch_sizes = {}
+        start = 0
+        while start < len(ordered):
+            size = override_bs or self.batch_size
+            if size == "auto":
+                # The harness announces on stdout what it tries.
+                with contextlib.redirect_stdout(io.StringIO()):
+                    size = self._batch_scheduler(start, longest_first)
+            batch, positions = [], set()
+            for tokens, indices in ordered[start : start + size]:
+                positions.update(_scored_positions(tokens, indices, requests))
+                if batch and (len(batch) + 1) * len(positions) > most_positions:
+                    break
+                batch.append((tokens, indices))
+            yield batch
+            start += len(batch)
+
+    def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
+        """The requests with ids that all have an embedding row, by `oov_policy`; counts documents that had others."""
+        problem = None
+        for index, (_, context, continuation) in enumerate(requests):
+            instance = self._instances[index] if self._instances else None
+            largest = max((*context, *continuation), default=-1)
+            if largest >= self.trained_rows and instance is not None:
+                self.oov_documents.add((instance.task_name, instance.doc_id))
+            if len(context) + len(continuation) > self.max_length + 1 and instance is not None:
+                self.cut_documents.add((instance.task_name, instance.doc_id))
+            problem = problem or self._problem(largest, context, continuation, instance)
+        self._raise_on_all_processes(problem)
+        if self.oov_policy != "clamp":
+            return requests
+        last = self.embedding_rows - 1
+        return [
+            (key, [min(token, last) for token in context], [min(token, last) for token in continuation])
+            for key, context, continuation in requests
+        ]
+
+    def _problem(self, largest: int, context: list[int], continuation: list[int], instance) -> str | None:
+        if largest >= self.embedding_rows and self.oov_policy != "clamp":
+            others = "--oov-policy clamp" if self.oov_policy == "pad" else "--oov-policy clamp|pad"
+            return (
+                f"Token id {largest} in {_name(instance)} has no row in the embedding, which has "
+                f"{self.embedding_rows}; say by {others} what to do with such ids, or use the model's own tokenizer."
+            )
+        if not context or not continuation:
+            return f"There is an empty context or continuation in {_name(instance)}, which cannot be scored."
+        if len(continuation) > self.max_length:
+            return (
+                f"The continuation in {_name(instance)} has {len(continuation)} tokens, more than the model's "
+                f"{self.max_length} positions; leave the task out with --tasks."
+            )
+        return None
+
+    def _raise_on_all_processes(self, problem: str | None) -> None:
+        """Raise everywhere what any process found; the others would wait for it for ever."""
+        problems = [problem]
+        if self.world_size > 1:
+            problems = [None] * self.world_size
+            torch.distributed.all_gather_object(problems, problem)
+        for problem in problems:
+            if problem is not None:
+                raise ValueError(problem)
+
+    @contextlib.contextmanager
+    def _naming(self, instances: Sequence) -> Iterator[None]:
+        """Let messages name the request at fault: the harness passes tokens on without saying whose they are."""
+        self._instances = instances
+        try:
+            yield
+        finally:
+            self._instances = ()
+
+    @contextlib.contextmanager
+    def _bar(self, total: int, disable: bool) -> Iterator[Callable[[int], None]]:
+        if self.on_progress is not None:
+            done = 0
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                self.on_progress(done, total)
+
+            self.on_progress(0, total)
+            yield advance
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc="Scoring", unit=" requests", disable=disable or self.rank != 0) as bar:
+            yield bar.update
+
+
+def policy_in_force(config, oov_policy: str | None) -> str:
+    """
+    The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error".
+
+    Raises:
+        ValueError: for "pad" with a model that cannot add rows.
+    """
+    if oov_policy == "pad" and not isinstance(config, DCFormerConfig):
+        raise ValueError(
+            f"oov_policy='pad' is known to DCFormer and DCPythia only, not to a {config.model_type} model; "
+            "use --oov-policy clamp."
+        )
+    return oov_policy or getattr(config, "oov_policy", "error")
+
+
+def _scored_positions(tokens: Sequence[int], indices: list[int], requests: list[tuple]) -> range:
+    """Positions of an input whose next token is scored in any of its requests."""
+    return range(len(tokens) - max(len(requests[index][2]) for index in indices), len(tokens))
+
+
+def _rows(model) -> int:
+    """Ids that a model can both read and predict."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    output = model.get_output_embeddings()
+    return rows if output is None else min(rows, output.weight.shape[0])
+
+
+def _name(instance) -> str:
+    return "a request" if instance is None else f"document {instance.doc_id} of {instance.task_name}"

@@ -1,0 +1,442 @@
+"""
+Perplexity of running text (Pile, WikiText-2) and of target spans (Flan): data, token counts and scores for lm-eval.
+
+Table 4 of the paper has two columns of perplexity, taken here as per token of the GPT-NeoX tokenizer. The authors'
+training code evaluates on rows of 2,049 tokens cut from a packed validation set: a row's first 2,048 tokens are the
+input and its last 2,048 the targets, and the end-of-text tokens between documents are targets as well. Here documents
+are packed in the same way and lm-eval walks through them in windows of 2,048 targets, each of which begins with the
+last token of the window before. So a target has from 1 to 2,048 tokens before it in both, and the only difference is
+that the first token of every row, which the authors never predict (1 of 2,049), is predicted here: each token counts
+exactly once.
+
+Which documents the paper used beyond "the validation set" is not published for the Pile, and its 320,000 examples of
+Flan are not published at all. `dcformer_flan_ppl` therefore reproduces a protocol, and its figures compare models with
+each other but not with the paper's column.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .data import import_datasets
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PAPER_WINDOW = 2048
+WINDOWS_PER_STREAM = 64
+DEFAULT_SEED = 1234
+
+# The Pile's own validation split as one plain file. Names of test and validation follow the Pile, not lm-eval.
+PILE_ON_THE_HUB = ("EleutherAI/pile_val_test", "val.jsonl")
+WIKITEXT_ON_THE_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
+# 350,023 examples drawn by others from the Flan Collection; the whole collection has hundreds of gigabytes.
+FLAN_ON_THE_HUB = "itay1itzhak/flan_2022_350k"
+
+_HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
+
+
+def load_pile(
+    data_dir: str | None = None,
+    subset: int | None = None,
+    seed: int = DEFAULT_SEED,
+    window: int = PAPER_WINDOW,
+    windows: int | None = None,
+    **settings: Any,
+) -> dict[str, Dataset]:
+    """
+    Documents of the Pile, packed into streams of about 64 windows.
+
+    With `data_dir` they are the `text` fields of `pile/*.jsonl` (download the Pile's `val.jsonl` for the paper's set)
+    or, if there are none, of `pile_sample/test.jsonl`. Without, they come from the validation split of the Pile in
+    `EleutherAI/pile_val_test` on the Hub (1.4 GB, a plain file). The authors' copy, `Caiyun-AI/Pile_tfrecord`, holds
+    token ids and is not read; the order of documents, and so where windows begin, need not be the same there.
+
+    Args:
+        data_dir: Folder with local data; the Hub if not given.
+        subset: Number of documents, drawn by `seed` and kept in their order; all if `None` or more than there are.
+        seed: Which documents `subset` takes.
+        window (in tokens): Targets per forward pass; must be what the model is asked to take at most.
+        windows: Stop after this many windows, in the middle of a document if need be; for quick runs.
+        settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
+            `trust_remote_code`, `add_bos_token`, `max_length`.
+
+    Returns:
+        One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, and `n_unscored`,
+        the number of streams that `windows` left out or cut.
+
+    Raises:
+        FileNotFoundError: if the data are not there or cannot be reached.
+        ValueError: if the tokenizer or the model's length is not known or does not fit, or a file is damaged.
+    """
+    check_window("dcformer_pile_ppl", window, **settings)
+    tokenizer = load_tokenizer(**settings)
+    if data_dir is None:
+        name, file = PILE_ON_THE_HUB
+        rows = _from_hub("the Pile", "pile/val.jsonl", name, data_files={"test": file})
+        documents = [row["text"] for row in rows.select(_drawn(len(rows), subset, seed))]
+    else:
+        documents = [text for (text,) in jsonl_fields(_pile_files(Path(data_dir)), ("text",), subset, seed)]
+    return {"test": _streams(documents, tokenizer, window, windows, settings.get("add_bos_token"))}
+
+
+def load_wikitext2(
+    data_dir: str | None = None,
+    subset: int | None = None,
+    seed: int = DEFAULT_SEED,
+    window: int = PAPER_WINDOW,
+    windows: int | None = None,
+    **settings: Any,
+) -> dict[str, Dataset]:
+    """
+    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`].
+
+    With `data_dir` the split is `wikitext2/wikitext2_test.txt`, otherwise `wikitext-2-raw-v1` of
+    `Salesforce/wikitext`. WikiText-2 is published raw and with rare words replaced by `<unk>`, and both are read, but
+    they give different figures. An article is the text from its heading (` = Title = ` between blank lines) to the
+    next; nothing is removed. Arguments, result and errors are those of [`load_pile`].
+    """
+    check_window("dcformer_wikitext2_ppl", window, **settings)
+    tokenizer = load_tokenizer(**settings)
+    if data_dir is None:
+        name, configuration = WIKITEXT_ON_THE_HUB
+        rows = _from_hub("WikiText-2", "wikitext2/wikitext2_test.txt", name, configuration)
+        # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
+        text = "".join(line or " \n" for line in rows["text"])
+    else:
+        text = existing_file(Path(data_dir) / "wikitext2" / "wikitext2_test.txt", "the test split").read_text(
+            encoding="utf-8"
+        )
+    articles = wikitext_articles(text)
+    chosen = [articles[index] for index in _drawn(len(articles), subset, seed)]
+    return {"test": _streams(chosen, tokenizer, window, windows, settings.get("add_bos_token"))}
+
+
+def load_flan(
+    data_dir: str | None = None,
+    subset: int | None = 320_000,
+    seed: int = DEFAULT_SEED,
+    window: int = PAPER_WINDOW,
+    **settings: Any,
+) -> dict[str, Dataset]:
+    """
+    Examples of the Flan Collection: the loss is taken on the target span, given the input.
+
+    A reproduction of the paper's protocol, not of its figures, since its 320,000 examples are unpublished. With
+    `data_dir` the examples are the `inputs` and `targets` fields of `flan/*.jsonl`, which is how the Flan Collection is
+    distributed; otherwise `prompt` and `completion` of `itay1itzhak/flan_2022_350k` on the Hub, a published sample of
+    350,023. Input and target are stripped of surrounding white space and joined by one space, which the tokenizer makes
+    part of the target's first word; so exactly the target's tokens are scored. Long inputs are cut from the left by
+    lm-eval to what the window leaves. Examples without a target, or with one of more tokens than the window, are left
+    out, with a warning that counts them.
+
+    Args:
+        data_dir: Folder with local data; the Hub if not given.
+        subset: Number of examples, drawn by `seed` and kept in their order; all if `None` or more than there are.
+        seed: Which examples `subset` takes.
+        window (in tokens): Most tokens of input and target together; must be what the model is asked to take at most.
+        settings: The model's arguments, as for [`load_pile`].
+
+    Returns:
+        One split `test`; a row is an example: `context`, `continuation`, `n_tokens` (of the target).
+
+    Raises:
+        FileNotFoundError, ValueError: as for [`load_pile`].
+    """
+    check_window("dcformer_flan_ppl", window, **settings)
+    tokenizer = load_tokenizer(**settings)
+    if data_dir is None:
+        rows = _from_hub("Flan", "flan/*.jsonl", FLAN_ON_THE_HUB, split="train")
+        chosen = rows.select(_drawn(len(rows), subset, seed))
+        pairs: Iterable = ((row["prompt"], row["completion"]) for row in chosen)
+    else:
+        files = sorted((Path(data_dir) / "flan").glob("*.jsonl"))
+        if not files:
+            raise FileNotFoundError(
+                f"There is no file {str(Path(data_dir) / 'flan' / '*.jsonl')!r}; put examples of Flan there, one "
+                'object with "inputs" and "targets" per line.'
+            )
+        pairs = jsonl_fields(files, ("inputs", "targets"), subset, seed)
+    examples, left_out = [], 0
+    for given, target in pairs:
+        context, continuation = given.strip(), " " + target.strip()
+        n_tokens = len(continuation_ids(tokenizer, context, continuation, settings.get("add_bos_token")))
+        if not target.strip() or n_tokens > window:
+            left_out += 1
+        else:
+            examples.append({"context": context, "continuation": continuation, "n_tokens": n_tokens})
+    if left_out:
+        logger.warning(
+            "dcformer_flan_ppl leaves out %d of %d examples: they have no target, or one of more than %d tokens.",
+            left_out,
+            left_out + len(examples),
+            window,
+        )
+    if not examples:
+        raise ValueError("No example of Flan has a target that fits the window; check the files or raise `window`.")
+    return {"test": import_datasets().Dataset.from_list(examples)}
+
+
+def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
+    """
+    Sums of one stream: `(log-likelihood, weight)` in nats, to be divided after all streams have been added up.
+
+    The log-likelihood includes the end-of-text tokens, which a model of documents has to predict too. They are counted
+    as tokens but have no bytes: bits per byte are per byte (UTF-8) of the documents themselves.
+    """
+    log_likelihood = _log_likelihood(results[0])
+    return {
+        "token_perplexity": (log_likelihood, doc["n_tokens"]),
+        "bits_per_byte": (log_likelihood, doc["n_bytes"]),
+    }
+
+
+def score_target(doc: dict, results: list) -> dict[str, tuple[float, float]]:
+    """`(log-likelihood, number of tokens)` of one target span, in nats."""
+    return {"token_perplexity": (_log_likelihood(results[0]), doc["n_tokens"])}
+
+
+def _log_likelihood(result: Any) -> float:
+    # Rolling requests answer with a number, others with a pair of it and whether decoding would find the continuation.
+    return float(result[0] if isinstance(result, (tuple, list)) else result)
+
+
+def load_tokenizer(
+    pretrained: Any = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool | None = None,
+    **_: Any,
+) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer that the model under test uses: `tokenizer` if given, otherwise that of `pretrained`.
+
+    Args:
+        pretrained: Folder or Hub id of the model.
+        tokenizer: Folder or Hub id of a tokenizer, or a tokenizer.
+        revision: Of either on the Hub.
+        trust_remote_code: Run code that comes with the tokenizer.
+
+    Raises:
+        ValueError: if neither names a tokenizer.
+    """
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    source = tokenizer or pretrained
+    if not isinstance(source, str):
+        raise ValueError(
+            "This task counts tokens and must know the model's tokenizer: give `pretrained` or `tokenizer` in the "
+            'arguments of the model, or `--metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'`.'
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"There is no tokenizer in {source!r}; name one with `tokenizer`.") from error
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
+    """Token ids as lm-eval's model makes them of the same text; `add_bos_token` as in the model's arguments."""
+    prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
+    if prefix is not None and text.startswith(prefix):
+        add_bos_token = False
+    special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+    # Streams are longer than any model takes at once, of which the tokenizer would warn.
+    return tokenizer(text, verbose=False, **special)["input_ids"]
+
+
+def continuation_ids(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, add_bos_token: bool | None = None
+) -> list[int]:
+    """The ids that lm-eval scores for a context, which must not end in white space, and its continuation."""
+    if not context:
+        return encode(tokenizer, continuation, add_bos_token=False)
+    whole = encode(tokenizer, context + continuation, add_bos_token)
+    return whole[len(encode(tokenizer, context, add_bos_token)) :]
+
+
+def check_window(
+    task: str,
+    window: int,
+    max_length: int | None = None,
+    pretrained: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool | None = None,
+    **_: Any,
+) -> None:
+    """
+    Refuse to score windows of another length than the task says.
+
+    lm-eval takes windows as long as the model's `max_length`, which is an argument of the model or comes from its
+    configuration (`max_position_embeddings`). Perplexities over other windows are other quantities.
+
+    Raises:
+        ValueError: if the length is not known or is not `window`.
+    """
+    if max_length is None:
+        if not isinstance(pretrained, str):
+            raise ValueError(
+                f"{task} must know the length of the model's windows: give `max_length={window}` to the model, and in "
+                "`--metadata` if the model is not named by `pretrained`."
+            )
+        from lm_eval.models.utils import resolve_max_length
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(
+            pretrained, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+        max_length = resolve_max_length(config, None, default=PAPER_WINDOW)
+    if int(max_length) != window:
+        raise ValueError(
+            f"{task} scores windows of {window} tokens, but the model would take {max_length}: give "
+            f"`max_length={window}` to the model, or `--metadata '{{\"window\": {max_length}}}'` for figures that "
+            "compare with no other window."
+        )
+
+
+def wikitext_articles(text: str) -> list[str]:
+    """Split WikiText into articles, each from its heading to the next; joined they are the text again."""
+    # The file begins with a blank line, so a line feed before it makes the first heading like the others.
+    starts = [match.start() - 1 for match in _HEADING.finditer("\n" + text)]
+    starts = [0, *starts[1:]]
+    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
+
+
+def existing_file(file: Path, content: str) -> Path:
+    """
+    Raises:
+        FileNotFoundError: if there is no such file; `content` is what the message tells to put there.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no file {str(file)!r}; put {content} there.")
+    return file
+
+
+def jsonl_fields(
+    files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
+) -> Iterator[tuple[str, ...]]:
+    """
+    The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`.
+
+    The files may be larger than memory, so they are read twice: to count lines and to take some.
+
+    Raises:
+        ValueError: if there is no line, or one of those drawn is no object with the fields.
+    """
+    count = sum(1 for _ in _lines(files))
+    chosen = set(_drawn(count, subset, seed))
+    if not chosen:
+        raise ValueError(f"{str(files[0])!r} is empty; it must hold one JSON object per line.")
+    for index, (file, number, line) in enumerate(_lines(files)):
+        if index in chosen:
+            try:
+                row = json.loads(line)
+                values = tuple(row[field] for field in fields)
+            except (ValueError, KeyError, TypeError) as error:
+                names = " and ".join(f'"{field}"' for field in fields)
+                raise ValueError(f"Line {number} of {str(file)!r} is not a JSON object with {names}.") from error
+            yield values
+
+
+def _streams(
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    window: int,
+    windows: int | None,
+    add_bos_token: bool | None,
+) -> Dataset:
+    separator = tokenizer.eos_token
+    if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token that stands for itself in text, and "
+            "documents are packed with one; use the GPT-NeoX tokenizer."
+        )
+    if windows is not None and windows < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}; leave it out to score everything.")
+    left = math.inf if windows is None else windows * window
+    streams, packed, length, n_whole, n_all = [], [], 0, 0, 0
+    for index, document in enumerate(documents, start=1):
+        n_tokens = len(encode(tokenizer, document, add_bos_token=False)) + 1
+        length += n_tokens
+        is_end = length >= WINDOWS_PER_STREAM * window or index == len(documents)
+        if left > 0:
+            is_cut = n_tokens > left
+            packed.append(_beginning(tokenizer, document, int(left) - 1) if is_cut else document)
+            left -= n_tokens
+            if is_end or left <= 0:
+                streams.append(_stream(packed, separator, tokenizer, window, add_bos_token))
+                n_whole += is_end and not is_cut
+                packed = []
+        if is_end:
+            n_all += 1
+            length = 0
+    rows = [{**stream, "n_unscored": n_all - n_whole} for stream in streams]
+    return import_datasets().Dataset.from_list(rows)
+
+
+def _stream(
+    documents: list[str], separator: str, tokenizer: PreTrainedTokenizerBase, window: int, add_bos_token: bool | None
+) -> dict[str, Any]:
+    text = "".join(document + separator for document in documents)
+    return {
+        "text": text,
+        "n_documents": len(documents),
+        # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
+        "n_tokens": len(encode(tokenizer, text, add_bos_token)),
+        "n_bytes": sum(len(document.encode("utf-8")) for document in documents),
+        "window": window,
+    }
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
+    if n_tokens == 0:
+        return ""
+    offsets = tokenizer(document, verbose=False, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
+    return document[: offsets[n_tokens - 1][1]]
+
+
+def _drawn(count: int, subset: int | None, seed: int) -> list[int]:
+    if subset is None or subset >= count:
+        return list(range(count))
+    if subset < 1:
+        raise ValueError(f"subset must be at least 1, got {subset}; leave it out for all documents.")
+    return sorted(random.Random(seed).sample(range(count), subset))
+
+
+def _lines(files: list[Path]) -> Iterator[tuple[Path, int, str]]:
+    for file in files:
+        with open(file, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield file, number, line
+
+
+def _pile_files(data_dir: Path) -> list[Path]:
+    files = sorted((data_dir / "pile").glob("*.jsonl"))
+    return files or [
+        existing_file(data_dir / "pile_sample" / "test.jsonl", 'documents of the Pile, {"text": ...} per line,')
+    ]
+
+
+def _from_hub(what: str, local_file: str, *arguments: str, split: str = "test", **options: Any) -> Dataset:
+    try:
+        return import_datasets().load_dataset(*arguments, split=split, **options)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{what} cannot be read from {arguments[0]!r} on the Hub ({type(error).__name__}); check the network, or "
+            f"give --data-dir with a folder that holds {local_file}."
+        ) from error

@@ -1,0 +1,97 @@
+"""Names of tasks, and the suites of them that `dcformer eval` runs.
+
+lm-eval knows every task under a prefix, so that none is taken for one of its own; here, in results and in tables, they
+go without it.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from . import perplexity, synthetic
+from .data import data_fingerprint
+from .table4_tasks import TABLE4_COLUMNS
+
+
+PREFIX = "dcformer_"
+SYNTHETIC_TASKS = tuple(f"synthetic_k{shots}" for shots in synthetic.SHOTS)
+
+SUITES = {
+    "table4": TABLE4_COLUMNS,
+    "synthetic": SYNTHETIC_TASKS,
+    "perplexity": ("pile_ppl", "flan_ppl"),
+    "wikitext2": ("wikitext2_ppl",),
+}
+PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
+SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
+TASKS = SUITES["all"]
+
+# Task -> its folder below --data-dir, and where its data come from without one.
+_OTHER_DATA = {
+    **dict.fromkeys(SYNTHETIC_TASKS, ("synthetic", synthetic.AUTHORS_FILE)),
+    "pile_ppl": ("pile", "/".join(perplexity.PILE_ON_THE_HUB)),
+    "flan_ppl": ("flan", perplexity.FLAN_ON_THE_HUB),
+    "wikitext2_ppl": ("wikitext2", "/".join(perplexity.WIKITEXT_ON_THE_HUB)),
+}
+
+
+def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
+    """
+    Names of the tasks to run, each once.
+
+    Args:
+        suite (`str` or list, defaults to `"table4"`): Suites, as a list or separated by commas.
+        tasks (`str` or list, *optional*): Tasks or suites, run instead of `suite`; with or without our prefix.
+
+    Raises:
+        ValueError: for a name that is none; the message lists those there are.
+    """
+    if tasks is not None:
+        names = [name.removeprefix(PREFIX) for name in _split(tasks)]
+        groups = [SUITES.get(name, (name,)) for name in names]
+        kind, known = "task", (*TASKS, *SUITES)
+    else:
+        names = _split(suite)
+        groups = [SUITES.get(name, ()) for name in names]
+        kind, known = "suite", tuple(SUITES)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"There is no {kind} {name!r};{hint} choose from {', '.join(known)}.")
+    if not names:
+        raise ValueError(f"No {kind} is named; choose from {', '.join(known)}.")
+    return tuple(dict.fromkeys(task for group in groups for task in group))
+
+
+def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of shots that a task is run with: those asked for in Table 4, 0 in others, whose prompts are complete."""
+    return tuple(dict.fromkeys(num_fewshot)) if task in TABLE4_COLUMNS else (0,)
+
+
+def depends_on_tokenizer(task: str) -> bool:
+    """Whether a task's documents are made with the tokenizer and the length of the model."""
+    return task not in TABLE4_COLUMNS
+
+
+def task_data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
+    """
+    What a task's documents are made from: a hash of the local files, or a name on the Hub.
+
+    Raises:
+        FileNotFoundError: if `data_dir` does not have the task's folder.
+    """
+    if task in TABLE4_COLUMNS:
+        return data_fingerprint(data_dir, task)
+    folder, origin = _OTHER_DATA[task]
+    if data_dir is None:
+        return origin
+    if folder == "pile" and not any((Path(data_dir) / folder).glob("*.jsonl")):
+        folder = "pile_sample"
+    return data_fingerprint(data_dir, folder)
+
+
+def _split(names: str | Iterable[str]) -> list[str]:
+    parts = names.split(",") if isinstance(names, str) else names
+    return [part.strip() for part in parts if part.strip()]

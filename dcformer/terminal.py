@@ -1,0 +1,42 @@
+"""What the commands share: a console that fits pipes, and errors of one line."""
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+
+
+def make_console(pipe_width: int) -> Console:
+    """A console on stdout; a pipe, which has no width, gets one, since 80 columns cut names and break tables."""
+    # Paths and values may hold brackets, which are no markup here.
+    console = Console(markup=False, highlight=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
+
+
+@contextlib.contextmanager
+def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bool = True) -> Iterator[None]:
+    """
+    Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C.
+
+    Args:
+        debug (`bool`): Let exceptions through, with their traceback.
+        interrupted (`str`): What is said after Ctrl-C.
+        is_first (`bool`): Whether this is the first of several processes, all of which find wrong files and options.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_first:
+            typer.echo(interrupted, err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug:
+            raise
+        message = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            message = f"The disk is full; free some space and run the same command again ({message})."
+        if is_first or not isinstance(error, ValueError | OSError):
+            typer.echo(f"Error: {' '.join(message.split())}", err=True)
+        raise typer.Exit(1) from None
