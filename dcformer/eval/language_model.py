@@ -69,6 +69,7 @@ class DCFormerLM(HFLM):
         self.oov_policy = oov_policy
         self.on_progress = on_progress
         self._instances: Sequence = ()
+        self._window_share = (0, 1)
         super().__init__(pretrained, device=device, batch_size=batch_size, backend=backend, **kwargs)
         self.oov_policy = policy_in_force(self.model.config, oov_policy)
         if self.batch_size_per_gpu == "auto" and self.device.type == "cpu":
@@ -102,6 +103,16 @@ class DCFormerLM(HFLM):
         # The harness would ask the Hub for a repository of the folder's name.
         return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
 
+    @contextlib.contextmanager
+    def whole_documents(self) -> Iterator[None]:
+        """Give every process all documents, and divide the windows of long texts instead, of which there may be few."""
+        rank, count = self._rank, self._world_size
+        self._rank, self._world_size, self._window_share = 0, 1, (rank, count)
+        try:
+            yield
+        finally:
+            self._rank, self._world_size, self._window_share = rank, count, (0, 1)
+
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         with self._naming(requests):
             return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
@@ -116,11 +127,18 @@ class DCFormerLM(HFLM):
             for piece in pieces:
                 windows.append((None, *make_disjoint_window(piece)))
                 owners.append(index)
-        with self._naming([requests[index] for index in owners]):
-            answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        first, step = self._window_share
+        own = range(first, len(windows), step)
+        with self._naming([requests[owners[index]] for index in own]):
+            answers = self._loglikelihood_tokens([windows[index] for index in own], disable_tqdm=disable_tqdm)
+        by_window = {index: log_likelihood for index, (log_likelihood, _) in zip(own, answers)}
+        if step > 1:
+            shares = [None] * step
+            torch.distributed.all_gather_object(shares, by_window)
+            by_window = {index: value for share in shares for index, value in share.items()}
         totals = [0.0] * len(requests)
-        for index, (log_likelihood, _) in zip(owners, answers):
-            totals[index] += log_likelihood
+        for index, owner in enumerate(owners):
+            totals[owner] += by_window[index]
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -252,8 +270,9 @@ class DCFormerLM(HFLM):
     def _raise_on_all_processes(self, problem: str | None) -> None:
         """Raise everywhere what any process found; the others would wait for it for ever."""
         problems = [problem]
-        if self.world_size > 1:
-            problems = [None] * self.world_size
+        count = max(self.world_size, self._window_share[1])
+        if count > 1:
+            problems = [None] * count
             torch.distributed.all_gather_object(problems, problem)
         for problem in problems:
             if problem is not None:

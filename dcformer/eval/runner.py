@@ -21,9 +21,10 @@ import torch
 
 from . import provenance
 from .bootstrap import metric_and_stderr
+from .data import data_fingerprint
 from .perplexity import PAPER_WINDOW
 from .records import Record, read_record, record_path, samples_path, write_record
-from .suites import PERPLEXITY_TASKS, PREFIX, depends_on_tokenizer, find_tasks, shots_of, task_data_fingerprint
+from .suites import PERPLEXITY_TASKS, PREFIX, depends_on_tokenizer, find_tasks, shots_of
 from .table4_tasks import tasks_folder
 
 
@@ -162,7 +163,7 @@ def _plan(models, policies, tasks, shots, data_dir, seed: int, common: dict) -> 
     """What is to be there at the end, with the settings of each record."""
     versions, git_revision = provenance.library_versions(), provenance.git_revision()
     task_versions = _task_versions()
-    data = {task: task_data_fingerprint(data_dir, task) for task in tasks}
+    data = {task: data_fingerprint(data_dir, task) for task in tasks}
     jobs = []
     for index, (model, policy) in enumerate(zip(models, policies)):
         settings = {
@@ -284,10 +285,12 @@ def _run(scorer, task, job: _Job, limit: int | None, seed: int) -> tuple[dict, l
     scorer._max_length = job.settings["max_length"]
     start = time.perf_counter()
     name = PREFIX + job.task
-    # lm-eval would draw 100,000 bootstrap samples for a perplexity.
-    results = run_harness(
-        scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0
-    )
+    is_running_text = task.OUTPUT_TYPE == "loglikelihood_rolling"
+    with scorer.whole_documents() if is_running_text else contextlib.nullcontext():
+        # lm-eval would draw 100,000 bootstrap samples for a perplexity.
+        results = run_harness(
+            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0
+        )
     seconds = time.perf_counter() - start
     counts = scorer.gather_object(
         (scorer.scored_requests, scorer.input_tokens, scorer.oov_documents, scorer.cut_documents)

@@ -5,12 +5,9 @@ go without it.
 """
 
 import difflib
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from . import perplexity, synthetic
-from .data import data_fingerprint
+from . import synthetic
 from .table4_tasks import TABLE4_COLUMNS
 
 
@@ -26,14 +23,6 @@ SUITES = {
 PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
 SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
 TASKS = SUITES["all"]
-
-# Task -> its folder below --data-dir, and where its data come from without one.
-_OTHER_DATA = {
-    **dict.fromkeys(SYNTHETIC_TASKS, ("synthetic", synthetic.AUTHORS_FILE)),
-    "pile_ppl": ("pile", "/".join(perplexity.PILE_ON_THE_HUB)),
-    "flan_ppl": ("flan", perplexity.FLAN_ON_THE_HUB),
-    "wikitext2_ppl": ("wikitext2", "/".join(perplexity.WIKITEXT_ON_THE_HUB)),
-}
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
@@ -73,23 +62,6 @@ def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
 def depends_on_tokenizer(task: str) -> bool:
     """Whether a task's documents are made with the tokenizer and the length of the model."""
     return task not in TABLE4_COLUMNS
-
-
-def task_data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
-    """
-    What a task's documents are made from: a hash of the local files, or a name on the Hub.
-
-    Raises:
-        FileNotFoundError: if `data_dir` does not have the task's folder.
-    """
-    if task in TABLE4_COLUMNS:
-        return data_fingerprint(data_dir, task)
-    folder, origin = _OTHER_DATA[task]
-    if data_dir is None:
-        return origin
-    if folder == "pile" and not any((Path(data_dir) / folder).glob("*.jsonl")):
-        folder = "pile_sample"
-    return data_fingerprint(data_dir, folder)
 
 
 def _split(names: str | Iterable[str]) -> list[str]:
