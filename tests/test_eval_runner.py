@@ -99,6 +99,16 @@ def test_every_model_task_and_number_of_shots_has_a_record(run, folders, tmp_pat
     assert len(read_records(tmp_path / "results")) == 8
 
 
+def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures):
+    options = {"limit": 2, "data_dir": fixtures / "benchdata"}
+    answers, pile, wikitext = run("ours", tasks="synthetic_k2,pile_ppl,wikitext2_ppl", num_fewshot=(5,), **options)
+    assert (answers.num_samples, answers.num_documents, answers.num_fewshot) == (2, 888, 0)
+    for record in (pile, wikitext):
+        assert record.timings["input_tokens"] == 2 * 2048 and record.settings["max_length"] == 2048
+        assert record.is_partial and record.metrics["token_perplexity"]["value"] > 1000
+    assert len({record.settings["data"] for record in (answers, pile, wikitext)}) == 3
+
+
 @pytest.mark.parametrize("name", ["ours", "pythia"])
 def test_samples_hold_log_likelihoods_of_plain_forward_passes(name, run, folders, tmp_path):
     (record,) = run(name, tasks="winogrande", limit=3)

@@ -46,6 +46,7 @@ class Source:
         return self.path if self.name is None else f"{self.path} ({self.name})"
 
 
+SYNTHETIC_REVISION = "f908c732040aa446c909e14b08427cab713d832d"
 LOGIQA_REVISION = "ff6c4cbca47627b3ac2da94a29fa28204a167b41"
 
 # By the name of a folder below `data_dir`.
@@ -66,6 +67,17 @@ SOURCES = {
     "hellaswag": Source("Rowan/hellaswag"),
     "race_middle": Source("ehovy/race", "middle"),
     "race_high": Source("ehovy/race", "high"),
+    "synthetic": Source("Caiyun-AI/DCFormer", revision=SYNTHETIC_REVISION),
+    "pile": Source("EleutherAI/pile_val_test"),
+    "flan": Source("itay1itzhak/flan_2022_350k"),
+    "wikitext2": Source("Salesforce/wikitext", "wikitext-2-raw-v1"),
+}
+# Folders of the tasks that are not called like theirs; the first that holds files is read.
+_FOLDERS = {
+    **{f"synthetic_k{shots}": ("synthetic",) for shots in range(2, 8)},
+    "pile_ppl": ("pile", "pile_sample"),
+    "flan_ppl": ("flan",),
+    "wikitext2_ppl": ("wikitext2",),
 }
 
 
@@ -222,7 +234,7 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
 
     Args:
         data_dir: The folder given to the task, or `None`.
-        column (`str`): Name of the task's folder; without `data_dir`, one of `SOURCES`.
+        column (`str`): Name of a task without prefix, such as `"piqa"`, `"synthetic_k2"` or `"pile_ppl"`.
 
     Returns:
         `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, where the
@@ -233,13 +245,15 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
         FileNotFoundError: if the folder is not there.
         ValueError: if there is no folder and the task has no known source.
     """
+    folders = _FOLDERS.get(column, (column,))
     if data_dir is not None:
-        files = sorted(file for file in data_folder(data_dir, column).iterdir() if file.suffix in SUFFIXES)
+        chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl"))), folders[0])
+        files = sorted(file for file in data_folder(data_dir, chosen).iterdir() if file.suffix in SUFFIXES)
         contents = "".join(f"{file.name} {_sha256(file)}\n" for file in files)
         return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
-    if column not in SOURCES:
+    if folders[0] not in SOURCES:
         raise ValueError(f"The data of {column!r} have no known source; give a --data-dir.")
-    source = SOURCES[column]
+    source = SOURCES[folders[0]]
     return f"{source}@{source.revision or _newest_revision(source.path) or 'unknown'}"
 
 
