@@ -99,9 +99,12 @@ def test_every_model_task_and_number_of_shots_has_a_record(run, folders, tmp_pat
     assert len(read_records(tmp_path / "results")) == 8
 
 
-def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures):
+def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures, folders, tmp_path):
+    folders["long"] = shutil.copytree(folders["pythia"], tmp_path / "long")
+    config = json.loads((tmp_path / "long" / "config.json").read_text())
+    (tmp_path / "long" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     options = {"limit": 2, "data_dir": fixtures / "benchdata"}
-    answers, pile, wikitext = run("ours", tasks="synthetic_k2,pile_ppl,wikitext2_ppl", num_fewshot=(5,), **options)
+    answers, pile, wikitext = run("long", tasks="synthetic_k2,pile_ppl,wikitext2_ppl", num_fewshot=(5,), **options)
     assert (answers.num_samples, answers.num_documents, answers.num_fewshot) == (2, 888, 0)
     for record in (pile, wikitext):
         assert record.timings["input_tokens"] == 2 * 2048 and record.settings["max_length"] == 2048

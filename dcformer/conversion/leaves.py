@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -188,6 +189,10 @@ class ZarrLeaf(Leaf):
         return from_numpy(values)
 
 
+# numpy parses the header of an array as Python, which CPython 3.11 cannot do in two threads at once (SystemError).
+_NUMPY_HEADER = threading.Lock()
+
+
 class ArrayLeaf(Leaf):
     """An array of an .npz or .npy file, read as a whole. `load` opens it without unpickling anything."""
 
@@ -204,7 +209,8 @@ class ArrayLeaf(Leaf):
 
     def read(self, box: Box) -> Tensor:
         try:
-            values = self._load()
+            with _NUMPY_HEADER:
+                values = self._load()
         except (ValueError, OSError, EOFError) as error:
             raise ValueError(f"{self.name} cannot be read from {self.where}: {error}; copy the file again.") from error
         return from_numpy(np.ascontiguousarray(values[tuple(slice(*interval) for interval in box)]))
