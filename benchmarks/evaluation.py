@@ -21,9 +21,8 @@ except ImportError:  # run as a file, not as a module of the package
 
 def make_models(args: argparse.Namespace, vocab_size: int) -> dict[str, PreTrainedModel]:
     """A DCFormer of the preset and a GPT-NeoX of its width, depth and heads, with an MLP of four times the width."""
-    config = DCFormerConfig.from_preset(args.preset, vocab_size=vocab_size)
-    if args.layers:
-        config = DCFormerConfig.from_preset(args.preset, vocab_size=vocab_size, num_hidden_layers=args.layers)
+    fewer_layers = {"num_hidden_layers": args.layers} if args.layers else {}
+    config = DCFormerConfig.from_preset(args.preset, vocab_size=vocab_size, **fewer_layers)
     neox = GPTNeoXConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests: where the reference data is, and a clean random state."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,25 @@ def fixtures() -> Path:
     if not (folder / "golden").is_dir():
         pytest.skip(f"no reference data in {folder}; set DCFORMER_FIXTURES to the folder that holds golden/")
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(fixtures, tmp_path_factory) -> str:
+    """GPT-NeoX's tokenizer beside a configuration of ours with 512 positions."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(fixtures / "benchdata" / "tokenizer" / "20B_tokenizer.json", folder / "tokenizer.json")
+    (folder / "config.json").write_text('{"model_type": "dcformer", "max_position_embeddings": 512}')
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def data_dir(fixtures) -> str:
+    """Evaluation data, a folder per task."""
+    return str(fixtures / "benchdata")

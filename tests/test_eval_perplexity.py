@@ -2,13 +2,11 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoTokenizer
 
 from dcformer.eval import perplexity
 
@@ -18,24 +16,6 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not install
 TASKS = Path(perplexity.__file__).parent / "tasks"
 WINDOW = 64
 END_OF_TEXT = 0
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(fixtures, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(fixtures / "benchdata" / "tokenizer" / "20B_tokenizer.json", folder / "tokenizer.json")
-    (folder / "config.json").write_text('{"model_type": "dcformer", "max_position_embeddings": 512}')
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return AutoTokenizer.from_pretrained(tokenizer_folder)
-
-
-@pytest.fixture(scope="module")
-def data_dir(fixtures):
-    return str(fixtures / "benchdata")
 
 
 @pytest.fixture(scope="module")

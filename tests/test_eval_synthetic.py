@@ -2,13 +2,11 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model
-from transformers import AutoTokenizer
 
 from dcformer.eval import synthetic
 
@@ -22,24 +20,6 @@ FIRST_CONTEXT = (
     "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
 )
 SECOND_LINE = " vehicle\n< Ruth has cake. Ruth has a pineapple. Mark has a mosquito. >. Ruth does not have a kind of"
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(fixtures, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    shutil.copy(fixtures / "benchdata" / "tokenizer" / "20B_tokenizer.json", folder / "tokenizer.json")
-    (folder / "config.json").write_text('{"model_type": "dcformer"}')
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return AutoTokenizer.from_pretrained(tokenizer_folder)
-
-
-@pytest.fixture(scope="module")
-def data_dir(fixtures):
-    return str(fixtures / "benchdata")
 
 
 @pytest.fixture(scope="module")

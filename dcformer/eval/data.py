@@ -67,8 +67,13 @@ SOURCES = {
     "hellaswag": Source("Rowan/hellaswag"),
     "race_middle": Source("ehovy/race", "middle"),
     "race_high": Source("ehovy/race", "high"),
-    "synthetic": Source("Caiyun-AI/DCFormer", revision=SYNTHETIC_REVISION),
+    "synthetic": Source(
+        "Caiyun-AI/DCFormer",
+        revision=SYNTHETIC_REVISION,
+        address=f"https://raw.githubusercontent.com/Caiyun-AI/DCFormer/{SYNTHETIC_REVISION}/data",
+    ),
     "pile": Source("EleutherAI/pile_val_test"),
+    # 350,023 examples drawn by others from the Flan Collection; the whole collection has hundreds of gigabytes.
     "flan": Source("itay1itzhak/flan_2022_350k"),
     "wikitext2": Source("Salesforce/wikitext", "wikitext-2-raw-v1"),
 }

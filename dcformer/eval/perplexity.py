@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import import_datasets
+from .data import SOURCES, import_datasets
 
 
 if TYPE_CHECKING:
@@ -39,10 +39,7 @@ WINDOWS_PER_STREAM = 64
 DEFAULT_SEED = 1234
 
 # The Pile's own validation split as one plain file. Names of test and validation follow the Pile, not lm-eval.
-PILE_ON_THE_HUB = ("EleutherAI/pile_val_test", "val.jsonl")
-WIKITEXT_ON_THE_HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
-# 350,023 examples drawn by others from the Flan Collection; the whole collection has hundreds of gigabytes.
-FLAN_ON_THE_HUB = "itay1itzhak/flan_2022_350k"
+PILE_FILE = "val.jsonl"
 
 _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
@@ -83,8 +80,7 @@ def load_pile(
     check_window("dcformer_pile_ppl", window, **settings)
     tokenizer = load_tokenizer(**settings)
     if data_dir is None:
-        name, file = PILE_ON_THE_HUB
-        rows = _from_hub("the Pile", "pile/val.jsonl", name, data_files={"test": file})
+        rows = _from_hub("the Pile", "pile/val.jsonl", SOURCES["pile"].path, data_files={"test": PILE_FILE})
         documents = [row["text"] for row in rows.select(_drawn(len(rows), subset, seed))]
     else:
         documents = [text for (text,) in jsonl_fields(_pile_files(Path(data_dir)), ("text",), subset, seed)]
@@ -110,8 +106,8 @@ def load_wikitext2(
     check_window("dcformer_wikitext2_ppl", window, **settings)
     tokenizer = load_tokenizer(**settings)
     if data_dir is None:
-        name, configuration = WIKITEXT_ON_THE_HUB
-        rows = _from_hub("WikiText-2", "wikitext2/wikitext2_test.txt", name, configuration)
+        source = SOURCES["wikitext2"]
+        rows = _from_hub("WikiText-2", "wikitext2/wikitext2_test.txt", source.path, source.name)
         # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -157,7 +153,7 @@ def load_flan(
     check_window("dcformer_flan_ppl", window, **settings)
     tokenizer = load_tokenizer(**settings)
     if data_dir is None:
-        rows = _from_hub("Flan", "flan/*.jsonl", FLAN_ON_THE_HUB, split="train")
+        rows = _from_hub("Flan", "flan/*.jsonl", SOURCES["flan"].path, split="train")
         chosen = rows.select(_drawn(len(rows), subset, seed))
         pairs: Iterable = ((row["prompt"], row["completion"]) for row in chosen)
     else:

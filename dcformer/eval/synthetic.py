@@ -32,14 +32,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import SYNTHETIC_REVISION, import_datasets
+from .data import SOURCES, import_datasets
 from .perplexity import continuation_ids, encode, existing_file, jsonl_fields, load_tokenizer
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-AUTHORS_FILE = f"https://raw.githubusercontent.com/Caiyun-AI/DCFormer/{SYNTHETIC_REVISION}/data/synthetic_dataset.jsonl"
+AUTHORS_FILE = f"{SOURCES['synthetic'].address}/synthetic_dataset.jsonl"
 SHOTS = (2, 3, 4, 5, 6, 7)
 
 _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
