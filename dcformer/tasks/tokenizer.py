@@ -1,0 +1,69 @@
+"""A tokenizer for the head-composition tasks: one token per word or mark, as the tasks are about words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from .composition import TASK_KINDS, VOCABULARY, iterate_documents
+
+
+END_OF_TEXT, PADDING, UNKNOWN = "<|endoftext|>", "<|padding|>", "<|unknown|>"
+_PIECES = r"\n|o'clock|D\.C|>\.|'s|[.,?<>']|[^\s.,?<>']+"
+
+
+def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
+    """
+    Build the tokenizer; its ids depend on the vocabulary and the templates of the tasks alone.
+
+    `<|endoftext|>` begins every text by default and ends documents; other words become `<|unknown|>`. Decoding restores the
+    tasks' lines to the character, the spaces around marks included.
+
+    Args:
+        model_max_length (defaults to 512): Longest input, in tokens.
+    """
+    vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *_words()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.WordPiece(prefix="##", cleanup=False),  # joins by spaces; no token has the prefix
+            decoders.Fuse(),
+            decoders.Replace(Regex(r" (?=[.,?]|'s)"), ""),
+            decoders.Replace(Regex(" ?\n ?"), "\n"),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PADDING,
+        unk_token=UNKNOWN,
+        model_max_length=model_max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _words() -> list[str]:
+    """Every word and mark that a document can hold, sorted."""
+    split = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
+    texts = [document["text"] for document in iterate_documents(count=len(TASK_KINDS) * 60, seed=0, lines=(1, 1))]
+    texts += list(_leaves(VOCABULARY)) + [word.capitalize() for word in _leaves(VOCABULARY["opposites"])]
+    return sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)})
+
+
+def _leaves(tree) -> Iterator[str]:
+    """All strings in nested lists and mappings, keys included."""
+    if isinstance(tree, str):
+        yield tree
+    else:
+        for item in tree:
+            yield from _leaves(item)
+            if isinstance(tree, dict):
+                yield from _leaves(tree[item])
