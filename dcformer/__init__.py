@@ -13,6 +13,7 @@ from .composition import (
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .modeling_dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
+from .pretrained import pretrained_path
 
 
 __version__ = "0.1.0"
@@ -40,4 +41,5 @@ __all__ = [
     "compose",
     "composed_attention",
     "composed_attention_reference",
+    "pretrained_path",
 ]

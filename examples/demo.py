@@ -1,128 +1,99 @@
-"""The main job from end to end: files in the authors' layout, loaded by the Auto classes, generating text in a batch.
+"""The main job from end to end, with the trained model in the box: load it, ask it, measure it against its twin.
 
-There is no trained model in this package yet, so the demo draws a small DCFormer at random and trains a small tokenizer
-on the text below: what it writes is noise. Put your own folder on the command line to generate with a real model:
-
-    python examples/demo.py path/to/DCFormer-2.8B "Once upon a time" "The capital of France is"
+python examples/demo.py                                   # in under two minutes on two CPU cores
+python examples/demo.py --data-dir DIR                    # measures on the authors' texts too
+python examples/demo.py FOLDER "Once upon a time" ...     # a folder and prompts of your own
 """
 
-import json
+import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipeline
 from transformers.utils import logging
 
 import dcformer
-from dcformer.modeling_dcformer import AUTHORS_NAMES
+from dcformer.eval.composition import BOXED_MODEL, compare_models
+from dcformer.eval.composition_report import print_comparison, write_comparison
+from dcformer.tasks import composition_documents
+from dcformer.terminal import make_console, one_line_errors
 
 
-PROMPTS = [
-    "Attention heads work independently.",
-    "Every pair of a query and a key has its own map, computed from both, that says how the heads are mixed",
-    "Compose!",
-]
-TEXT = [
-    "Attention heads work independently in a Transformer, although many of them are redundant.",
-    "A DCFormer composes them: scores before the softmax and weights after it are mixed across heads.",
-    "Every pair of a query and a key has its own map, computed from both, that says how the heads are mixed.",
-    "The maps are of low rank with gates on the diagonal, so they cost few parameters and little computation.",
-]
+QUESTIONS = {"task2": 1, "task16": 1, "task57": 1, "task32": 3, "task46": 3, "task73": 4}  # kind -> lines
+QUESTIONS_SEED = 0
+DOCUMENTS = 225  # three of each kind
+NEW_TOKENS = 40
 
 
-def train_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of 512 tokens, saved to `folder`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=["<|endoftext|>", "<|padding|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|padding|>"
-    )
-    fast.save_pretrained(folder)
-    return fast
+def ask_questions() -> list[tuple[str, str]]:
+    """(text up to the last answer, that answer) of lines that are kept from training."""
+    questions = []
+    for kind, lines in QUESTIONS.items():
+        document = composition_documents(1, QUESTIONS_SEED, "test", (lines, lines), (kind,))[0]
+        start, end = document["answers"][-1]
+        questions.append((document["text"][:start].lstrip(), document["text"][start:end].strip()))
+    return questions
 
 
-def write_authors_checkpoint(folder: Path, vocab_size: int) -> int:
-    """Draw a small DCFormer, write it as the authors' torch code does, and return its number of parameters."""
-    torch.manual_seed(0)
-    values = {
-        "model_type": "dcformer",
-        "architectures": ["DCFormer"],
-        "vocab_size": vocab_size,
-        "dim": 128,
-        "n_layer": 4,
-        "n_head": 8,
-        "n_local_heads": 8,
-        "head_dim": 16,
-        "intermediate_size": 384,
-        "block_size": 256,
-        "norm_eps": 1e-6,
-        "rope_base": 10000,
-        "window_size": 16,
-        "window_type": None,
-        "use_qk_norm": True,
-        "use_dcmha": True,
-        "query_wise": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
-    model = dcformer.DCFormerForCausalLM(dcformer.DCFormerConfig(**values))
-    names = {**AUTHORS_NAMES[dcformer.DCFormerModel], **AUTHORS_NAMES[dcformer.DCFormerForCausalLM]}
-    weights = {}
-    for name, weight in model.state_dict().items():
-        name = name.removeprefix("model.")
-        for theirs, ours in names.items():
-            name = name.replace(ours, theirs)
-        weights[name] = weight
-    torch.save(weights, folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps(values, indent=2))
-    return model.num_parameters()
-
-
-def generate(folder: Path, prompts: list[str]) -> None:
-    """Load a model folder and continue all prompts in one left-padded batch."""
+def load(folder: str):
+    """A text-generation pipeline, by the Auto classes."""
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    print(f"Loaded {type(model).__name__} from {folder} in {time.perf_counter() - started:.1f} s.")
-    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=len(prompts))
-    longest = max(len(tokenizer(prompt)["input_ids"]) for prompt in prompts)
-    started = time.perf_counter()
-    answers = generator(prompts, max_new_tokens=40, do_sample=False, return_full_text=False)
     seconds = time.perf_counter() - started
-    print(
-        f"Prompts of up to {longest} tokens and 40 new ones, past the sliding window of "
-        f"{model.config.sliding_window} keys, in one batch of {len(prompts)}: {seconds:.1f} s."
-    )
-    for prompt, (answer,) in zip(prompts, answers):
-        print(f"\n> {prompt}\n{answer['generated_text']!r}")
+    print(f"{type(model).__name__}, {model.num_parameters():,} parameters, loaded from {folder} in {seconds:.1f} s.")
+    return pipeline("text-generation", model=model, tokenizer=tokenizer)
+
+
+def generate(generator, prompts: list[str]) -> list[str]:
+    """What follows all prompts, from one left-padded batch."""
+    started = time.perf_counter()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_full_text": False}
+    answers = generator(prompts, batch_size=len(prompts), **options)
+    print(f"\n{len(prompts)} prompts in one batch, {time.perf_counter() - started:.1f} s:")
+    return [answer["generated_text"] for (answer,) in answers]
+
+
+def stream(generator, prompt: str) -> None:
+    print("\nThe first again, word by word as it is written:")
+    streamer = TextStreamer(generator.tokenizer, skip_special_tokens=True)
+    generator(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=streamer)
+
+
+def compare(data_dir: str | None) -> None:
+    """The model in the box and its twin without composition, on a few hundred documents."""
+    started = time.perf_counter()
+    options = {"documents": DOCUMENTS, "most_authors": DOCUMENTS, "data_dir": data_dir}
+    comparison = compare_models(with_authors=data_dir is not None, **options)
+    print(f"\nIts twin has plain attention; both on the same documents in {time.perf_counter() - started:.1f} s:\n")
+    print_comparison(comparison, make_console(pipe_width=100), groupings=("by_pattern",))
+    print()
+    for line in write_comparison(comparison, "results/demo"):
+        print(line)
+    if data_dir is None:
+        print("The authors' 888 texts are left out; --data-dir names a folder that holds them.")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Load a model, generate, and compare the model in the box.")
+    parser.add_argument("folder", nargs="?", help="Model to generate with instead of the one in the box.")
+    parser.add_argument("prompts", nargs="*", help="Prompts of your own.")
+    parser.add_argument("--data-dir", help="Folder with synthetic/synthetic_dataset.jsonl, the authors' texts.")
+    arguments = parser.parse_args()
     logging.disable_progress_bar()
-    if len(sys.argv) > 1:
-        if not Path(sys.argv[1]).is_dir():
-            sys.exit(f"There is no model folder {sys.argv[1]!r}; give the path of a downloaded checkpoint.")
-        generate(Path(sys.argv[1]), sys.argv[2:] or PROMPTS)
-        return
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tokenizer = train_tokenizer(folder)
-        parameters = write_authors_checkpoint(folder, len(tokenizer))
-        print(f"No trained model is in the box yet: this one has {parameters:,} random parameters and writes noise.")
-        generate(folder, PROMPTS)
+    if arguments.folder is not None and not Path(arguments.folder).is_dir():
+        sys.exit(f"There is no model folder {arguments.folder!r}; give the path of a downloaded checkpoint.")
+    with one_line_errors(debug=False):
+        generator = load(arguments.folder or dcformer.pretrained_path(BOXED_MODEL))
+        questions = [(prompt, None) for prompt in arguments.prompts] or ask_questions()
+        prompts = [prompt for prompt, _ in questions]
+        for (prompt, right), answer in zip(questions, generate(generator, prompts)):
+            note = "" if right is None else f"   (right: {right})"
+            print(f"\n{prompt}\n  -> {answer.strip()}{note}")
+        stream(generator, prompts[0])
+        if arguments.folder is None:
+            compare(arguments.data_dir)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,15 +66,3 @@ def test_the_pipeline_continues_a_batch_past_the_window(tokenizer_file, tmp_path
     alone = [generator(prompt, **arguments) for prompt in prompts]
     assert together == alone
     assert all(len(answer["generated_text"]) > 0 for (answer,) in together)
-
-
-def test_the_demo_runs_and_says_that_its_model_is_random():
-    demo = Path(__file__).parents[1] / "examples" / "demo.py"
-    run = subprocess.run([sys.executable, demo], capture_output=True, text=True, check=True)
-    assert "random parameters" in run.stdout
-    assert run.stdout.count("\n> ") == 3
-    missing = subprocess.run([sys.executable, demo, "nowhere/at/all"], capture_output=True, text=True)
-    assert missing.returncode != 0
-    assert missing.stderr.strip() == (
-        "There is no model folder 'nowhere/at/all'; give the path of a downloaded checkpoint."
-    )

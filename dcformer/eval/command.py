@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..terminal import make_console, one_line_errors
 
 
+_HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
 _GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
 
 Output = Annotated[str, typer.Option(help="Folder of the results; finished ones in it are taken over.")]
@@ -20,17 +21,25 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def eval_command(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders or names on the Hub.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL...", help="Folders or names on the Hub; for composition, also names of models in the box."
+        ),
+    ] = None,
     suite: Annotated[
-        str, typer.Option(help="table4, synthetic, perplexity, wikitext2 or all; or some: a,b.")
+        str, typer.Option(help="table4, synthetic, perplexity, wikitext2 or all; or some: a,b; or composition.")
     ] = "table4",
     tasks: Annotated[str | None, typer.Option(help="Tasks or suites to run instead: piqa,race_high,synthetic.")] = None,
     num_fewshot: Annotated[str, typer.Option(help="Examples before a question, such as 0,5.")] = "0",
     output: Output = "results",
-    limit: Annotated[int | None, typer.Option(help="Only the first documents of every task.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many documents of every task.")] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with the data; the Hub if not given.")] = None,
     batch_size: Annotated[str, typer.Option(help="Inputs in a forward pass, or auto.")] = "auto",
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of the parameters.")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the parameters; bfloat16 if not given, for composition float32."),
+    ] = None,
     baseline: Baseline = None,
     device: Annotated[str | None, typer.Option(help="Such as cuda:0 or cpu; a GPU if there is one.")] = None,
     oov_policy: Annotated[
@@ -40,17 +49,30 @@ def eval_command(
     tokenizer: Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name, for all models.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 1234,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the models.")] = False,
+    authors: Annotated[
+        bool, typer.Option("--authors/--no-authors", help="For composition: the authors' 888 texts too.")
+    ] = True,
     debug: Debug = False,
 ) -> None:
     """Run models through the tasks of the paper's tables, and print the tables."""
-    options = {name: value for name, value in locals().items() if name not in ("models", "num_fewshot", "debug")}
+    options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
     with one_line_errors(debug, _GO_ON, is_first), _leaving_the_group():
         shots = _numbers(num_fewshot)
+        from .suites import COMPOSITION
+
+        if suite.strip() == COMPOSITION:
+            if is_first:
+                _compare_on_composition(models or [], shots, authors, dtype or "float32", **options)
+            return
+        if not models:
+            raise ValueError(f"No model is named; give a folder or a Hub id, or --suite {COMPOSITION}.")
+        if not authors:
+            raise ValueError(f"--no-authors is for --suite {COMPOSITION} only; leave it out.")
         from .runner import evaluate
 
         with _progress() as on_progress:
-            evaluate(models, num_fewshot=shots, on_progress=on_progress, **options)
+            evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
         if is_first:
             _build_report(output, baseline, {}).print(_console())
 
@@ -89,6 +111,49 @@ def tasks_command() -> None:
     typer.echo(tasks_folder())
 
 
+def _compare_on_composition(
+    models: list[str],
+    shots: tuple[int, ...],
+    authors: bool,
+    dtype: str,
+    *,
+    suite: str,
+    tasks: str | None,
+    output: str,
+    limit: int | None,
+    batch_size: str,
+    oov_policy: str | None,
+    seed: int,
+    **options,
+) -> None:
+    """The suite composition, which needs no lm-eval."""
+    for name, is_given in (("--tasks", tasks), ("--num-fewshot", shots != (0,)), ("--oov-policy", oov_policy)):
+        if is_given:
+            raise ValueError(f"{name} has no meaning for --suite {suite}; leave it out.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}; leave it out for all documents.")
+    if batch_size != "auto" and not (batch_size.isdigit() and int(batch_size) > 0):
+        raise ValueError(f'batch_size must be "auto" or a number of at least 1, got {batch_size!r}.')
+    from .composition import BATCH_SIZE, HELD_OUT_DOCUMENTS, compare_models
+    from .composition_report import print_comparison, write_comparison
+
+    with _progress("documents") as on_progress:
+        comparison = compare_models(
+            models,
+            documents=limit or HELD_OUT_DOCUMENTS,
+            most_authors=limit,
+            with_authors=authors,
+            batch_size=BATCH_SIZE if batch_size == "auto" else int(batch_size),
+            seed=seed,
+            dtype=dtype,
+            on_progress=on_progress,
+            **options,
+        )
+    print_comparison(comparison, _console())
+    for line in write_comparison(comparison, output):
+        _console().print(line, soft_wrap=True)
+
+
 def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]):
     from .report import build_report
 
@@ -122,7 +187,7 @@ def _leaving_the_group() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress(unit: str = "requests") -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr; where that is no terminal, a line for every task that begins."""
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -131,7 +196,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
         def update(what: str, done: int, total: int) -> None:
             if done == 0 and not console.is_terminal:
-                console.print(f"{what}: {total} requests", soft_wrap=True)
+                console.print(f"{what}: {total} {unit}", soft_wrap=True)
             if done == 0:
                 bar.reset(row, description=what, total=total)
             bar.update(row, completed=done)

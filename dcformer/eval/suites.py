@@ -23,6 +23,8 @@ SUITES = {
 PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
 SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
 TASKS = SUITES["all"]
+# It has no tasks of lm-eval and runs alone, see composition.py.
+COMPOSITION = "composition"
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
@@ -43,8 +45,10 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
     else:
         names = _split(suite)
         groups = [SUITES.get(name, ()) for name in names]
-        kind, known = "suite", tuple(SUITES)
+        kind, known = "suite", (*SUITES, COMPOSITION)
     for name in names:
+        if name == COMPOSITION:
+            raise ValueError(f"The suite {COMPOSITION!r} is run alone; give --suite {COMPOSITION} and no --tasks.")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" did you mean {close[0]!r}?" if close else ""

@@ -5,9 +5,9 @@ An example is one line: three facts and a question about them, such as
 
     < Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of musical instrument
 
-To find the answer, the last word or words, attention has to find one of the three facts (the pattern: here the one of the
-same person), and what it finds has to be transformed on the way (here object->superclass). A document is a few examples
-of one kind, so that the earlier ones are shots for the later ones, as in the authors' 888 texts.
+To find the answer, the last word or words, attention has to find one of the three facts (the pattern: here the one of
+the same person), and what it finds has to be transformed on the way (here object->superclass). A document is a few
+examples of one kind, so that the earlier ones are shots for the later ones, as in the authors' 888 texts.
 
 The authors' 74 kinds come under their numbers; `task74` is an example of Table 11 that their texts lack. Patterns are
 named for what leads from the question to the fact: `same-person`; `the-other-person`, of whom the question does not
@@ -354,7 +354,8 @@ def _owns(person: str, content: Content) -> str:
 
 def _is_owned(person: str, content: Content) -> str:
     noun = _singular(content.thing)
-    return f"The {noun} {'are' if noun in VOCABULARY['plural_nouns'] else 'is'} {person}'s."
+    article = "" if noun in VOCABULARY["without_article"] else "The "
+    return f"{article}{noun} {'are' if noun in VOCABULARY['plural_nouns'] else 'is'} {person}'s."
 
 
 def _likes(person: str, content: Content) -> str:

@@ -18,8 +18,8 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     """
     Build the tokenizer; its ids depend on the vocabulary and the templates of the tasks alone.
 
-    `<|endoftext|>` begins every text by default and ends documents; other words become `<|unknown|>`. Decoding restores the
-    tasks' lines to the character, the spaces around marks included.
+    `<|endoftext|>` begins every text by default; words that the tasks do not use become `<|unknown|>`. Decoding gives
+    documents back to the character.
 
     Args:
         model_max_length (defaults to 512): Longest input, in tokens.
@@ -53,8 +53,12 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
 def _words() -> list[str]:
     """Every word and mark that a document can hold, sorted."""
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
+    # The templates have words of their own; a few documents of every kind show them all.
     texts = [document["text"] for document in iterate_documents(count=len(TASK_KINDS) * 60, seed=0, lines=(1, 1))]
-    texts += list(_leaves(VOCABULARY)) + [word.capitalize() for word in _leaves(VOCABULARY["opposites"])]
+    for name in ("people", "superclasses", "capabilities", "countries", "opposites"):
+        texts += _leaves(VOCABULARY[name])
+    texts += [adjective.capitalize() for adjective in _leaves(VOCABULARY["opposites"])]
+    texts += [value for ordinal in VOCABULARY["ordinals"].values() for value in ordinal["values"]]
     return sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)})
 
 

@@ -1,0 +1,167 @@
+"""What a comparison on the composition tasks looks like: tables on a terminal, a JSON file and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .composition import AUTHORS, HELD_OUT, METRICS, Comparison, ModelResult, difference, seed_interval
+from .composition_plot import plot_composition
+
+
+SET_TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
+METRIC_HEADINGS = {"accuracy": "accuracy %", "perplexity": "perplexity"}
+GROUPINGS = {"by_pattern": "pattern", "by_transformation": "transformation"}
+_LONGEST_HEADING = 12
+
+
+def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[str]:
+    """
+    Write `composition.json` and `composition.png`.
+
+    Args:
+        comparison: What to write.
+        output: Folder; made if it is not there.
+
+    Returns:
+        Lines that tell where the two are; without matplotlib, why there is no plot.
+    """
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    results, plot = folder / "composition.json", folder / "composition.png"
+    results.write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
+    lines = [f"Results: {results}"]
+    try:
+        plot_composition(comparison, plot)
+    except ImportError as error:
+        return [*lines, f"No plot was drawn. {error}"]
+    return [*lines, f"Plot: {plot}"]
+
+
+def print_comparison(comparison: Comparison, console: Console, groupings: tuple[str, ...] = tuple(GROUPINGS)) -> None:
+    """
+    Print accuracy and perplexity over all answers, then those of every pattern and transformation.
+
+    Args:
+        comparison: What to print; its tables fit 80 columns if names of models are short.
+        console: Where.
+        groupings: Keys of `GROUPINGS` to print; by default all.
+    """
+    console.print(_overall_table(comparison))
+    for line in _legend(comparison):
+        console.print(line)
+    for grouping in groupings:
+        for name in comparison.sets:
+            console.print()
+            console.print(_group_table(comparison, grouping, name))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _overall_table(comparison: Comparison) -> Table:
+    """Both metrics with their intervals over documents and over training seeds."""
+    table = _table("Head-composition tasks", "", "accuracy %", "over\nseeds", "perplexity", "over\nseeds")
+    for name in comparison.sets:
+        table.add_row(SET_TITLES[name], style="italic")
+        for model in comparison.models:
+            cells = [cell for metric in METRICS for cell in _metric_cells(model, name, metric)]
+            table.add_row(f"{model.label}\n  {model.parameters:,} parameters", *cells)
+        for model, baseline in comparison.compared:
+            cells = [cell for metric in METRICS for cell in _difference_cells(model, baseline, name, metric)]
+            table.add_row(f"{model.label}\n  difference, ratio", *cells)
+    return table
+
+
+def _metric_cells(model: ModelResult, name: str, metric: str) -> tuple[str, str]:
+    value = _number(model.summaries[name][metric], metric)
+    seeds = list(model.over_seeds(name, metric).values())
+    return f"{value}\n{_range(*model.interval(name, metric), metric)}", _over_seeds(seeds, metric)
+
+
+def _difference_cells(model: ModelResult, baseline: ModelResult, name: str, metric: str) -> tuple[str, str]:
+    """Of accuracies the difference, of perplexities the ratio; over seeds paired by seed."""
+    found = difference(model, baseline, name, metric)
+    ours, theirs = (each.over_seeds(name, metric) for each in (model, baseline))
+    paired = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    if metric == "accuracy":
+        value, ends, sign = found.value, (found.low, found.high), "+"
+        seeds = [first - second for first, second in paired]
+    else:
+        value, *ends = (math.exp(each) for each in (found.value, found.low, found.high))
+        seeds, sign = [first / second for first, second in paired], ""
+    return f"{_number(value, metric, sign)}\n{_range(*ends, metric, sign)}", _over_seeds(seeds, metric, sign)
+
+
+def _group_table(comparison: Comparison, grouping: str, name: str) -> Table:
+    models, kind = comparison.models, GROUPINGS[grouping]
+    headings = [f"{what}\n{_broken(model.label)}" for what in METRIC_HEADINGS.values() for model in models]
+    differences = [f"gain\n{_broken(model.label)}" for model, _ in comparison.compared]
+    if len(differences) == 1:
+        differences = ["gain"]
+    table = _table(f"By {kind}, {SET_TITLES[name]}", kind, *headings, *differences)
+    for key, summary in models[0].summaries[name][grouping].items():
+        cells = []
+        for metric in METRICS:
+            for model in models:
+                seeds = _over_seeds(list(model.over_seeds(name, metric, grouping, key).values()), metric)
+                cells.append(f"{_number(model.summaries[name][grouping][key][metric], metric)}\n{seeds}".rstrip())
+        for model, _ in comparison.compared:
+            gain = model.summaries[name][grouping][key]["accuracy"] - summary["accuracy"]
+            cells.append(f"{100 * gain:+.1f}")
+        table.add_row(key, *cells)
+    return table
+
+
+def _broken(name: str) -> str:
+    """A long name in two lines."""
+    return name if len(name) <= _LONGEST_HEADING else "-\n".join(name.rsplit("-", 1))
+
+
+def _legend(comparison: Comparison) -> Iterator[str]:
+    counts = {SET_TITLES[name]: comparison.models[0].summaries[name] for name in comparison.sets}
+    parts = [
+        f"{title}: {count['answers']:,} answers in {count['documents']:,} texts" for title, count in counts.items()
+    ]
+    yield f"{'; '.join(parts)}."
+    yield (
+        "Accuracy and perplexity are of whole answers, given the examples before them. In [ ]: 95 % intervals over "
+        "documents (bootstrap, paired in differences)."
+    )
+    seeds = {seed for model in comparison.models for seed in model.seed_evaluations}
+    if seeds:
+        yield (
+            f"Over seeds, and in second lines below: mean and 95 % t interval of models trained by one recipe from "
+            f"{len(seeds)} seeds, on the documents that they were evaluated on after training."
+        )
+
+
+def _number(value: float, metric: str, sign: str = "") -> str:
+    return f"{100 * value:{sign}.1f}" if metric == "accuracy" else f"{value:{sign}.3f}"
+
+
+def _range(low: float, high: float, metric: str, sign: str = "") -> str:
+    if math.isnan(low):
+        return ""
+    return f"[{_number(low, metric, sign)}, {_number(high, metric, sign)}]"
+
+
+def _over_seeds(values: list[float], metric: str, sign: str = "") -> str:
+    if not values:
+        return ""
+    mean, half_width = seed_interval(values)
+    text = _number(mean, metric, sign)
+    return text if math.isnan(half_width) else f"{text}±{_number(half_width, metric)}"

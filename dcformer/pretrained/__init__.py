@@ -1,0 +1,46 @@
+"""The models in the box: trained by a recipe of this package on the head-composition tasks, a folder each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+_FOLDER = Path(__file__).parent
+_SEEDS = "seeds.json"
+
+
+def pretrained_names() -> tuple[str, ...]:
+    """Names of the models in the box."""
+    return tuple(sorted(file.parent.name for file in _FOLDER.glob("*/config.json")))
+
+
+def pretrained_path(name: str) -> str:
+    """
+    The folder of a model in the box, for `from_pretrained`.
+
+    Args:
+        name: Such as `"dcformer-tiny"`, or its twin without composition, `"transformer-tiny"`.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    names = pretrained_names()
+    if name not in names:
+        raise ValueError(f"There is no model {name!r} in the box; choose from {', '.join(names) or '(none)'}.")
+    return str(_FOLDER / name)
+
+
+def seed_results() -> dict[str, Any]:
+    """
+    Results of the models in the box for all their training seeds, those without weights included.
+
+    Returns:
+        `recipe` and `runs`: rows of `variant`, `seed`, `parameters`, `training` and `evaluation`, the last as
+        [`dcformer.eval.composition.evaluate_composition`] returns it. Without a file of results there are no runs.
+    """
+    file = _FOLDER / _SEEDS
+    if not file.is_file():
+        return {"recipe": {}, "runs": []}
+    return json.loads(file.read_text(encoding="utf-8"))
