@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from dcformer.training.throughput import visible_pairs
+
 
 _MATMUL_SIZE = 2048
 _MEMORY_BYTES = 2**28
@@ -32,12 +34,6 @@ class Rates(NamedTuple):
     flops: float
     memory_bytes: float
     cache_bytes: float
-
-
-def visible_pairs(length: int, sliding_window: int | None) -> int:
-    """Pairs of a query and a key that it sees, causally and within the window."""
-    window = min(length, sliding_window or length)
-    return window * (window + 1) // 2 + (length - window) * window
 
 
 def forward_work(

@@ -15,6 +15,7 @@ from rich.table import Table
 from . import __version__
 from .eval.command import eval_command, report_command, tasks_command
 from .terminal import make_console, one_line_errors
+from .training.command import train_command
 
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app.add_typer(convert_app, name="convert")
 app.command("eval")(eval_command)
 app.command("report")(report_command)
 app.command("tasks")(tasks_command)
+app.command("train")(train_command)
 
 _GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
 _MOST_TENSORS = 20

@@ -1,4 +1,4 @@
-"""What the commands share: a console that fits pipes, and errors of one line."""
+"""What the commands share: a console that fits pipes, errors of one line, and the end of several processes."""
 
 import contextlib
 import errno
@@ -40,3 +40,15 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
         if is_first or not isinstance(error, ValueError | OSError):
             typer.echo(f"Error: {' '.join(message.split())}", err=True)
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Close the connections between processes, of which torch would complain at the end."""
+    try:
+        yield
+    finally:
+        import torch
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -23,7 +23,7 @@ from dcformer.eval.composition import (
     held_out_documents,
     seed_interval,
 )
-from dcformer.eval.synthetic import SHOTS, _entries, bracketed_answers
+from dcformer.eval.synthetic import SHOTS, authors_texts, bracketed_answers
 from dcformer.tasks import TASK_KINDS, build_tokenizer
 from dcformer.tasks.composition import VOCABULARY
 
@@ -84,7 +84,7 @@ def test_held_out_documents_are_the_test_split_with_eight_examples():
 def test_the_authors_texts_in_the_generators_rows(data_dir):
     documents = authors_documents(data_dir)
     assert len(documents) == 888 and len({document["task"] for document in documents}) == 74
-    for document, (task, text) in zip(documents, _entries(data_dir), strict=True):
+    for document, (task, text) in zip(documents, authors_texts(data_dir), strict=True):
         assert document["task"] == task and document["shots"] == list(SHOTS)
         assert document["text"] == text.replace(" [ ", " ").replace(" ]", "")
         answers = [document["text"][start:end] for start, end in document["answers"]]

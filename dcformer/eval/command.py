@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..terminal import make_console, one_line_errors
+from ..terminal import leaving_process_group, make_console, one_line_errors
 
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
@@ -57,7 +57,7 @@ def eval_command(
     """Run models through the tasks of the paper's tables, and print the tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
-    with one_line_errors(debug, _GO_ON, is_first), _leaving_the_group():
+    with one_line_errors(debug, _GO_ON, is_first), leaving_process_group():
         shots = _numbers(num_fewshot)
         from .suites import COMPOSITION
 
@@ -172,18 +172,6 @@ def _paper_rows(pairs: list[str]) -> dict[str, str]:
         if "=" not in pair:
             raise ValueError(f"--paper-row must be MODEL=ROW, such as my/folder=DCFormer++2.8B; got {pair!r}.")
     return dict(pair.rsplit("=", 1) for pair in pairs)
-
-
-@contextlib.contextmanager
-def _leaving_the_group() -> Iterator[None]:
-    """Close the connections between processes, of which torch would complain at the end."""
-    try:
-        yield
-    finally:
-        import torch
-
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -24,8 +24,8 @@ from ..tasks.composition import TASK_KINDS, composition_documents
 from ..tasks.scoring import score_documents, summarise
 from .bootstrap import Difference, paired_difference
 from .provenance import find_model
-from .report import _short_names
-from .synthetic import SHOTS, _entries, bracketed_answers
+from .report import short_names
+from .synthetic import SHOTS, authors_answers
 
 
 BOXED_MODEL, BOXED_BASELINE = "dcformer-tiny", "transformer-tiny"
@@ -65,13 +65,9 @@ def authors_documents(data_dir: str | os.PathLike | None = None) -> list[dict[st
         ValueError: if a text has another form or a task is not one of the 74.
     """
     rows = []
-    for number, (task, text) in enumerate(_entries(None if data_dir is None else os.fspath(data_dir)), start=1):
-        answers = bracketed_answers(text)
-        if list(answers) != list(SHOTS):
-            raise ValueError(
-                f"Text {number} of the synthetic data must have one answer in brackets on each of its lines 3 to 8; "
-                "use the authors' file."
-            )
+    for number, (task, answers) in enumerate(
+        authors_answers(None if data_dir is None else os.fspath(data_dir)), start=1
+    ):
         if task not in TASK_KINDS:
             raise ValueError(f"Text {number} of the synthetic data is of {task!r}, which is no task; use task0 to 73.")
         kind = TASK_KINDS[task]
@@ -322,7 +318,7 @@ def compare_models(
     found = [find_model(_located(name), **options) for name in names]
     sets = document_sets(data_dir, documents, seed, with_authors, most_authors)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    runs, labels, results = seed_results()["runs"], _short_names(names), []
+    runs, labels, results = seed_results()["runs"], short_names(names), []
     for name, model in zip(names, found):
         network = _load(model, dtype).to(device).eval()
         named = None if on_progress is None else lambda done, total, name=name: on_progress(name, done, total)

@@ -96,7 +96,7 @@ class _Builder:
         self.rows = {model: row for model, row in rows.items() if row}
         order = {row: place for place, row in enumerate(published.PAPER_ROWS)}
         self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(rows[m], len(order)), m))
-        self.names = _short_names(self.models)
+        self.names = short_names(self.models)
         self.bootstrap = {"seed": seed, "resamples": resamples}
         self.samples: dict[tuple[str, str, int], list[dict] | None] = {}
         self.cells: dict[Key, Cell] = {}
@@ -407,7 +407,7 @@ def _samples_name(record: Record) -> str:
     return samples_path(record_path("", record.model, record.task, record.num_fewshot)).as_posix()
 
 
-def _short_names(models: Iterable[str]) -> dict[str, str]:
+def short_names(models: Iterable[str]) -> dict[str, str]:
     """What tables call models: paths lose the folders that no other model needs to be told apart."""
     models = list(models)
     names = {}

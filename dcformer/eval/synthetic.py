@@ -28,7 +28,7 @@ all tokens of all answers), `answer_perplexity` (exponential of the mean negativ
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,13 +72,7 @@ def load_synthetic(
     tokenizer = load_tokenizer(**settings)
     add_bos_token = settings.get("add_bos_token")
     rows = []
-    for number, (task, text) in enumerate(_entries(data_dir), start=1):
-        answers = bracketed_answers(text, brackets)
-        if list(answers) != list(SHOTS):
-            raise ValueError(
-                f"Text {number} of the synthetic data must have one answer in brackets on each of its lines 3 to 8; "
-                "use the authors' file."
-            )
+    for task, answers in authors_answers(data_dir, brackets):
         context, answer = answers[shots]
         ids = continuation_ids(tokenizer, context, answer, add_bos_token)
         rows.append(
@@ -90,6 +84,26 @@ def load_synthetic(
             }
         )
     return {"test": import_datasets().Dataset.from_list(rows)}
+
+
+def authors_answers(
+    data_dir: str | None = None, brackets: bool = False
+) -> Iterator[tuple[str, dict[int, tuple[str, str]]]]:
+    """
+    Name of the task and [`bracketed_answers`] of every text, in the order of the file.
+
+    Raises:
+        FileNotFoundError: if the file is not there or cannot be reached.
+        ValueError: if a text has another form.
+    """
+    for number, (task, text) in enumerate(authors_texts(data_dir), start=1):
+        answers = bracketed_answers(text, brackets)
+        if list(answers) != list(SHOTS):
+            raise ValueError(
+                f"Text {number} of the synthetic data must have one answer in brackets on each of its lines 3 to 8; "
+                "use the authors' file."
+            )
+        yield task, answers
 
 
 def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
@@ -144,8 +158,8 @@ def _first_token(tokenizer, context: str, ids: list[int], answer: str) -> str:
     return text
 
 
-def _entries(data_dir: str | None) -> Iterable[tuple[str, str]]:
-    """Name of the task and text, in the order of the file."""
+def authors_texts(data_dir: str | None) -> Iterable[tuple[str, str]]:
+    """Name of the task and text as it stands in the file, in its order."""
     if data_dir is not None:
         file = existing_file(
             Path(data_dir) / "synthetic" / "synthetic_dataset.jsonl",

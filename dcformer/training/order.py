@@ -1,0 +1,78 @@
+"""The order in which rows are read. It depends on the seed alone: not on the number of processes, nor on when a run
+stopped. Training reads passes over the data without end, so that every optimiser step has its full batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+
+class RowOrder(Sampler):
+    """
+    Numbers of the rows that a run reads: one permutation of them all after the other.
+
+    Args:
+        rows (`int`): Rows of the data.
+        total (`int`): Rows that the run reads, in as many passes as that takes.
+        seed (`int`): Of the permutations; each pass has its own.
+    """
+
+    def __init__(self, rows: int, total: int, seed: int):
+        self.rows, self.total, self.seed = rows, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self._endless(), self.total)
+
+    def _endless(self) -> Iterator[int]:
+        for number in itertools.count():
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            yield from torch.randperm(self.rows, generator=generator).tolist()
+
+
+class EndlessStream(IterableDataset):
+    """Rows of a stream, from its beginning again whenever it ends; `set_epoch` lets it shuffle every pass anew."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for number in itertools.count():
+            if hasattr(self.rows, "set_epoch"):
+                self.rows.set_epoch(number)
+            row = None
+            for row in self.rows:
+                yield row
+            if row is None:
+                raise ValueError("The training data hold no rows; check data.source and data.split.")
+
+
+class WholeBatches(Dataset):
+    """
+    Rows of an evaluation, filled up with rows without loss until they divide into batches of equal size.
+
+    Otherwise processes would be given rows twice to have as many batches as the others, and count them twice.
+
+    Args:
+        rows (`Dataset`): Rows with `labels`.
+        multiple (`int`): Rows of one batch of all processes.
+    """
+
+    def __init__(self, rows: Sized, multiple: int):
+        self.rows, self.length = rows, -(-len(rows) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number < len(self.rows):
+            return self.rows[number]
+        row = self.rows[0]
+        return {**row, "labels": [-100] * len(row["labels"])}

@@ -1,0 +1,64 @@
+"""The losses of a run as a picture that needs no colour: lines for training, markers for evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+_METADATA = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same log, the same file
+
+
+def plot_losses(log_history: Sequence[Mapping], path: str | os.PathLike) -> None:
+    """
+    Write the training loss and the evaluation loss over the steps, and the learning rate below them.
+
+    Args:
+        log_history (`Sequence[Mapping]`): Records of `Trainer`, such as `{"step": 10, "loss": 3.1, "learning_rate":
+            3e-4}` and `{"step": 100, "eval_loss": 2.9}`; others are left out.
+        path: File that ends in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ValueError: for another ending, or if no record has a loss.
+        ImportError: without matplotlib.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _METADATA:
+        raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
+    losses, evaluations, rates = (_series(log_history, key) for key in ("loss", "eval_loss", "learning_rate"))
+    if not losses and not evaluations:
+        raise ValueError("There is nothing to plot: no record of the log has a loss; train for logging_steps at least.")
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('A plot needs matplotlib: pip install "dcformer[train]".') from error
+    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(6.4, 5.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        if losses:
+            top.plot(*zip(*losses), "-", color="0.45", linewidth=1.2, label="training")
+        if evaluations:
+            top.plot(*zip(*evaluations), "-o", color="black", linewidth=0.8, markersize=4, label="evaluation")
+        top.set_ylabel("loss (nats per token)")
+        top.legend(frameon=False)
+        if rates:
+            bottom.plot(*zip(*rates), "-", color="black", linewidth=1.2)
+        bottom.set_ylabel("learning rate")
+        bottom.set_xlabel("step")
+        bottom.set_ylim(bottom=0)
+        for axis in (top, bottom):
+            axis.grid(color="0.85", linewidth=0.6, zorder=0)
+            axis.set_axisbelow(True)
+        figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
+
+
+def _series(log_history: Sequence[Mapping], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the records that have a value."""
+    return [(record["step"], record[key]) for record in log_history if key in record and "step" in record]
+
+
+__all__ = ["plot_losses"]

@@ -1,0 +1,318 @@
+"""Recipes: what a training run is made of, as a YAML file.
+
+A recipe may extend another one: mappings merge key by key, all other values replace. What is left at the end is checked
+as a whole, so that a wrong key or value stops a run before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig
+
+from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .data import DataRecipe
+from .fields import check_keys, full_key, read_fields
+
+
+_PACKAGED = Path(__file__).parent / "recipes"
+# Keys of which one excludes the other: a recipe that gives one takes away the other of the recipe that it extends.
+_ALTERNATIVES = {("training", "tokens"): "max_steps", ("model", "preset"): "pretrained"}
+_ALTERNATIVES |= {(where, other): key for (where, key), other in _ALTERNATIVES.items()}
+_CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
+# Keys of `model:` besides the fields of the configuration.
+_MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation")
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """
+    The `training:` mapping of a recipe. Defaults are the paper's where it names them (section 4).
+
+    Attributes:
+        tokens (`int`, *optional*): Tokens to train on, rounded up to whole steps; either this or `max_steps`.
+        max_steps (`int`, *optional*): Optimiser steps to train for.
+        batch_tokens (`int`): Tokens of one optimiser step, over all processes and accumulated passes.
+        per_device_batch_size (`int`, defaults to 1): Rows of one forward pass on one device.
+        learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
+        final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
+        warmup_ratio (`float`, defaults to 0.01): Share of the steps over which the rate rises linearly.
+        adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): AdamW.
+        weight_decay (`float`, defaults to 0.1): Of matrices and embeddings; norms and biases do not decay.
+        max_grad_norm (`float`, defaults to 1.0): Gradients of a larger norm are scaled down to it.
+        precision (`str`, defaults to `"fp32"`): `"bf16"`: autocast to bfloat16, parameters stay float32.
+        gradient_checkpointing (`bool`, defaults to `False`): Recompute layers in the backward pass.
+        compile (`bool`, defaults to `False`): `torch.compile`.
+        logging_steps (`int`, defaults to 10): Steps between records of the log.
+        evaluation_steps (`int`, defaults to 1000): Steps between evaluations; there is one at the end too.
+        save_steps (`int`, defaults to 1000): Steps between checkpoints; there is one at the end too.
+        keep_checkpoints (`int`, defaults to 2): Checkpoints that are kept, the newest.
+        fsdp (`bool`, defaults to `False`): Divide parameters and optimiser state among the processes (FSDP2).
+        tensorboard (`bool`, defaults to `True`): Log for TensorBoard as well, if it is installed.
+    """
+
+    batch_tokens: int
+    tokens: int | None = None
+    max_steps: int | None = None
+    per_device_batch_size: int = 1
+    learning_rate: float = 3e-4
+    final_learning_rate_ratio: float = 0.1
+    warmup_ratio: float = 0.01
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    precision: Literal["bf16", "fp32"] = "fp32"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    logging_steps: int = 10
+    evaluation_steps: int = 1000
+    save_steps: int = 1000
+    keep_checkpoints: int = 2
+    fsdp: bool = False
+    tensorboard: bool = True
+
+    def __post_init__(self):
+        if (self.tokens is None) == (self.max_steps is None):
+            raise ValueError(
+                f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
+            )
+        for name in (
+            "batch_tokens",
+            "tokens",
+            "max_steps",
+            "per_device_batch_size",
+            "logging_steps",
+            "evaluation_steps",
+            "save_steps",
+            "keep_checkpoints",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"training.{name} must be at least 1, got {value}.")
+        for name in ("learning_rate", "adam_epsilon", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"training.{name} must be positive and finite, got {getattr(self, name)}.")
+        for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"training.{name} must be in [0, 1), got {getattr(self, name)}.")
+        if not 0 <= self.final_learning_rate_ratio <= 1:
+            raise ValueError(
+                f"training.final_learning_rate_ratio must be in [0, 1], got {self.final_learning_rate_ratio}."
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"training.weight_decay must be finite and not negative, got {self.weight_decay}.")
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.max_steps if self.max_steps is not None else math.ceil(self.tokens / self.batch_tokens)
+
+    def accumulation_steps(self, sequence_length: int, processes: int) -> int:
+        """
+        Forward passes of every process in an optimiser step.
+
+        Raises:
+            ValueError: if `batch_tokens` is no multiple of the tokens of one pass over all processes.
+        """
+        tokens = sequence_length * self.per_device_batch_size * processes
+        if self.batch_tokens % tokens != 0:
+            near = sorted({max(tokens, self.batch_tokens // tokens * tokens), -(-self.batch_tokens // tokens) * tokens})
+            raise ValueError(
+                f"training.batch_tokens must be a multiple of {tokens} (data.sequence_length {sequence_length} x "
+                f"training.per_device_batch_size {self.per_device_batch_size} x {processes} "
+                f"process{'' if processes == 1 else 'es'}), got {self.batch_tokens}; "
+                f"take {' or '.join(map(str, near))}."
+            )
+        return self.batch_tokens // tokens
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """
+    A checked recipe.
+
+    Attributes:
+        name (`str`): Of the run, for logs and plots.
+        output (`str`): Folder of the run.
+        model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, and fields of the configuration.
+        tokenizer (`str`): Folder or name on the Hub; `"composition"` for the tokenizer of the composition tasks.
+        data (`DataRecipe`): Training and evaluation data.
+        training (`TrainingRecipe`): Optimiser, schedule, precision, and what is logged and kept.
+        seed (`int`, defaults to 0): Of the initialisation and the order of the data.
+        sweep (`dict`, *optional*): Variants and seeds to train, if the recipe is of many runs.
+    """
+
+    name: str
+    output: str
+    model: dict
+    tokenizer: str
+    data: DataRecipe
+    training: TrainingRecipe
+    seed: int = 0
+    sweep: dict | None = None
+
+    @classmethod
+    def from_mapping(cls, values: dict) -> Recipe:
+        """
+        The recipe of a mapping as YAML gives it, without `extends`.
+
+        Raises:
+            ValueError: for unknown or missing keys and for wrong values, of which the message quotes the first.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"A recipe must be a mapping of keys to values, got {values!r}.")
+        check_keys(values, [field.name for field in fields(cls)], "")
+        values = dict(values)
+        name = values.setdefault("name", "run")
+        values.setdefault("output", f"runs/{name}")
+        for key in ("model", "training"):
+            values.setdefault(key, {})
+        if "data" in values:
+            values["data"] = DataRecipe.from_mapping(values["data"])
+        values["training"] = read_fields(TrainingRecipe, values["training"], "training")
+        recipe = read_fields(cls, values, "")
+        _check_model(recipe.model)
+        return recipe
+
+    def to_mapping(self) -> dict[str, Any]:
+        """What `from_mapping` reads, with every default filled in."""
+        values = asdict(self)
+        absent = "tokens" if self.training.tokens is None else "max_steps"
+        del values["training"][absent]
+        return {key: value for key, value in values.items() if value is not None}
+
+
+def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
+    """
+    Read a recipe.
+
+    Args:
+        recipe: YAML file, or the name of a packaged recipe such as `"dcformer-405m"`.
+        overrides (`Sequence[str]`): Values that replace the file's: `"training.max_steps=20"`, read as YAML.
+
+    Raises:
+        FileNotFoundError: if there is neither such a file nor such a packaged recipe.
+        ValueError: if a file is no YAML, recipes extend each other in a circle, or a key or value is wrong.
+    """
+    values = _read_extended(_find(recipe, None), ())
+    for override in overrides:
+        key, found, text = override.partition("=")
+        if not found or not key:
+            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {override!r}.")
+        value = _parse(text, f"the value of {key}")
+        for part in reversed(key.strip().split(".")):
+            value = {part: value}
+        values = merged(values, value)
+    return Recipe.from_mapping(values)
+
+
+def packaged_recipes() -> list[str]:
+    """Names of the recipes in the package, sorted."""
+    return sorted(file.stem for file in _PACKAGED.glob("*.yaml"))
+
+
+def merged(base: dict, update: dict, where: str = "") -> dict:
+    """`base` with the values of `update`: mappings merge, anything else replaces."""
+    result = dict(base)
+    for key, value in update.items():
+        other = _ALTERNATIVES.get((where, key))
+        if other is not None and value is not None and other not in update:
+            result.pop(other, None)
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            value = merged(result[key], value, full_key(where, key))
+        result[key] = value
+    return result
+
+
+def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
+    file = file.resolve()
+    if file in extending:
+        names = " extends ".join(item.name for item in (*extending[extending.index(file) :], file))
+        raise ValueError(f"Recipes extend each other in a circle: {names}; remove one of the extends.")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is no text in UTF-8 ({error.reason}); save it as such.") from error
+    values = _parse(text, repr(str(file)))
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {values!r}.")
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ValueError(f"extends must name one recipe, got {base!r}.")
+    return merged(_read_extended(_find(base, file.parent), (*extending, file)), values)
+
+
+def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
+    """A file (beside the one that extends it, if one does), or else a packaged recipe."""
+    file = Path(recipe) if folder is None else folder / recipe
+    if file.is_file():
+        return file
+    packaged = _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
+    if packaged.parent == _PACKAGED and packaged.is_file():
+        return packaged
+    if file.is_dir():
+        raise FileNotFoundError(f"{str(file)!r} is a folder; name the YAML file of a recipe.")
+    raise FileNotFoundError(
+        f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
+    )
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError('Recipes need PyYAML; install it with `pip install "dcformer[train]"`.') from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f"line {mark.line + 1}: "
+        raise ValueError(f"{what} is no YAML ({line}{getattr(error, 'problem', None) or error}).") from error
+
+
+def _check_model(model: dict) -> None:
+    check_keys(model, [*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))], "model")
+    if "preset" in model and "pretrained" in model:
+        raise ValueError(
+            f"Give model.preset ({model['preset']!r}) or model.pretrained ({model['pretrained']!r}), not both."
+        )
+    presets = [name for cls in _CONFIG_CLASSES.values() for name in cls.presets()]
+    if model.get("preset") not in (None, *presets):
+        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {model['preset']!r}.")
+    if model.get("model_type") not in (None, *_CONFIG_CLASSES):
+        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {model['model_type']!r}.")
+
+
+def build_config(model: dict, **defaults: Any):
+    """
+    The configuration that the `model:` mapping of a recipe describes.
+
+    Args:
+        model (`dict`): Checked mapping of a recipe.
+        defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
+            `eos_token_id` and `pad_token_id` hold for presets as well.
+
+    Raises:
+        ValueError: for a value that no model can have.
+    """
+    values = {key: value for key, value in model.items() if key not in _MODEL_KEYS}
+    if "pretrained" in model:
+        return AutoConfig.from_pretrained(model["pretrained"], **values)
+    preset = model.get("preset")
+    special = {key: value for key, value in defaults.items() if key.endswith("_token_id")}
+    try:
+        if preset is not None:
+            cls = next(cls for cls in _CONFIG_CLASSES.values() if preset in cls.presets())
+            return cls.from_preset(preset, **{**special, **values})
+        return _CONFIG_CLASSES[model.get("model_type", DCFormerConfig.model_type)](**{**defaults, **values})
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model: {error}") from error

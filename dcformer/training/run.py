@@ -1,0 +1,309 @@
+"""A training run from its recipe to a folder that Transformers loads.
+
+<output>/checkpoint-<step>/     what the run goes on from
+<output>/log.jsonl              a record per line: loss, learning rate, throughput, evaluation
+<output>/recipe.yaml            the recipe, with all its defaults
+<output>/losses.png             curves
+<output>/final/                 the trained model, with its tokenizer
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from .checkpoints import (
+    checkpoint_folders,
+    newest_checkpoint,
+    read_marker,
+    remove_checkpoint,
+    remove_incomplete,
+    step_of,
+)
+from .data import build_datasets
+from .fields import full_key
+from .recipe import Recipe, build_config
+
+
+COMPOSITION = "composition"
+FINAL = "final"
+# What may change between the parts of a run: none of it moves a loss.
+_FREE = ("name", "output", "sweep", "data.evaluation") + tuple(
+    f"training.{key}"
+    for key in (
+        "tokens",
+        "max_steps",
+        "per_device_batch_size",
+        "gradient_checkpointing",
+        "compile",
+        "logging_steps",
+        "evaluation_steps",
+        "save_steps",
+        "keep_checkpoints",
+        "tensorboard",
+    )
+)
+# Of a configuration, what says nothing about the weights.
+_NOT_ARCHITECTURE = ("transformers_version", "_name_or_path", "dtype", "architectures", "use_cache")
+_NO_SPACE = ("os error 28", "No space left")
+_TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
+
+logger = logging.getLogger(__name__)
+
+
+def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, Any]:
+    """
+    Train a model, or go on with a run that was stopped.
+
+    Under `torchrun` or `accelerate launch` every process calls it, and only the first one writes.
+
+    Args:
+        recipe (`Recipe`): What to train.
+        resume (`bool`, defaults to `True`): Go on from the newest complete checkpoint in `recipe.output`; otherwise
+            its checkpoints are removed and the run starts over.
+        on_progress (`Callable`, *optional*): Called after every step with steps done, all steps, the last record.
+
+    Returns:
+        `folder` of the model, `steps`, `loss` (of the last record), `evaluation_loss` and `perplexity` (if evaluated),
+        `seconds` of this call, and `resumed_from` (step, 0 if from the start).
+
+    Raises:
+        FileNotFoundError: if data, tokenizer or weights do not exist.
+        ValueError: if a value of the recipe is wrong, data hold nothing, or the folder belongs to another recipe or
+            architecture.
+        FloatingPointError: if loss, gradients or weights are no longer finite; checkpoints are kept as they are.
+        OSError: if a checkpoint cannot be written, such as to a full disk; the previous one is kept.
+    """
+    _check_accelerate()
+    started = time.monotonic()
+    output = Path(recipe.output)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if recipe.training.fsdp and processes == 1:
+        raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
+    from .trainer import RecipeTrainer, training_arguments
+
+    arguments = training_arguments(recipe, processes)
+    set_seed(recipe.seed)
+    tokenizer = build_tokenizer(recipe.tokenizer)
+    config = _build_config(recipe, tokenizer)
+    checkpoint = newest_checkpoint(output) if resume else None
+    if checkpoint is not None:
+        _check_same_run(recipe, config, checkpoint)
+    with arguments.main_process_first(desc="preparing data"):
+        train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+        if evaluation_rows is not None and not hasattr(evaluation_rows, "__len__"):
+            evaluation_rows = list(evaluation_rows)
+    if arguments.process_index == 0:
+        _prepare_folder(recipe, output, resume)
+
+    trained = 0 if checkpoint is None else step_of(checkpoint)
+    if trained < recipe.training.steps:
+        trainer = RecipeTrainer(
+            recipe, _build_model(recipe, config), arguments, tokenizer, train_rows, evaluation_rows, on_progress
+        )
+        _log_for_tensorboard(trainer, trained)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        except Exception as error:
+            unwritten = _writing_error(error, output)
+            if arguments.process_index == 0:
+                remove_incomplete(output)
+            if unwritten is None:
+                raise
+            raise unwritten from error
+        trainer.accelerator.wait_for_everyone()
+    return _finish(recipe, output, trained, started, arguments.process_index == 0)
+
+
+def build_tokenizer(name: str):
+    """The tokenizer of a recipe: a folder, a name on the Hub, or `"composition"`."""
+    if name == COMPOSITION:
+        from ..tasks import build_tokenizer as build_composition_tokenizer
+
+        return build_composition_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"There is no tokenizer at {name!r}, neither a folder with one nor on the Hub; correct tokenizer."
+        ) from error
+
+
+def _check_accelerate() -> None:
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise ImportError('Training needs accelerate; install it with `pip install "dcformer[train]"`.') from error
+
+
+def _build_config(recipe: Recipe, tokenizer):
+    config = build_config(
+        recipe.model,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=recipe.data.sequence_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    learned = getattr(config, "position_embedding_type", "rope") == "learned"
+    if learned and recipe.data.sequence_length > config.max_position_embeddings:
+        raise ValueError(
+            f"data.sequence_length {recipe.data.sequence_length} exceeds model.max_position_embeddings "
+            f"{config.max_position_embeddings}, and learned positions have no more; lower one or raise the other."
+        )
+    return config
+
+
+def _build_model(recipe: Recipe, config) -> torch.nn.Module:
+    """The model with float32 parameters: new ones from the seed, or those of `model.pretrained`."""
+    options = {"dtype": torch.float32}
+    if "attn_implementation" in recipe.model:
+        options["attn_implementation"] = recipe.model["attn_implementation"]
+    if "pretrained" in recipe.model:
+        model = AutoModelForCausalLM.from_pretrained(recipe.model["pretrained"], config=config, **options)
+    else:
+        set_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(config, **options)
+    if recipe.training.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    return model
+
+
+def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
+    """Raise ValueError if a checkpoint is of another architecture or recipe."""
+    advice = "give another output, or start over with --no-resume (resume=False)"
+    found, wanted = (
+        {key: value for key, value in item.to_dict().items() if key not in _NOT_ARCHITECTURE}
+        for item in (AutoConfig.from_pretrained(str(checkpoint)), config)
+    )
+    for key in wanted:
+        # JSON has no tuples, and its numbers may be of another type.
+        if found.get(key) != wanted[key]:
+            raise ValueError(
+                f"{str(checkpoint)!r} is of another architecture: {key} is {found.get(key)!r} there and "
+                f"{wanted[key]!r} in the recipe; {advice}."
+            )
+    marker = read_marker(checkpoint)["recipe"]
+    found, wanted = _flat(marker), _flat(recipe.to_mapping())
+    found["training.steps"], wanted["training.steps"] = (
+        Recipe.from_mapping(marker).training.steps,
+        recipe.training.steps,
+    )
+    for key in sorted({*found, *wanted}):
+        if not key.startswith(_FREE) and found.get(key) != wanted.get(key):
+            raise ValueError(
+                f"{str(checkpoint)!r} is of another recipe: {key} is {found.get(key)!r} there and "
+                f"{wanted.get(key)!r} here; {advice}."
+            )
+
+
+def _flat(values: dict, where: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys such as `training.steps`."""
+    result = {}
+    for key, value in values.items():
+        name = full_key(where, key)
+        result |= _flat(value, name) if isinstance(value, dict) else {name: value}
+    return result
+
+
+def _prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    remove_incomplete(output)
+    if not resume:
+        for checkpoint in checkpoint_folders(output):
+            remove_checkpoint(checkpoint)
+        shutil.rmtree(output / FINAL, ignore_errors=True)
+    import yaml
+
+    text = yaml.safe_dump(recipe.to_mapping(), sort_keys=False, allow_unicode=True)
+    (output / "recipe.yaml").write_text(text, encoding="utf-8")
+
+
+def _log_for_tensorboard(trainer, trained: int) -> None:
+    from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+
+    if not trainer.recipe.training.tensorboard or not trainer.is_world_process_zero():
+        return
+    if not is_tensorboard_available():
+        logger.warning(
+            "TensorBoard is not installed, so only log.jsonl is written; pip install tensorboard, or set "
+            "training.tensorboard=false."
+        )
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = str(Path(trainer.recipe.output) / "tensorboard")
+    trainer.add_callback(TensorBoardCallback(SummaryWriter(folder, purge_step=trained + 1)))
+
+
+def _writing_error(error: Exception, output: Path) -> OSError | None:
+    """An OSError for what the writers of tensors raise instead of one, such as when the disk is full."""
+    if not isinstance(error, SafetensorError | RuntimeError):
+        return None
+    message = str(error)
+    by_torch = any(sign in message for sign in _TORCH_CANNOT_WRITE)  # it gives no reason
+    if (by_torch and shutil.disk_usage(output).free < 2**24) or any(sign in message for sign in _NO_SPACE):
+        return OSError(errno.ENOSPC, "no space left for a checkpoint; the one before is kept", str(output))
+    if by_torch:
+        return OSError(errno.EIO, "a checkpoint cannot be written; the one before is kept", str(output))
+    return None
+
+
+def _finish(recipe: Recipe, output: Path, trained: int, started: float, is_first: bool) -> dict[str, Any]:
+    """Write what a finished run leaves, from its last checkpoint."""
+    checkpoint = newest_checkpoint(output)
+    records = _records(checkpoint)
+    if is_first:
+        _write_final(checkpoint, output / FINAL)
+        _plot(records, output / "losses.png")
+    last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "eval_loss")}
+    perplexity = next((r["eval_perplexity"] for r in reversed(records) if "eval_perplexity" in r), None)
+    return {
+        "folder": str(output / FINAL),
+        "steps": recipe.training.steps,
+        "loss": last["loss"],
+        "evaluation_loss": last["eval_loss"],
+        "perplexity": perplexity,
+        "seconds": time.monotonic() - started,
+        "resumed_from": trained,
+    }
+
+
+def _records(checkpoint: Path) -> list[dict[str, Any]]:
+    from transformers import TrainerState
+
+    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
+
+
+def _write_final(checkpoint: Path, folder: Path) -> None:
+    """The model of a checkpoint without what only training needs; there is never half of it under that name."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for file in checkpoint.iterdir():
+        is_model = file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model")
+        if file.is_file() and is_model and file.name not in ("trainer_state.json", "complete.json"):
+            shutil.copyfile(file, partial / file.name)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def _plot(records: list[dict[str, Any]], path: Path) -> None:
+    try:
+        from .plot import plot_losses
+
+        plot_losses(records, path)
+    except ImportError as error:
+        logger.warning(f"No curves are drawn: {error}")

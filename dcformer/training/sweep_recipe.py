@@ -1,0 +1,128 @@
+"""The `sweep:` mapping of a recipe, and the runs that it describes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from .fields import check_keys, read_fields
+from .recipe import Recipe, build_config, merged
+
+
+# What a variant may change; all of them train on the same data.
+_VARIANT_KEYS = ("model", "training")
+
+
+@dataclass(frozen=True)
+class SweepRecipe:
+    """
+    The `sweep:` mapping of a recipe.
+
+    Attributes:
+        variants (`dict`): Name -> what it changes, a mapping with `model` and `training`, merged into the recipe. The
+            first one is what the others are compared with.
+        seeds (`list[int]`): Of initialisation, order of the data, and generated documents.
+        processes (`int`, defaults to 1): Runs side by side, each in a process of its own with its share of the threads.
+        evaluation (`str`, *optional*): `"composition"`: accuracy on the head-composition tasks; otherwise only losses.
+        evaluation_documents (`int`, defaults to 1000): Held-out documents of it.
+        data_dir (`str`, *optional*): Folder that holds `synthetic/` with the authors' texts; fetched if not given.
+        only (`list[str]`, *optional*): Variants to run now.
+        published (`dict`, *optional*): Variant -> published perplexity, of which the order is compared with ours.
+    """
+
+    variants: dict
+    seeds: list
+    processes: int = 1
+    evaluation: Literal["composition"] | None = None
+    evaluation_documents: int = 1000
+    data_dir: str | None = None
+    only: list | None = None
+    published: dict | None = None
+
+    @classmethod
+    def from_mapping(cls, values: dict) -> SweepRecipe:
+        """
+        Raises:
+            ValueError: for an unknown or missing key or a wrong value, which the message quotes.
+        """
+        for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]")):
+            if isinstance(values, dict) and values.get(key) is not None and not isinstance(values[key], list):
+                raise ValueError(f"sweep.{key} must be a list such as {example}, got {values[key]!r}.")
+        return read_fields(cls, values, "sweep")
+
+    def __post_init__(self):
+        for seed in self.seeds:
+            if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+                raise ValueError(f"sweep.seeds must hold integers of at least 0, got {seed!r}.")
+        for key in ("seeds", "variants"):
+            if not getattr(self, key):
+                raise ValueError(f"sweep.{key} must not be empty, got {getattr(self, key)!r}.")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"sweep.seeds must differ from each other, got {self.seeds!r}.")
+        for key in ("processes", "evaluation_documents"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"sweep.{key} must be at least 1, got {getattr(self, key)}.")
+        for name, change in self.variants.items():
+            if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
+                raise ValueError(f"sweep.variants holds {name!r}; a name must be of letters, digits and . _ + - alone.")
+            if not isinstance(change, dict | None):
+                raise ValueError(f"sweep.variants.{name} must be a mapping of what it changes, got {change!r}.")
+            check_keys(change or {}, _VARIANT_KEYS, f"sweep.variants.{name}")
+        for key in ("only", "published"):
+            for name in getattr(self, key) or ():
+                if name not in self.variants:
+                    raise ValueError(f"sweep.{key} names {name!r}; the variants are {', '.join(self.variants)}.")
+        for name, value in (self.published or {}).items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"sweep.published.{name} must be a number, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant with one seed; `recipe` is all that `train` needs."""
+
+    variant: str
+    seed: int
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.output)
+
+
+def plan_sweep(recipe: Recipe) -> tuple[SweepRecipe, list[Run]]:
+    """
+    The sweep of a recipe and all of its runs, in the order in which they are started.
+
+    Raises:
+        ValueError: if the recipe has no sweep or no evaluation, or a variant makes no valid recipe or model.
+    """
+    if recipe.sweep is None:
+        raise ValueError(f"The recipe {recipe.name!r} has no sweep; give it a mapping sweep with variants and seeds.")
+    sweep = SweepRecipe.from_mapping(recipe.sweep)
+    if sweep.evaluation is None and recipe.data.evaluation is None:
+        raise ValueError("A sweep needs data.evaluation or sweep.evaluation, or there is nothing to compare; add one.")
+    return sweep, [make_run(recipe, sweep, variant, seed) for seed in sweep.seeds for variant in sweep.variants]
+
+
+def make_run(recipe: Recipe, sweep: SweepRecipe, variant: str, seed: int) -> Run:
+    """One run of a sweep, as `plan_sweep`; the seed may be any."""
+    values = replace(recipe, sweep=None).to_mapping()
+    own = {
+        "name": f"{recipe.name}, {variant}, seed {seed}",
+        "output": str(Path(recipe.output) / variant / f"seed-{seed}"),
+        "seed": seed,
+    }
+    try:
+        result = Recipe.from_mapping(merged(merged(values, sweep.variants[variant] or {}), own))
+        if "pretrained" not in result.model:
+            build_config(result.model)
+    except ValueError as error:
+        raise ValueError(f"sweep.variants.{variant}: {error}") from error
+    return Run(variant, seed, result)

@@ -1,0 +1,167 @@
+"""Recipes: reading, extending, overriding, checking."""
+
+import itertools
+
+import pytest
+import yaml
+from tiny_recipes import tiny_mapping, tiny_recipe
+
+from dcformer.training import Recipe, TrainingRecipe, load_recipe, packaged_recipes
+from dcformer.training.recipe import merged
+from dcformer.training.trainer import learning_rate_factor
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, values):
+        path = tmp_path / name
+        path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+        return path
+
+    return write
+
+
+def test_a_recipe_reads_as_it_is_written(tmp_path, write):
+    recipe = load_recipe(write("a.yaml", tiny_mapping(tmp_path)))
+    assert recipe == tiny_recipe(tmp_path)
+    assert recipe.training.adam_beta2 == 0.95
+    assert Recipe.from_mapping(yaml.safe_load(yaml.safe_dump(recipe.to_mapping()))) == recipe
+
+
+def test_mappings_of_an_extended_recipe_merge_and_values_replace(tmp_path, write):
+    write("base.yaml", tiny_mapping(tmp_path, training={"max_steps": 3}))
+    (tmp_path / "folder").mkdir()
+    extending = {"extends": "../base.yaml", "model": {"compose_rank": 1}, "training": {"tokens": 640}}
+    recipe = load_recipe(write("folder/a.yaml", extending))
+    assert recipe.model["hidden_size"] == 16
+    assert recipe.model["compose_rank"] == 1
+    assert recipe.training.max_steps is None  # the other one of two that exclude each other
+    assert recipe.training.steps == 10
+
+
+def test_a_preset_replaces_the_weights_of_the_extended_recipe():
+    base = {"model": {"pretrained": "some/model", "compose_rank": 1}}
+    assert merged(base, {"model": {"preset": "dcformer-405m"}})["model"] == {
+        "preset": "dcformer-405m",
+        "compose_rank": 1,
+    }
+
+
+def test_overrides_replace_values_of_any_depth(tmp_path, write):
+    overrides = ["training.max_steps=20", "training.learning_rate=3e-4", "data.evaluation=null", "seed=7", "name=x=y"]
+    recipe = load_recipe(write("a.yaml", tiny_mapping(tmp_path)), overrides)
+    assert (recipe.training.max_steps, recipe.training.learning_rate) == (20, 3e-4)
+    assert (recipe.data.evaluation, recipe.seed, recipe.name) == (None, 7, "x=y")
+
+
+def test_numbers_that_yaml_reads_otherwise_are_numbers():
+    recipe = tiny_recipe("run", training={"tokens": 7e9, "max_steps": None, "learning_rate": "3e-4", "warmup_ratio": 0})
+    assert recipe.training.tokens == 7_000_000_000
+    assert isinstance(recipe.training.tokens, int)
+    assert recipe.training.learning_rate == 3e-4
+
+
+def test_packaged_recipes_are_found_by_name():
+    assert "dcformer-405m" in packaged_recipes()
+    assert load_recipe("dcformer-405m") == load_recipe("dcformer-405m.yaml")
+
+
+def test_the_output_folder_is_named_after_the_run():
+    mapping = tiny_mapping("run")
+    del mapping["output"]
+    assert Recipe.from_mapping(mapping).output == "runs/tiny"
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"modle": {}}, "'modle' is no key of a recipe; did you mean model"),
+        ({"model": {"hiden_size": 8}}, "'model.hiden_size' is no key .*hidden_size"),
+        ({"model": {"preset": "dcformer-1b"}}, "model.preset must be one of dcformer-1.4b, .*got 'dcformer-1b'"),
+        ({"model": {"preset": "dcformer-405m", "pretrained": "a/b"}}, "not both"),
+        ({"model": {"model_type": "llama"}}, "model.model_type must be dcformer or dcpythia, got 'llama'"),
+        ({"model": 3}, "model must be a mapping, got 3"),
+        ({"seed": "zero"}, "seed must be an integer, got 'zero'"),
+        ({"training": {"max_steps": 1.5}}, "training.max_steps must be an integer or null, got 1.5"),
+        ({"training": {"max_steps": True}}, "training.max_steps must be an integer or null, got True"),
+        ({"training": {"max_steps": 0}}, "training.max_steps must be at least 1, got 0"),
+        ({"training": {"max_steps": None}}, "exactly one of training.tokens and training.max_steps, got None and None"),
+        ({"training": {"max_steps": 1, "tokens": 1}}, "exactly one of .*got 1 and 1"),
+        ({"training": {"precision": "fp16"}}, "training.precision must be 'bf16' or 'fp32', got 'fp16'"),
+        ({"training": {"compile": "yes"}}, "training.compile must be true or false, got 'yes'"),
+        ({"training": {"learning_rate": -1}}, r"training.learning_rate must be positive and finite, got -1"),
+        ({"training": {"warmup_ratio": 1.0}}, r"training.warmup_ratio must be in \[0, 1\), got 1.0"),
+        ({"training": {"weight_decay": -0.1}}, "training.weight_decay must be finite and not negative"),
+        ({"data": {"packing": "tight"}}, "data.packing"),
+        ({"sweep": [1]}, "sweep must be a mapping or null"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(sections, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_recipe("run", **sections)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", r"a.yaml' is no YAML \(line \d+: "),
+        ("- a\n- b", r"must hold a mapping of keys to values, got \['a', 'b'\]"),
+        ("extends: a.yaml", "extend each other in a circle: a.yaml extends a.yaml"),
+        ("extends: [a, b]", "extends must name one recipe"),
+        ("{}", "tokenizer is missing|data is missing|training.batch_tokens is missing"),
+    ],
+    ids=["no_yaml", "no_mapping", "circle", "two_bases", "empty"],
+)
+def test_a_wrong_file_is_named(text, message, write):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(write("a.yaml", text))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"a.yaml' is no text in UTF-8"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "../recipes/dcformer-405m", "dcformer-404m"])
+def test_a_missing_recipe_names_those_there_are(name):
+    with pytest.raises(FileNotFoundError, match=r"There is no recipe .*dcformer-405m"):
+        load_recipe(name)
+
+
+def test_an_override_without_a_value_is_refused(tmp_path, write):
+    with pytest.raises(ValueError, match=r"--set must be key=value.*got 'seed'"):
+        load_recipe(write("a.yaml", tiny_mapping(tmp_path)), ["seed"])
+
+
+def test_accumulation_follows_from_the_batch():
+    training = TrainingRecipe(batch_tokens=4096, max_steps=1, per_device_batch_size=2)
+    assert training.accumulation_steps(sequence_length=64, processes=1) == 32
+    assert training.accumulation_steps(sequence_length=64, processes=4) == 8
+    with pytest.raises(ValueError, match=r"multiple of 384 .* x 3 processes\), got 4096; take 3840 or 4224"):
+        training.accumulation_steps(sequence_length=64, processes=3)
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [
+        (0, 0.1),  # first step of the rise
+        (9, 1.0),  # last one of it
+        (504, 0.55),  # half of the cosine: (1 + 0.1) / 2
+        (999, 0.1),  # last step
+        (2000, 0.1),  # and past it
+    ],
+)
+def test_the_learning_rate_rises_and_falls_as_in_the_paper(step, factor):
+    assert learning_rate_factor(step, 1000, warmup_ratio=0.01, final_ratio=0.1) == pytest.approx(factor, abs=1e-9)
+
+
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_runs_of_few_steps_have_a_rate_in_every_step(total):
+    factors = [learning_rate_factor(step, total, 0.01, 0.1) for step in range(total)]
+    assert factors[0] == 1
+    assert all(0.1 <= later < earlier for earlier, later in itertools.pairwise(factors))
+
+
+def test_without_a_rise_the_rate_falls_from_the_first_step():
+    assert learning_rate_factor(0, 10, 0.0, 0.0) == pytest.approx(0.9755, abs=1e-4)

@@ -1,0 +1,46 @@
+"""Recipes that train in a second: a model of two narrow layers on a few generated documents."""
+
+from pathlib import Path
+from typing import Any
+
+from dcformer.training import Recipe
+from dcformer.training.recipe import merged
+
+
+TINY_RECIPE = {
+    "name": "tiny",
+    "model": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "sliding_window": 6,
+    },
+    "tokenizer": "composition",
+    "data": {"source": "composition", "documents": 40, "sequence_length": 16, "evaluation": {"documents": 4}},
+    "training": {
+        "max_steps": 6,
+        "batch_tokens": 64,
+        "per_device_batch_size": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 2,
+        "evaluation_steps": 4,
+        "save_steps": 3,
+        "tensorboard": False,
+    },
+}
+
+
+def tiny_mapping(output: Path | str, **sections: Any) -> dict:
+    """The mapping of a tiny recipe, with sections such as `training={"max_steps": 9}` merged into it."""
+    return merged(TINY_RECIPE, {"output": str(output), **sections})
+
+
+def tiny_recipe(output: Path | str, **sections: Any) -> Recipe:
+    return Recipe.from_mapping(tiny_mapping(output, **sections))
+
+
+def deterministic(records: list[dict]) -> list[dict]:
+    """Records of a log without what depends on the speed of the machine."""
+    timed = ("tokens_per_second", "mfu", "eval_runtime")
+    return [{key: value for key, value in record.items() if key not in timed} for record in records]
