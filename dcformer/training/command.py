@@ -41,11 +41,11 @@ def train_command(
         if loaded.sweep is not None:
             from .sweep import run_sweep
 
-            run_sweep(loaded)
+            run_sweep(loaded, resume=resume)
             return
         from .run import train
 
-        with _without_other_bars(), _progress(loaded.name, is_first) as on_progress:
+        with without_other_bars(), _progress(loaded.name, is_first) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
         if is_first:
             _console().print(_summary(result), soft_wrap=True)
@@ -62,7 +62,7 @@ def _summary(result: dict) -> str:
 
 
 @contextlib.contextmanager
-def _without_other_bars() -> Iterator[None]:
+def without_other_bars() -> Iterator[None]:
     """Without the progress bars of Transformers and datasets, which would tear ours."""
     import datasets
     from transformers.utils import logging
@@ -92,16 +92,16 @@ def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], 
     shows_bar = console.is_terminal and is_first
     with Progress(*columns, console=console, transient=True, disable=not shows_bar) as bar:
         row = bar.add_task(name, total=None)
-        printed = 0
+        printed: dict[str, float] = {}
 
         def update(step: int, total: int, record: dict[str, float]) -> None:
             nonlocal printed
             text = _record(record)
             if shows_bar:
                 bar.update(row, completed=step, total=total, description=f"{name} {text}".rstrip())
-            elif record.get("step", 0) > printed:
-                printed = record["step"]
-                console.print(f"step {printed} of {total}: {text}", soft_wrap=True)
+            elif record is not printed and record:
+                printed = record  # a step may have a record of its loss and one of an evaluation
+                console.print(f"step {record['step']} of {total}: {text}", soft_wrap=True)
 
         yield update
 

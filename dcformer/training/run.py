@@ -196,7 +196,7 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
                 f"{wanted[key]!r} in the recipe; {advice}."
             )
     marker = read_marker(checkpoint)["recipe"]
-    found, wanted = _flat(marker), _flat(recipe.to_mapping())
+    found, wanted = flattened(marker), flattened(recipe.to_mapping())
     found["training.steps"], wanted["training.steps"] = (
         Recipe.from_mapping(marker).training.steps,
         recipe.training.steps,
@@ -209,12 +209,12 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
             )
 
 
-def _flat(values: dict, where: str = "") -> dict[str, Any]:
+def flattened(values: dict, where: str = "") -> dict[str, Any]:
     """Nested mappings as one, with keys such as `training.steps`."""
     result = {}
     for key, value in values.items():
         name = full_key(where, key)
-        result |= _flat(value, name) if isinstance(value, dict) else {name: value}
+        result |= flattened(value, name) if isinstance(value, dict) else {name: value}
     return result
 
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..terminal import make_console, one_line_errors
 from .recipe import Recipe
-from .run import _flat, train
+from .run import flattened, train
 from .sweep_recipe import Run, SweepRecipe, make_run, plan_sweep
 from .trainer import LOG_FILE
 
@@ -175,7 +175,7 @@ def _read_result(file: Path) -> dict[str, Any]:
 
 
 def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    there, here = _flat(found), _flat(wanted)
+    there, here = flattened(found), flattened(wanted)
     for key in sorted({*there, *here}):
         if not key.startswith(_FREE) and there.get(key) != here.get(key):
             raise ValueError(
@@ -196,10 +196,10 @@ def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[d
 
 def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     """A row of the results, which is on the disk when this returns."""
-    from .command import _without_other_bars
+    from .command import without_other_bars
 
     on_progress(run.name, 0, run.recipe.training.steps, {})
-    with _without_other_bars():
+    with without_other_bars():
         trained = train(run.recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(trained["folder"], dtype=torch.float32).to(device).eval()
