@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..plotting import check_plot_path, draw_rows, picture
 from .composition import AUTHORS, HELD_OUT, seed_interval
 
 
@@ -26,23 +26,17 @@ def plot_composition(comparison: Comparison, path: str | os.PathLike) -> None:
 
     Args:
         comparison: What to draw.
-        path: File, such as `composition.png`; any format that matplotlib writes.
+        path: File that ends in `.png`, `.svg` or `.pdf`.
 
     Raises:
+        ValueError: for another ending.
         ImportError: without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A plot needs matplotlib: pip install 'dcformer[eval]'.") from error
+    path = check_plot_path(path)
     models, sets = comparison.models, comparison.sets
     groups = [list(models[0].summaries[sets[0]][grouping]) for grouping in _GROUPINGS]
     heights = [len(names) * max(3, len(models) + 1) * _INCHES_PER_BAR for names in groups]
-    with matplotlib.rc_context({"font.size": 10}):
-        figure = Figure(figsize=(2.2 + 4.2 * len(sets), 2.2 + sum(heights)), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(path, (2.2 + 4.2 * len(sets), 2.2 + sum(heights)), "eval") as figure:
         panels = figure.subplots(len(groups), len(sets), squeeze=False, height_ratios=heights, sharey="row")
         for grouping, names, row in zip(_GROUPINGS, groups, panels):
             for documents, axis in zip(sets, row):
@@ -52,15 +46,13 @@ def plot_composition(comparison: Comparison, path: str | os.PathLike) -> None:
         for axis in panels[-1]:
             axis.set_xlabel("accuracy of whole answers, %")
         _add_legend(figure, comparison)
-        figure.savefig(Path(path), dpi=150)
 
 
 def _draw(axis, comparison: Comparison, documents: str, grouping: str, names: list[str]) -> None:
+    draw_rows(axis, names)
     models = comparison.models
     thickness = 0.8 / len(models)
     for place, name in enumerate(names):
-        if place % 2:
-            axis.axhspan(place - 0.5, place + 0.5, color="0.94", zorder=0)
         for number, model in enumerate(models):
             summary = model.summaries[documents][grouping].get(name)
             height = place + (number + 0.5) * thickness - 0.4
@@ -91,12 +83,7 @@ def _draw(axis, comparison: Comparison, documents: str, grouping: str, names: li
                         capthick=width,
                         zorder=3,
                     )
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.set_xlim(0, 100)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x", color="0.85", linewidth=0.6, zorder=0)
-    axis.set_axisbelow(True)
 
 
 def _add_legend(figure, comparison: Comparison) -> None:

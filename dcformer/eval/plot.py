@@ -7,9 +7,9 @@ number (the difference of the paper's two rows).
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..plotting import check_plot_path, draw_rows, picture
 from .published import AVERAGE, paper_accuracies, paper_synthetic
 from .report_tables import SYNTHETIC_ALL, SYNTHETIC_HEADINGS
 from .table4_tasks import TABLE4_COLUMNS
@@ -18,7 +18,6 @@ from .table4_tasks import TABLE4_COLUMNS
 if TYPE_CHECKING:
     from .report import Report
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _MARKERS = "osD^vPX"
 _GREYS = ("black", "0.45", "0.7")
 _INCHES_PER_ROW = 0.16  # for a line of one model
@@ -38,36 +37,22 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
         ValueError: for another ending, or if the report has no difference to show.
         ImportError: without matplotlib.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_SUFFIXES)}.")
+    path = check_plot_path(path)
     panels = _panels(report)
     if not panels:
         raise ValueError(
             "There is nothing to plot: no accuracy was compared with a baseline; choose one by --baseline."
         )
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A plot needs matplotlib: pip install 'dcformer[eval]'") from error
     models = [model for model in report.models if model != report.baseline]
     row_height = max(3, len(models)) * _INCHES_PER_ROW
     rows = max(len(tasks) for _, _, tasks in panels)
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
-        figure = Figure(
-            figsize=(2.2 + 4.2 * len(panels), 2.2 + 0.2 * len(models) + row_height * rows), layout="constrained"
-        )
-        FigureCanvasAgg(figure)
+    figsize = (2.2 + 4.2 * len(panels), 2.2 + 0.2 * len(models) + row_height * rows)
+    with picture(path, figsize, "eval") as figure:
         axes = figure.subplots(1, len(panels), squeeze=False)[0]
         for axis, (title, shots, tasks) in zip(axes, panels):
             _draw(axis, report, models, shots, tasks)
             axis.set_title(title)
         _add_legend(figure, report, models, len(panels))
-        # Without a date the same report gives the same file.
-        metadata = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}[path.suffix.lower()]
-        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _panels(report: Report) -> list[tuple[str, int, list[str]]]:
@@ -85,9 +70,8 @@ def _panels(report: Report) -> list[tuple[str, int, list[str]]]:
 
 
 def _draw(axis, report: Report, models: list[str], shots: int, tasks: list[str]) -> None:
+    draw_rows(axis, [_task_label(report, shots, task) for task in tasks])
     for place, task in enumerate(tasks):
-        if place % 2:
-            axis.axhspan(place - 0.5, place + 0.5, color="0.94", zorder=0)
         for number, model in enumerate(models):
             height = place + (number + 0.5) / len(models) * 0.8 - 0.4
             marker, grey = _style(number)
@@ -104,12 +88,7 @@ def _draw(axis, report: Report, models: list[str], shots: int, tasks: list[str])
                 value = 100 * cell.delta.value
                 axis.plot(value, height, marker, color="black", markerfacecolor=grey, markersize=5, zorder=3)
     axis.axvline(0, color="black", linewidth=0.8, zorder=1)
-    axis.set_yticks(range(len(tasks)), [_task_label(report, shots, task) for task in tasks])
-    axis.set_ylim(len(tasks) - 0.5, -0.5)
-    axis.tick_params(axis="y", length=0)
     axis.set_xlabel("percentage points")
-    axis.grid(axis="x", color="0.85", linewidth=0.6, zorder=0)
-    axis.set_axisbelow(True)
     if tasks[-1] in (AVERAGE, SYNTHETIC_ALL):
         axis.axhline(len(tasks) - 1.5, color="black", linewidth=0.8)
 

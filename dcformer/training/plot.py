@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-
-_METADATA = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same log, the same file
+from ..plotting import check_plot_path, draw_grid, picture
 
 
 def plot_losses(log_history: Sequence[Mapping], path: str | os.PathLike) -> None:
@@ -23,21 +21,11 @@ def plot_losses(log_history: Sequence[Mapping], path: str | os.PathLike) -> None
         ValueError: for another ending, or if no record has a loss.
         ImportError: without matplotlib.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _METADATA:
-        raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
+    path = check_plot_path(path)
     losses, evaluations, rates = (_series(log_history, key) for key in ("loss", "eval_loss", "learning_rate"))
     if not losses and not evaluations:
         raise ValueError("There is nothing to plot: no record of the log has a loss; train for logging_steps at least.")
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('A plot needs matplotlib: pip install "dcformer[train]".') from error
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(6.4, 5.0), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(path, (6.4, 5.0), "train") as figure:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         if losses:
             top.plot(*zip(*losses), "-", color="0.45", linewidth=1.2, label="training")
@@ -51,9 +39,7 @@ def plot_losses(log_history: Sequence[Mapping], path: str | os.PathLike) -> None
         bottom.set_xlabel("step")
         bottom.set_ylim(bottom=0)
         for axis in (top, bottom):
-            axis.grid(color="0.85", linewidth=0.6, zorder=0)
-            axis.set_axisbelow(True)
-        figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
+            draw_grid(axis)
 
 
 def _series(log_history: Sequence[Mapping], key: str) -> list[tuple[int, float]]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from .plot import _METADATA
+from ..plotting import check_plot_path, draw_rows, picture
 from .sweep_report import METRICS, VariantSummary, measured, summarise_variants
 
 
@@ -27,41 +26,27 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         ValueError: for another ending, or if no run has a number to show.
         ImportError: without matplotlib.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _METADATA:
-        raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
+    path = check_plot_path(path)
     summaries = summarise_variants(results)
     metrics = measured(summaries)
     if not metrics:
         raise ValueError("There is nothing to plot: no run was evaluated; set data.evaluation or sweep.evaluation.")
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('A plot needs matplotlib: pip install "dcformer[train]".') from error
-    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(1.6 + 3.6 * len(metrics), 1.6 + 0.32 * len(summaries)), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(path, (1.6 + 3.6 * len(metrics), 1.6 + 0.32 * len(summaries)), "train") as figure:
         panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
         for axis, metric in zip(panels, metrics):
             _draw(axis, summaries, metric)
-        panels[0].set_yticks(range(len(summaries)), [item.name for item in summaries])
-        panels[0].set_ylim(len(summaries) - 0.5, -0.5)
         seeds = sorted({run["seed"] for run in results["runs"]})
         words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
         figure.suptitle(f"{results['recipe']['name']}: means with 95 % intervals, {words}")
-        figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
 
 
 def _draw(axis, summaries: list[VariantSummary], metric: str) -> None:
+    draw_rows(axis, [item.name for item in summaries])
     scale = METRICS[metric].scale
     first = summaries[0].interval(metric)
     if first is not None:
         axis.axvline(scale * first[0], color="black", linewidth=0.8, zorder=1)
     for place, item in enumerate(summaries):
-        if place % 2:
-            axis.axhspan(place - 0.5, place + 0.5, color="0.94", zorder=0)
         interval = item.interval(metric)
         if interval is None:
             continue
@@ -73,9 +58,6 @@ def _draw(axis, summaries: list[VariantSummary], metric: str) -> None:
             axis.plot(ends, (place, place), "-", color="black", linewidth=1.2, zorder=2)
         axis.plot(scale * mean, place, "D", color="black", markersize=5, zorder=4)
     axis.set_xlabel(METRICS[metric].title)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(axis="x", color="0.85", linewidth=0.6, zorder=0)
-    axis.set_axisbelow(True)
 
 
 __all__ = ["plot_sweep"]

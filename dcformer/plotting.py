@@ -1,0 +1,71 @@
+"""What all plots share: one look that needs no colour, and the same file for the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_METADATA = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # no date: the same file each time
+
+
+def check_plot_path(path: str | os.PathLike) -> Path:
+    """
+    The path of a picture.
+
+    Raises:
+        ValueError: unless it ends in `.png`, `.svg` or `.pdf`.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in _METADATA:
+        raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
+    return path
+
+
+@contextlib.contextmanager
+def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
+    """
+    An empty figure, which is written when it has been drawn.
+
+    Args:
+        path (`Path`): Of `check_plot_path`.
+        figsize: Width and height in inches.
+        extra (`str`): The extra that installs matplotlib, for the error without it.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.") from error
+    with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
+        figure = Figure(figsize=figsize, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
+
+
+def draw_rows(axis: Axes, names: Sequence[str]) -> None:
+    """Name the rows 0, 1, ... of an axis from top to bottom, every other one shaded."""
+    for place in range(1, len(names), 2):
+        axis.axhspan(place - 0.5, place + 0.5, color="0.94", zorder=0)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    draw_grid(axis, "x")
+
+
+def draw_grid(axis: Axes, which: str = "both") -> None:
+    """Pale lines behind the data: `"x"`, `"y"` or `"both"`."""
+    axis.grid(axis=which, color="0.85", linewidth=0.6, zorder=0)
+    axis.set_axisbelow(True)
