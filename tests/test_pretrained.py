@@ -1,0 +1,112 @@
+"""The models in the box: they load offline by the Auto classes, are true twins, and score what their card says."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import dcformer
+from dcformer.eval.composition import evaluate_composition
+from dcformer.pretrained import pretrained_names, seed_results
+from dcformer.pretrained.pack import pack_model
+from dcformer.tasks import build_tokenizer, composition_documents
+from dcformer.training import load_recipe
+
+
+NAMES = ("dcformer-tiny", "transformer-tiny")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {
+        name: AutoModelForCausalLM.from_pretrained(dcformer.pretrained_path(name), dtype="float32").eval()
+        for name in NAMES
+    }
+
+
+def test_both_are_there_and_small():
+    assert pretrained_names() == NAMES
+    for name in NAMES:
+        weights = Path(dcformer.pretrained_path(name)) / "model.safetensors"
+        assert weights.stat().st_size <= 4e6
+
+
+def test_an_unknown_name_is_answered_by_those_there_are():
+    with pytest.raises(ValueError, match="no model 'dcformer-huge' in the box; choose from dcformer-tiny, transf"):
+        dcformer.pretrained_path("dcformer-huge")
+
+
+def test_they_differ_in_composition_and_the_width_of_the_mlp_alone(models):
+    composing, plain = (models[name].config.to_dict() for name in NAMES)
+    different = {key for key in composing if composing[key] != plain.get(key)}
+    assert different - {"_name_or_path"} == {"compose_pre", "compose_post", "intermediate_size"}
+    counts = [models[name].num_parameters() for name in NAMES]
+    assert abs(counts[0] - counts[1]) <= 0.01 * counts[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_they_are_what_their_recipes_describe(name, models):
+    recipe, config = load_recipe(name), models[name].config
+    for key, value in recipe.model.items():
+        assert getattr(config, key) == value, key
+    runs = [run for run in seed_results()["runs"] if run["variant"] == name]
+    assert 0 in {run["seed"] for run in runs}
+    for run in runs:
+        assert run["parameters"] == models[name].num_parameters()
+        assert run["training"]["steps"] == recipe.training.steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_their_tokenizer_is_that_of_the_tasks(name):
+    saved = AutoTokenizer.from_pretrained(dcformer.pretrained_path(name))
+    built = build_tokenizer()
+    text = composition_documents(1, seed=5)[0]["text"]
+    assert saved.get_vocab() == built.get_vocab()
+    assert saved(text)["input_ids"] == built(text)["input_ids"]
+    assert saved.padding_side == "left"
+
+
+def test_answers_come_in_batches_and_end_with_the_line():
+    generator = pipeline("text-generation", model=dcformer.pretrained_path("dcformer-tiny"), dtype="float32")
+    prompts = [
+        "There are Paris, Paris, Mumbai. Which is different? The city in",
+        "< Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of",
+    ]
+    together = generator(prompts, batch_size=2, return_full_text=False, max_new_tokens=20)
+    alone = [generator(prompt, return_full_text=False, max_new_tokens=20) for prompt in prompts]
+    assert [answer for (answer,) in together] == [answer for (answer,) in alone]
+    texts = [answer["generated_text"] for (answer,) in together]
+    assert texts[0].strip() == "India"
+    assert all(len(text.split()) <= 3 and text.endswith("\n") for text in texts)
+
+
+def test_scores_are_those_of_the_seed_that_is_in_the_box(models):
+    # The first documents of the same ones; bfloat16 weights against the float32 ones that were scored after training.
+    accuracy = {}
+    for name in NAMES:
+        tokenizer = AutoTokenizer.from_pretrained(dcformer.pretrained_path(name))
+        summary = evaluate_composition(models[name], tokenizer, documents=300, with_authors=False)["held_out"]
+        recorded = next(
+            run["evaluation"]["held_out"]
+            for run in seed_results()["runs"]
+            if run["variant"] == name and run["seed"] == 0
+        )
+        accuracy[name] = summary["accuracy"]
+        assert summary["accuracy"] == pytest.approx(recorded["accuracy"], abs=0.03)
+        assert summary["perplexity"] == pytest.approx(recorded["perplexity"], rel=0.1)
+        card = (Path(dcformer.pretrained_path("dcformer-tiny")) / "README.md").read_text(encoding="utf-8")
+        assert re.search(rf"held-out tasks.*\b{100 * recorded['accuracy']:.1f} %", card)
+    assert accuracy["dcformer-tiny"] > accuracy["transformer-tiny"] + 0.02
+
+
+def test_packing_keeps_the_weights_and_a_card(tmp_path, models):
+    (tmp_path / "README.md").write_text("card")
+    pack_model(dcformer.pretrained_path("dcformer-tiny"), tmp_path)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    for name, parameter in models["dcformer-tiny"].named_parameters():
+        assert packed.get_parameter(name).equal(parameter), name
+    assert packed.generation_config.eos_token_id == models["dcformer-tiny"].generation_config.eos_token_id
+    assert (tmp_path / "README.md").read_text() == "card"
+    with pytest.raises(FileNotFoundError, match="no folder 'nowhere'"):
+        pack_model("nowhere", tmp_path)
