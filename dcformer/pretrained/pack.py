@@ -28,6 +28,7 @@ def pack_model(source: str | Path, destination: str | Path) -> None:
     line_feed = tokenizer.convert_tokens_to_ids("\n")
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, line_feed]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.do_sample = False  # a pipeline would draw answers otherwise
     model.generation_config._from_model_config = False
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
