@@ -94,6 +94,10 @@ def test_the_output_folder_is_named_after_the_run():
         ({"training": {"weight_decay": -0.1}}, "training.weight_decay must be finite and not negative"),
         ({"data": {"packing": "tight"}}, "data.packing"),
         ({"sweep": [1]}, "sweep must be a mapping or null"),
+        (
+            {"model": {"attn_implementation": "flash_attention_2"}, "training": {"per_device_batch_size": 2}},
+            "'flash_attention_2' keeps packed documents apart only in batches of one row, got .* 2; set it to 1",
+        ),
     ],
 )
 def test_a_wrong_key_or_value_is_named(sections, message):

@@ -179,6 +179,13 @@ class Recipe:
         values["training"] = read_fields(TrainingRecipe, values["training"], "training")
         recipe = read_fields(cls, values, "")
         _check_model(recipe.model)
+        attention = recipe.model.get("attn_implementation") or ""
+        if "flash" in attention and recipe.data.packing != "none" and recipe.training.per_device_batch_size > 1:
+            # It knows documents by their position ids in a batch of one row alone, and would say nothing.
+            raise ValueError(
+                f"model.attn_implementation {attention!r} keeps packed documents apart only in batches of one row, got "
+                f"training.per_device_batch_size {recipe.training.per_device_batch_size}; set it to 1, or take sdpa."
+            )
         return recipe
 
     def to_mapping(self) -> dict[str, Any]:
