@@ -203,11 +203,14 @@ def test_the_command_trains_and_says_where_the_model_is(tmp_path):
 
 def test_the_command_hands_sweeps_over(tmp_path, monkeypatch):
     sweeps = []
-    monkeypatch.setattr("dcformer.training.sweep.run_sweep", sweeps.append)
+    monkeypatch.setattr(
+        "dcformer.training.sweep.run_sweep", lambda recipe, resume: sweeps.append((recipe.sweep, resume))
+    )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(tmp_path, sweep={"seeds": [0, 1]})))
     assert CliRunner().invoke(app, ["train", str(recipe)]).exit_code == 0
-    assert [recipe.sweep for recipe in sweeps] == [{"seeds": [0, 1]}]
+    assert CliRunner().invoke(app, ["train", str(recipe), "--no-resume"]).exit_code == 0
+    assert sweeps == [({"seeds": [0, 1]}, True), ({"seeds": [0, 1]}, False)]
 
 
 def test_tensorboard_is_missed_in_one_sentence(tmp_path, monkeypatch, caplog):

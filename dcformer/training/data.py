@@ -126,7 +126,7 @@ class DataRecipe:
                 raise ValueError(f"{name}.{key} must be at least {least}, got {value}.")
         if self.lines is not None:
             if self.source != COMPOSITION:
-                raise ValueError(f"{name}.lines is for source {COMPOSITION!r} alone, got {self.lines!r}; set it to null.")
+                raise ValueError(f"{name}.lines is for source {COMPOSITION!r} alone, got {self.lines!r}; set it null.")
             if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
                 raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {self.lines!r}.")
         if self.source == COMPOSITION and self.documents is None:
