@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
+from ..optional import import_optional
+
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -93,11 +95,7 @@ def import_datasets():
     Raises:
         ImportError: if it is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError("Reading evaluation data needs datasets: pip install 'dcformer[eval]'.") from error
-    return datasets
+    return import_optional("datasets", "Reading evaluation data needs datasets: pip install 'dcformer[eval]'.")
 
 
 def data_folder(data_dir: str | os.PathLike, column: str) -> Path:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..optional import import_optional
 from . import composition
 from .composition import SPLITS, iterate_documents
 
 
-try:
-    import datasets
-except ImportError as error:
-    raise ImportError('The data set of composition tasks needs datasets: pip install "dcformer[train]".') from error
+datasets = import_optional(
+    "datasets", 'The data set of composition tasks needs datasets: pip install "dcformer[train]".'
+)
 
 
 @dataclass

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..optional import import_optional
+
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -76,11 +78,7 @@ def import_datasets():
     Raises:
         ImportError: if it is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError('Reading training data needs datasets: pip install "dcformer[train]".') from error
-    return datasets
+    return import_optional("datasets", 'Reading training data needs datasets: pip install "dcformer[train]".')
 
 
 def _composition_documents(recipe: DataRecipe, seed: int) -> Dataset:
