@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
 from . import __version__
 from .eval.command import eval_command, report_command, tasks_command
-from .terminal import make_console, one_line_errors
+from .terminal import make_console, one_line_errors, progress_bar
 from .training.command import train_command
 
 
@@ -243,12 +243,10 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _byte_progress() -> Iterator[Callable[[int], Callable[[int], None]]]:
     """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("Converting"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
 
         def start(total: int) -> Callable[[int], None]:
-            task = bar.add_task("", total=total)
+            task = bar.add_task("Converting", total=total)
             return lambda nbytes: bar.advance(task, nbytes)
 
         yield start

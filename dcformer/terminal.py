@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 
 def make_console(pipe_width: int) -> Console:
@@ -13,6 +14,26 @@ def make_console(pipe_width: int) -> Console:
     # Paths and values may hold brackets, which are no markup here.
     console = Console(markup=False, highlight=False, emoji=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
+
+
+@contextlib.contextmanager
+def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[tuple[Progress, Console | None]]:
+    """
+    A bar on stderr that is gone at the end.
+
+    Args:
+        counters (`ProgressColumn`): What stands behind the bar.
+        is_first (`bool`, defaults to `True`): Whether this is the first of several processes; others show no bar.
+
+    Yields:
+        The bar, hidden where stderr is no terminal, and the console on which to print lines instead of it; `None`
+        where the bar is shown or another process prints them.
+    """
+    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    shows_bar = console.is_terminal and is_first
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counters)
+    with Progress(*columns, console=console, transient=True, disable=not shows_bar) as bar:
+        yield bar, None if console.is_terminal or not is_first else console
 
 
 @contextlib.contextmanager

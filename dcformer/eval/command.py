@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
-from ..terminal import leaving_process_group, make_console, one_line_errors
+from ..terminal import leaving_process_group, make_console, one_line_errors, progress_bar
 
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
@@ -177,13 +177,11 @@ def _paper_rows(pairs: list[str]) -> dict[str, str]:
 @contextlib.contextmanager
 def _progress(unit: str = "requests") -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr; where that is no terminal, a line for every task that begins."""
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, console):
         row = bar.add_task("Reading", total=None)
 
         def update(what: str, done: int, total: int) -> None:
-            if done == 0 and not console.is_terminal:
+            if done == 0 and console is not None:
                 console.print(f"{what}: {total} {unit}", soft_wrap=True)
             if done == 0:
                 bar.reset(row, description=what, total=total)

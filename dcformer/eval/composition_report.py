@@ -145,7 +145,7 @@ def _legend(comparison: Comparison) -> Iterator[str]:
     if seeds:
         yield (
             f"Over seeds, and in second lines below: mean and 95 % t interval of models trained by one recipe from "
-            f"{len(seeds)} seeds, on the documents that they were evaluated on after training."
+            f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}, on the documents that they were evaluated on after training."
         )
 
 

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..terminal import leaving_process_group, make_console, one_line_errors
+from ..terminal import leaving_process_group, make_console, one_line_errors, progress_bar
 
 
 _GO_ON = "Interrupted; checkpoints are kept, run the same command to go on."
@@ -81,25 +81,16 @@ def without_other_bars() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], None]]:
     """A bar on stderr; where that is no terminal, a line for every record of the log."""
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    shows_bar = console.is_terminal and is_first
-    with Progress(*columns, console=console, transient=True, disable=not shows_bar) as bar:
+    counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with progress_bar(*counters, is_first=is_first) as (bar, console):
         row = bar.add_task(name, total=None)
         printed: dict[str, float] = {}
 
         def update(step: int, total: int, record: dict[str, float]) -> None:
             nonlocal printed
             text = _record(record)
-            if shows_bar:
-                bar.update(row, completed=step, total=total, description=f"{name} {text}".rstrip())
-            elif record is not printed and record:
+            bar.update(row, completed=step, total=total, description=f"{name} {text}".rstrip())
+            if console is not None and record is not printed and record:
                 printed = record  # a step may have a record of its loss and one of an evaluation
                 console.print(f"step {record['step']} of {total}: {text}", soft_wrap=True)
 

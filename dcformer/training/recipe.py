@@ -16,6 +16,7 @@ from typing import Any, Literal
 from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..optional import import_optional
 from .data import DataRecipe
 from .fields import check_keys, full_key, read_fields
 
@@ -238,6 +239,31 @@ def merged(base: dict, update: dict, where: str = "") -> dict:
     return result
 
 
+def difference(found: dict, wanted: dict, free: tuple[str, ...]) -> str | None:
+    """
+    The first value in which two recipes differ, for messages; `None` if they are the same.
+
+    Args:
+        found (`dict`): Mapping of the recipe of something on the disk, "there".
+        wanted (`dict`): Mapping of the recipe that is asked for, "here".
+        free (`tuple[str, ...]`): Beginnings of keys that may differ, such as `"training.save_steps"`.
+    """
+    there, here = _flattened(found), _flattened(wanted)
+    for key in sorted({*there, *here}):
+        if not key.startswith(free) and there.get(key) != here.get(key):
+            return f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
+    return None
+
+
+def _flattened(values: dict, where: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys such as `training.steps`."""
+    result = {}
+    for key, value in values.items():
+        name = full_key(where, key)
+        result |= _flattened(value, name) if isinstance(value, dict) else {name: value}
+    return result
+
+
 def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
     file = file.resolve()
     if file in extending:
@@ -274,10 +300,7 @@ def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
 
 
 def _parse(text: str, what: str) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError('Recipes need PyYAML; install it with `pip install "dcformer[train]"`.') from error
+    yaml = import_optional("yaml", 'Recipes need PyYAML; install it with `pip install "dcformer[train]"`.')
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from ..optional import import_optional
 from .checkpoints import (
     checkpoint_folders,
     newest_checkpoint,
@@ -30,8 +31,7 @@ from .checkpoints import (
     step_of,
 )
 from .data import build_datasets
-from .fields import full_key
-from .recipe import Recipe, build_config
+from .recipe import Recipe, build_config, difference
 
 
 COMPOSITION = "composition"
@@ -83,7 +83,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
         FloatingPointError: if loss, gradients or weights are no longer finite; checkpoints are kept as they are.
         OSError: if a checkpoint cannot be written, such as to a full disk; the previous one is kept.
     """
-    _check_accelerate()
+    import_optional("accelerate", 'Training needs accelerate; install it with `pip install "dcformer[train]"`.')
     started = time.monotonic()
     output = Path(recipe.output)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -140,13 +140,6 @@ def build_tokenizer(name: str):
         ) from error
 
 
-def _check_accelerate() -> None:
-    try:
-        import accelerate  # noqa: F401
-    except ImportError as error:
-        raise ImportError('Training needs accelerate; install it with `pip install "dcformer[train]"`.') from error
-
-
 def _build_config(recipe: Recipe, tokenizer):
     config = build_config(
         recipe.model,
@@ -196,26 +189,10 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
                 f"{wanted[key]!r} in the recipe; {advice}."
             )
     marker = read_marker(checkpoint)["recipe"]
-    found, wanted = flattened(marker), flattened(recipe.to_mapping())
-    found["training.steps"], wanted["training.steps"] = (
-        Recipe.from_mapping(marker).training.steps,
-        recipe.training.steps,
-    )
-    for key in sorted({*found, *wanted}):
-        if not key.startswith(_FREE) and found.get(key) != wanted.get(key):
-            raise ValueError(
-                f"{str(checkpoint)!r} is of another recipe: {key} is {found.get(key)!r} there and "
-                f"{wanted.get(key)!r} here; {advice}."
-            )
-
-
-def flattened(values: dict, where: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with keys such as `training.steps`."""
-    result = {}
-    for key, value in values.items():
-        name = full_key(where, key)
-        result |= flattened(value, name) if isinstance(value, dict) else {name: value}
-    return result
+    # A budget in tokens and one in steps may be the same.
+    steps = {"training.steps": Recipe.from_mapping(marker).training.steps}, {"training.steps": recipe.training.steps}
+    if differs := difference(marker | steps[0], recipe.to_mapping() | steps[1], _FREE):
+        raise ValueError(f"{str(checkpoint)!r} is of another recipe: {differs}; {advice}.")
 
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:

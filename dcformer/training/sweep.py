@@ -25,13 +25,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..terminal import make_console, one_line_errors
-from .recipe import Recipe
-from .run import flattened, train
+from ..terminal import make_console, one_line_errors, progress_bar
+from .recipe import Recipe, difference
+from .run import train
 from .sweep_recipe import Run, SweepRecipe, make_run, plan_sweep
 from .trainer import LOG_FILE
 
@@ -175,13 +174,10 @@ def _read_result(file: Path) -> dict[str, Any]:
 
 
 def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    there, here = flattened(found), flattened(wanted)
-    for key in sorted({*there, *here}):
-        if not key.startswith(_FREE) and there.get(key) != here.get(key):
-            raise ValueError(
-                f"{str(file)!r} is of another recipe: {key} is {there.get(key)!r} there and {here.get(key)!r} here; "
-                f"give another output, or remove {str(file.parent)!r}."
-            )
+    if differs := difference(found, wanted, _FREE):
+        raise ValueError(
+            f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
+        )
 
 
 def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[dict]) -> dict[str, Any]:
@@ -359,20 +355,12 @@ def _plot(results: dict[str, Any], path: Path) -> None:
 @contextlib.contextmanager
 def _progress(runs: int) -> Iterator[OnProgress]:
     """One bar on stderr for all runs; where that is no terminal, a line for every run that begins."""
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as (bar, console):
         row = bar.add_task("Sweep", total=runs)
         done: dict[str, float] = {}
 
         def update(name: str, step: int, total: int, record: dict[str, float]) -> None:
-            if name not in done and not console.is_terminal:
+            if name not in done and console is not None:
                 console.print(f"{name} ({len(done) + 1} of {runs})", soft_wrap=True)
             done[name] = step / total
             loss = f", loss {record['loss']:.4f}" if "loss" in record else ""
