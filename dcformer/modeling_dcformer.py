@@ -198,8 +198,10 @@ class DCFormerCompose(nn.Module):
         if len(self.slots) < 4:
             hidden_weight, low_rank_weight = hidden_weight[:, :, self.slots], low_rank_weight[:, self.slots]
         hidden = self.act_fn(hidden_states @ hidden_weight.flatten(1))
-        hidden = hidden.unflatten(-1, hidden_weight.shape[1:])  # (batch, length, group, slot, K)
-        weights = torch.einsum("btgck,gckrm->cbrgmt", hidden, low_rank_weight)
+        hidden = hidden.unflatten(-1, (-1, hidden_weight.shape[-1]))  # (batch, length, group x slot, K)
+        # Groups and slots as one dimension give the gradient the parameter's strides, which DDP asks for.
+        weights = torch.einsum("btnk,nkrm->nbrmt", hidden, low_rank_weight.flatten(0, 1))
+        weights = weights.unflatten(0, low_rank_weight.shape[:2]).permute(1, 2, 3, 0, 4, 5)
         w1, w2 = weights.chunk(2, dim=2)  # (slot, batch, rank, group, head, length) each
         w1 = rms_normalize(w1, self.norm_eps, dim=4)
         return list(zip(w1.flatten(3, 4).unbind(0), w2.flatten(3, 4).unbind(0)))

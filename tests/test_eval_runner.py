@@ -278,7 +278,7 @@ def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
 
 
 def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
-    # `accelerate launch --cpu` starts a single process whatever number is asked for, unless it has MPI.
+    # `accelerate launch --cpu` starts a single process whatever number is asked for.
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcformer.eval"]
     arguments = ["--tasks", "piqa,winogrande", "--limit", 7, "--data-dir", data_dir, "--dtype", "float32"]
     done = subprocess.run(

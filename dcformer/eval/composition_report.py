@@ -143,9 +143,10 @@ def _legend(comparison: Comparison) -> Iterator[str]:
     )
     seeds = {seed for model in comparison.models for seed in model.seed_evaluations}
     if seeds:
+        count = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
         yield (
             f"Over seeds, and in second lines below: mean and 95 % t interval of models trained by one recipe from "
-            f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}, on the documents that they were evaluated on after training."
+            f"{count}, on the documents that they were evaluated on after training."
         )
 
 
