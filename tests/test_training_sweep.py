@@ -471,3 +471,22 @@ def test_the_ablation_has_the_rows_of_table_9():
     }
     assert set(plan.published) == set(plan.variants)
     assert isinstance(build_config(runs[0].recipe.model), DCFormerConfig)
+
+
+def test_the_committed_ablation_is_of_the_packaged_recipe_and_in_the_docs():
+    root = Path(__file__).parents[1]
+    results = read_results(root / "benchmarks" / "results" / "composition-ablation.json")
+    expected = load_recipe("composition-ablation").to_mapping()
+    del expected["output"], expected["sweep"]["processes"]
+    assert results["recipe"] == expected and results["failures"] == []
+    seeds = {}
+    for run in results["runs"]:
+        seeds.setdefault(run["variant"], []).append(run["seed"])
+    rows = ("none", "static", "low_rank", "gate", "query_wise", "rank_2")
+    assert seeds == {name: [0, 1, 2] for name in rows}
+    docs = (root / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    for summary in summarise_variants(results):
+        mean, half_width = summary.interval("evaluation_loss")
+        published = expected["sweep"]["published"][summary.name]
+        (row,) = [line for line in docs.splitlines() if line.startswith(f"| `{summary.name}` |")]
+        assert f"| {published:.2f} | {mean:.3f} ± {half_width:.3f} |" in row
