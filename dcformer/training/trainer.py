@@ -91,6 +91,9 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
     # One process drives one device: several GPUs in one process would change the batch.
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1
+    if arguments.device.type == "cpu":
+        # accelerate numbers the CPU of several processes, and Transformers 5.17 cannot load a checkpoint to "cpu:0".
+        arguments._setup_devices = torch.device("cpu")
     return arguments
 
 
