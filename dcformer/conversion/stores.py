@@ -7,16 +7,14 @@ import re
 from pathlib import Path
 from urllib.parse import urlparse
 
+from ..optional import import_optional
+
 
 REMOTE_SCHEMES = ("gs", "s3")
 
 
 def import_tensorstore():
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise ImportError("Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.") from error
-    return tensorstore
+    return import_optional("tensorstore", "Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.")
 
 
 def is_remote(location: str | os.PathLike) -> bool:
