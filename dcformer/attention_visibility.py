@@ -7,6 +7,8 @@ of the mask is built where it is needed, and key ranges that no query of a block
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from transformers.utils.import_utils import is_tracing
 
 
 class Visibility:
@@ -114,6 +116,13 @@ class Visibility:
             raise ValueError(f"The mask is for {self.dense.shape[1]} heads, but there are {heads}.")
 
     @property
+    def lengths_are_known(self) -> bool:
+        """Whether the lengths are numbers, not symbols of a graph that is traced for any length."""
+        if not torch.compiler.is_compiling():
+            return True
+        return all(has_static_value(n) for n in (self.query_length, self.key_length, self.query_offset))
+
+    @property
     def requires_grad(self) -> bool:
         """Whether the mask is a bias that is learned."""
         return self.dense is not None and self.dense.requires_grad
@@ -141,8 +150,8 @@ class Visibility:
         if self.sliding_window is not None:
             first = max(first, start + self.query_offset - self.sliding_window + 1)
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
-        # Finding the range of a dense mask reads its values: not inside a compiled graph, nor where it spares nothing.
-        if self.dense is not None and self.query_length > 1 and not torch.compiler.is_compiling():
+        # Finding the range of a dense mask reads its values: not while tracing, nor where it spares nothing.
+        if self.dense is not None and self.query_length > 1 and not (self.dense.is_meta or is_tracing(self.dense)):
             seen = (
                 (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0).nonzero()
             )  # (seen keys, 1)
@@ -206,9 +215,11 @@ class Visibility:
         parts = []
         window = self.sliding_window
         start_position, stop_position = start + self.query_offset, stop + self.query_offset
-        too_late = self.is_causal and last - 1 > start_position
-        too_old = window is not None and first < stop_position - window
-        too_new = window is not None and not self.is_causal and last - 1 >= start_position + window
+        # Comparing symbols would tie the graph to the lengths for which the answer is the same.
+        anywhere = not self.lengths_are_known
+        too_late = self.is_causal and (anywhere or last - 1 > start_position)
+        too_old = window is not None and (anywhere or first < stop_position - window)
+        too_new = window is not None and not self.is_causal and (anywhere or last - 1 >= start_position + window)
         if too_late or too_old or too_new:
             position = torch.arange(start_position, stop_position, device=device)
             age = position[:, None] - torch.arange(first, last, device=device)  # (query, key)

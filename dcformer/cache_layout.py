@@ -13,12 +13,10 @@ likewise, then the gates.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .composition import ComposeSide
-from .configuration_dcformer import DCFormerConfig
-
-
-_ALIGNMENT = 8
+from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
 
 
 def compose_channels(config: DCFormerConfig) -> tuple[int, int]:
@@ -28,12 +26,7 @@ def compose_channels(config: DCFormerConfig) -> tuple[int, int]:
     Returns:
         `tuple[int, int]`: multiples of 8; 0 where nothing key-wise is composed.
     """
-    numbers = 0
-    if config.compose_key:
-        numbers = 2 * config.compose_rank * config.compose_low_rank + config.compose_gate
-    numbers *= config.num_attention_heads // config.num_key_value_heads
-    padded = -(-numbers // _ALIGNMENT) * _ALIGNMENT
-    return padded * config.compose_pre, padded * config.compose_post
+    return config.compose_cache_channels
 
 
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -51,19 +44,20 @@ def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfl
     return config.num_key_value_heads * rows * dtype.itemsize
 
 
-def pack(states: Tensor, side: ComposeSide | None) -> Tensor:
+def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     """
     Append one stage's key-wise weights to key or value states.
 
     Args:
         states (`Tensor`): (batch, key/value heads, key, channels).
-        side (`ComposeSide`, *optional*): The weights. None: the states are returned as they are.
+        side (`ComposeSide`, *optional*): The weights. None: nothing is appended.
+        width (`int`, defaults to 0): Channels that a row must have at least; zeros fill it up.
 
     Returns:
         `Tensor`: (batch, key/value heads, key, channels + extra).
     """
     if side is None:
-        return states
+        return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
     key_value_heads = states.shape[1]
     blocks = [states]
     for weights in side:
@@ -74,7 +68,8 @@ def pack(states: Tensor, side: ComposeSide | None) -> Tensor:
             weights = weights.transpose(1, 2).flatten(2, 3)  # (batch, key/value heads, rank x served heads, key)
         blocks.append(weights.transpose(2, 3).to(states.dtype))
     extra = sum(block.shape[-1] for block in blocks[1:])
-    blocks.append(states.new_zeros(*states.shape[:-1], -extra % _ALIGNMENT))
+    padding = max(-extra % CACHE_ROW_ALIGNMENT, width - states.shape[-1] - extra)
+    blocks.append(states.new_zeros(*states.shape[:-1], padding))
     return torch.cat(blocks, dim=-1)
 
 
@@ -92,7 +87,7 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
         `tuple[Tensor, ComposeSide]`: states (batch, key/value heads, key, channels) and the weights of all these keys.
     """
     if like is None:
-        return packed, None
+        return packed[..., :channels], None
     key_value_heads = packed.shape[1]
     served = heads // key_value_heads
     fields, position = [], channels

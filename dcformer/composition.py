@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.import_utils import is_tracing
 
 from .attention_visibility import Visibility
 from .head_loop import compute_dtype, head_loop_attention
@@ -210,16 +211,23 @@ def composed_attention(
     if _is_empty(query, key):
         return query.new_zeros(batch, heads, queries, value.shape[3])
     # The head loop trades one large operation for many small ones: that pays on a CPU and for blocks of queries only.
+    # It writes in place and has its own gradient, which neither tracing nor torch.func see through.
     if (
         query.device.type == "cpu"
-        and queries >= 16
         and dropout == 0.0
+        and not is_tracing(query)
+        and not torch._C._are_functorch_transforms_active()
+        and queries >= 16
         and visibility.same_for_all_heads
         and not visibility.requires_grad
-        and not torch.compiler.is_compiling()
     ):
         return head_loop_attention(query, key, value, pre, post, scaling, visibility, chunk_size)
 
+    if not visibility.lengths_are_known:
+        # A graph for any length cannot hold one piece of code per chunk.
+        hidden = visibility.hidden(0, queries, 0, key.shape[2], query.device)
+        bias = visibility.bias(0, queries, 0, key.shape[2])
+        return _attend(query, key, value, pre, post, scaling=scaling, bias=bias, hidden=hidden, dropout=dropout)
     chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * key.shape[2] + 1)))
     recompute = torch.is_grad_enabled() and queries > chunk_size
     outputs = []

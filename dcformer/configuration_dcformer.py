@@ -1,3 +1,16 @@
+# Copyright 2026 The dcformer authors. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
 """Configurations of DCFormer and DCPythia (Dynamically Composable Multi-Head Attention, ICML 2024).
 
 One class covers, by values alone, the published models, the plain Transformer baselines with the same windows,
@@ -5,13 +18,18 @@ Talking-Heads attention and every ablation of the paper's Tables 9 and 10. The k
 `config.json` are translated on reading; only the names below are ever saved.
 """
 
+import copy
+import difflib
 import functools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 # The authors' key -> ours, where the value carries over unchanged.
@@ -25,7 +43,34 @@ _RENAMED_KEYS = {
     "use_parallel_residual": "parallel_residual",
 }
 # Settings of the authors' run-time code which say nothing about the model.
-_DROPPED_KEYS = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad", "auto_map")
+_DROPPED_KEYS = ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad")
+# The authors' keys that have no single field of ours.
+_TRANSLATED_KEYS = (
+    "n_local_heads",
+    "use_linear_bias",
+    "query_wise",
+    "use_dcmha",
+    "mgate",
+    "mgate_dim",
+    "rope_base",
+    "rotary_pct",
+    "window_type",
+)
+# Cached rows are multiples of so many channels, which keeps them 16-byte aligned in 16-bit types.
+CACHE_ROW_ALIGNMENT = 8
+# Sizes past which no model is, but with which a computation would take forever or overflow.
+_LARGEST_SIZES = {
+    "vocab_size": 2**27,
+    "hidden_size": 2**27,
+    "intermediate_size": 2**27,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**31,
+    "compose_rank": 2**10,
+    "compose_groups": 2**16,
+}
 # A file that holds one of these was written by the authors' configuration class.
 _AUTHORS_MARKERS = ("dim", "n_layer", "n_head", "block_size")
 # One period of each named pattern; None is the authors' default and means the same as "LG".
@@ -37,6 +82,10 @@ def _choices(values) -> str:
     return ", ".join(repr(value) for value in values)
 
 
+def _is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _raises_value_error(method):
     """`@strict` wraps what its validators raise in an error that is no ValueError; give users the cause itself."""
 
@@ -46,6 +95,8 @@ def _raises_value_error(method):
             return method(*args, **kwargs)
         except StrictDataclassError as error:
             raise ValueError(str(error.__cause__ or error)) from error
+        except KeyError as error:  # what Transformers raises for a missing entry of rope_parameters
+            raise ValueError(str(error.args[0])) from error
 
     return wrapper
 
@@ -133,14 +184,6 @@ class DCFormerConfig(PreTrainedConfig):
         "block_size": "max_position_embeddings",
         "window_size": "sliding_window",
     }
-    base_model_tp_plan = {
-        # Every rank composes over all heads, so the heads are gathered again after the projection.
-        "layers.*.self_attn.qkv_proj": "colwise_gather_output",
-        "layers.*.self_attn.o_proj": "rowwise_split_input",
-        "layers.*.mlp.gate_proj": "colwise_gather_output",
-        "layers.*.mlp.up_proj": "colwise_gather_output",
-        "layers.*.mlp.down_proj": "rowwise_split_input",
-    }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -191,7 +234,9 @@ class DCFormerConfig(PreTrainedConfig):
     compose_static: bool = False
 
     def __post_init__(self, **kwargs):
+        self._refuse_misspelt_keys(kwargs)
         kwargs = self._translate_authors_keys(kwargs)
+        self._validate_sizes("num_hidden_layers", "num_attention_heads", "hidden_size")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
@@ -207,6 +252,33 @@ class DCFormerConfig(PreTrainedConfig):
             self.rope_parameters = dict(self.rope_parameters)  # the base class fills in what is missing, in place
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, key, value):
+        # `from_pretrained(folder, rope_parameters=...)` replaces the dictionary to scale the context; what it does not
+        # name must not fall back to the defaults of another architecture.
+        if key == "rope_parameters" and value is not None and (old := self.__dict__.get(key)):
+            kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
+            value = {**kept, **value}
+        super().__setattr__(key, value)
+
+    def _refuse_misspelt_keys(self, kwargs: dict):
+        """Transformers takes keys that it does not know for attributes; one that is nearly ours would be lost so."""
+        known = {
+            *type(self).__dataclass_fields__,
+            *_RENAMED_KEYS,
+            *_DROPPED_KEYS,
+            *_TRANSLATED_KEYS,
+            "rope_theta",
+            "rope_scaling",
+            "partial_rotary_factor",
+            "torch_dtype",
+            "auto_map",
+        }
+        for key in kwargs:
+            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
+                continue
+            if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+                raise ValueError(f"{key!r} is not a field of {type(self).__name__}; did you mean {near[0]!r}?")
+
     def _pattern_to_layer_types(self, pattern: str) -> list[str]:
         """Repeat one period such as "LGLL" over the layers; without a window every layer is full."""
         if self.sliding_window is None:
@@ -219,6 +291,9 @@ class DCFormerConfig(PreTrainedConfig):
             self._apply_authors_defaults(kwargs)
             for key in _DROPPED_KEYS:
                 kwargs.pop(key, None)
+            # It names the authors' code; only for a copy of this file beside a checkpoint does it name this code.
+            if not type(self).__module__.startswith("transformers_modules"):
+                kwargs.pop("auto_map", None)
         for authors_key, key in _RENAMED_KEYS.items():
             if authors_key in kwargs:
                 self._set_translated(authors_key, key, kwargs.pop(authors_key))
@@ -276,10 +351,55 @@ class DCFormerConfig(PreTrainedConfig):
         return -(-int(8 * self.hidden_size / 3) // 256) * 256
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """Tensor parallelism of the matrices; compose parameters are replicated."""
+        plan = {
+            # Every rank composes over all heads, so the heads are gathered again after the projection.
+            "layers.*.self_attn.qkv_proj": "colwise_gather_output",
+            "layers.*.self_attn.o_proj": "rowwise_split_input",
+            "layers.*.mlp.up_proj": "colwise_gather_output",
+            "layers.*.mlp.down_proj": "rowwise_split_input",
+        }
+        if self.mlp_type == "gated":
+            plan["layers.*.mlp.gate_proj"] = "colwise_gather_output"
+        return plan
+
+    @property
     def composes_heads(self) -> bool:
         """Whether any composition is on. If not, the model is plain multi-head attention."""
         dynamic = (self.compose_query or self.compose_key) and (self.compose_low_rank or self.compose_gate)
         return (self.compose_pre or self.compose_post) and (dynamic or self.compose_static)
+
+    @property
+    def compose_cache_channels(self) -> tuple[int, int]:
+        """Channels for compose weights in a cached key row and in a cached value row, per key/value head."""
+        numbers = 0
+        if self.compose_key:
+            numbers = 2 * self.compose_rank * self.compose_low_rank + self.compose_gate
+        numbers *= self.num_attention_heads // self.num_key_value_heads
+        padded = -(-numbers // CACHE_ROW_ALIGNMENT) * CACHE_ROW_ALIGNMENT
+        return padded * self.compose_pre, padded * self.compose_post
+
+    @property
+    def per_layer_config(self) -> Sequence[PreTrainedConfig]:
+        """
+        As the base class, except that a layer's `head_dim` counts the channels for compose weights too: from it
+        Transformers sizes the rows of static caches that are allocated before their first use.
+        """
+        layers = super().per_layer_config
+        channels = max(self.compose_cache_channels)
+        return layers if self.is_heterogeneous or channels == 0 else _CachedLayers(self, layers, channels)
+
+    @per_layer_config.setter
+    def per_layer_config(self, value):
+        PreTrainedConfig.per_layer_config.fset(self, value)
+
+    @property
+    def per_layer_attributes(self) -> set[str] | None:
+        """As the base class, with `head_dim` where `per_layer_config` says something else of it."""
+        if self.is_heterogeneous or max(self.compose_cache_channels) == 0:
+            return super().per_layer_attributes
+        return {"head_dim"}
 
     @classmethod
     def presets(cls) -> list[str]:
@@ -311,30 +431,24 @@ class DCFormerConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict` validation: values that no model can have."""
         self._validate_sizes()
+        self._validate_numbers()
         self._validate_choices()
         self._validate_heads()
         self._validate_composition()
         self._validate_positions()
 
-    def _validate_sizes(self):
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "compose_rank",
-            "compose_groups",
-        )
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("norm_eps", "qk_norm_eps", "compose_norm_eps", "initializer_range"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+    def _validate_sizes(self, *names: str):
+        for name in names or _LARGEST_SIZES:
+            if not 1 <= getattr(self, name) <= _LARGEST_SIZES[name]:
+                largest = _LARGEST_SIZES[name]
+                raise ValueError(f"{name} must be at least 1 and at most {largest:,}, got {getattr(self, name)}.")
+
+    def _validate_numbers(self):
+        for name in ("norm_eps", "qk_norm_eps", "compose_norm_eps"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must not be negative and must be below 1, got {getattr(self, name)}.")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"initializer_range must be finite and not negative, got {self.initializer_range}.")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}.")
         if self.mlp_gate_dim is not None and (self.mlp_gate_dim < 1 or self.intermediate_size % self.mlp_gate_dim != 0):
@@ -392,18 +506,23 @@ class DCFormerConfig(PreTrainedConfig):
     def _validate_positions(self):
         if self.position_embedding_type != "rope":
             return
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(
+                f"rope_parameters['rope_type'] must be one of {_choices(['default', *sorted(ROPE_INIT_FUNCTIONS)])}, "
+                f"got {rope_type!r}."
+            )
         factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
-        if not 0 < factor <= 1:
-            raise ValueError(f"rope_parameters['partial_rotary_factor'] must be in (0, 1], got {factor}.")
+        if not _is_number(factor) or not 0 < factor <= 1:
+            raise ValueError(f"rope_parameters['partial_rotary_factor'] must be in (0, 1], got {factor!r}.")
+        theta = self.rope_parameters.get("rope_theta")
+        if not _is_number(theta) or not 1 < theta < math.inf:
+            raise ValueError(f"rope_parameters['rope_theta'] must be a positive number above 1, got {theta!r}.")
         rotary_dim = int(self.head_dim * factor)
         if rotary_dim < 2 or rotary_dim % 2 != 0:
             raise ValueError(
                 f"The rotary size int(head_dim * partial_rotary_factor) must be even and at least 2, got {rotary_dim} "
                 f"(head_dim {self.head_dim}, partial_rotary_factor {factor})."
-            )
-        if self.rope_parameters["rope_theta"] <= 0:
-            raise ValueError(
-                f"rope_parameters['rope_theta'] must be positive, got {self.rope_parameters['rope_theta']}."
             )
 
 
@@ -431,6 +550,26 @@ class DCPythiaConfig(DCFormerConfig):
     def convert_rope_params_to_dict(self, **kwargs):
         kwargs.setdefault("partial_rotary_factor", 0.25)
         return super().convert_rope_params_to_dict(**kwargs)
+
+
+class _CachedLayers(Sequence):
+    """`per_layer_config` with wider heads; by layer type, as RoPE asks, with the heads as they are."""
+
+    def __init__(self, config: DCFormerConfig, layers: Sequence, channels: int):
+        self._layers = layers
+        self._layer = copy.copy(config)
+        self._layer.__dict__["head_dim"] = config.head_dim + channels
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index):
+        if isinstance(index, str):
+            return self._layers[index]
+        if isinstance(index, slice):
+            return [self._layer] * len(range(*index.indices(len(self))))
+        self._layers[index]  # an index out of range ends an iteration
+        return self._layer
 
 
 def _preset_files() -> list[tuple[Path, dict]]:

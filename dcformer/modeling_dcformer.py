@@ -6,19 +6,14 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import math
-import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
@@ -35,7 +30,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_visibility import Visibility
-from .cache_layout import compose_channels, pack, unpack
+from .cache_layout import pack, unpack
 from .composition import (
     ComposeSide,
     ComposeWeights,
@@ -44,10 +39,19 @@ from .composition import (
     map_tensors,
 )
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-
-
-# Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
-_VOCABULARY_MULTIPLE = 128
+from .input_checks import (
+    KeySizes,
+    check_cache,
+    check_embeddings,
+    check_position_ids,
+    checked_input_ids,
+    checked_labels,
+    checked_learned_positions,
+    checked_mask,
+    values_are_known,
+    warn_of_documents_that_mix,
+)
+from .loading_dcformer import authors_renamings, load_checked, pad_rows
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -260,8 +264,10 @@ def eager_attention_forward(
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, query, key)
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype.is_floating_point:
         scores = scores + attention_mask
+    elif attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask.to(torch.bool), torch.finfo(scores.dtype).min)
     weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
@@ -311,10 +317,11 @@ class DCFormerAttention(nn.Module):
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
         pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
         if past_key_values is not None:
+            key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
             key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
-        # A sliding cache may hand back keys that nobody sees any more: Transformers' keeps all for a window of 1.
-        if attention_mask is not None and (unseen := key.shape[2] - _key_length(attention_mask)) > 0:
-            key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
+            # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
+            if self.sliding_window == 1 and (unseen := key.shape[2] - key_length) > 0:
+                key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
 
         eager = eager_attention_forward
         if self.compose is not None:
@@ -339,7 +346,9 @@ class DCFormerAttention(nn.Module):
     def _update_cache(self, cache: Cache, key: Tensor, value: Tensor, pre, post):
         """Store this call's keys and values with their compose weights; return those of all cached keys."""
         pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
-        key, value = cache.update(pack(key, pre_side), pack(value, post_side), self.layer_idx)
+        key_width, value_width = _allocated_widths(cache, self.layer_idx)
+        key, value = pack(key, pre_side, key_width), pack(value, post_side, value_width)
+        key, value = cache.update(key, value, self.layer_idx)
         key, pre_side = unpack(key, self.head_dim, pre_side, self.num_heads)
         value, post_side = unpack(value, self.head_dim, post_side, self.num_heads)
         pre, post = (
@@ -350,16 +359,23 @@ class DCFormerAttention(nn.Module):
 
 def _checked_implementation(name: str) -> str:
     """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
-    if name != "eager":
-        raise ValueError(
-            f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
-            "once; use attn_implementation='eager' (the default) or switch composition off."
-        )
-    return name
+    if name == "eager":
+        return name
+    known = [kernel for kernel in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in kernel]
+    if name not in known and "|" not in name and "/" not in name and not name.startswith("flash_attention"):
+        raise ValueError(f"attn_implementation={name!r} is not an attention implementation; use 'eager' (the default).")
+    raise ValueError(
+        f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
+        "once; use attn_implementation='eager' (the default) or switch composition off."
+    )
 
 
-def _key_length(mask: "Tensor | Visibility") -> int:
-    return mask.key_length if isinstance(mask, Visibility) else mask.shape[-1]
+def _allocated_widths(cache: Cache, layer_idx: int) -> tuple[int, int]:
+    """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
+        return 0, 0
+    return layer.keys.shape[-1], layer.values.shape[-1]
 
 
 def _drop_first_keys(number: int, key: Tensor, value: Tensor, pre, post):
@@ -474,37 +490,19 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             init.normal_(module.static_weight, std=math.sqrt(1 / module.static_weight.shape[-1]))
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path,
-        *args,
-        output_loading_info: bool = False,
-        ignore_mismatched_sizes: bool = False,
-        **kwargs,
-    ):
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """
         As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
 
         Raises:
             FileNotFoundError: if a local path does not exist.
-            ValueError: if a weights file is truncated, a weight has another shape than the configuration says (unless
-                `ignore_mismatched_sizes`), or query, key and value projections are split.
+            ValueError: if a weights file is truncated, lacks a weight that its own configuration asks for, holds one
+                of another shape than the configuration says (unless `ignore_mismatched_sizes=True`), or has query, key
+                and value projections of their own.
         """
-        path = pretrained_model_name_or_path
-        if path is not None and _looks_local(path) and not Path(path).exists():
-            raise FileNotFoundError(f"There is no model folder {str(path)!r}; check the path.")
-        try:
-            # Mismatches are let through here, to be reported below by name and shape.
-            model, info = super().from_pretrained(
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(_unreadable(path, error)) from error
-        except RuntimeError as error:
-            if "PytorchStreamReader" not in str(error):
-                raise
-            raise ValueError(_unreadable(path, error)) from error
-        _check_loaded(path, info, ignore_mismatched_sizes)
+        model, info = load_checked(
+            cls, super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model
@@ -518,45 +516,12 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
         of the logits is never their largest, so greedy decoding cannot pick a row that was added.
         """
-        rows = self.config.vocab_size
-        if rows % _VOCABULARY_MULTIPLE == 0:
-            return
-        self.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
-        with torch.no_grad():
-            for layer in (self.get_input_embeddings(), self.get_output_embeddings()):
-                if layer is not None:
-                    layer.weight[rows:] = at_least_float32(layer.weight[:rows]).mean(0).to(layer.weight.dtype)
-
-
-def _looks_local(path) -> bool:
-    """Whether a name can only be a path: names on the Hub have at most one slash and do not start with one or a dot."""
-    return isinstance(path, Path) or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
-
-
-def _unreadable(path, error: Exception) -> str:
-    reason = str(error).split(". ")[0]
-    return f"A weights file in {str(path)!r} is truncated or damaged ({reason}); copy or download it again."
-
-
-def _check_loaded(path, info: dict, ignore_mismatched_sizes: bool):
-    """Refuse a load that left parameters at random values although the file holds something for them."""
-    split = sorted(key for key in info["unexpected_keys"] if re.search(r"\battention\.w[qkv]\.", key))
-    if split:
-        raise ValueError(
-            f"{str(path)!r} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write "
-            "it in our layout with `dcformer convert hub SRC DST` and load DST."
-        )
-    if info["mismatched_keys"] and not ignore_mismatched_sizes:
-        key, in_file, by_config = sorted(info["mismatched_keys"], key=lambda item: item[0])[0]
-        raise ValueError(
-            f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by its config.json, and "
-            f"{len(info['mismatched_keys']) - 1} more differ; correct the configuration, or pass "
-            "ignore_mismatched_sizes=True to draw these anew."
-        )
+        pad_rows(self)
 
 
 class DCFormerModel(DCFormerPreTrainedModel):
     def __init__(self, config: DCFormerConfig):
+        config.validate()  # values that were set after the configuration was made
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = None
@@ -597,29 +562,38 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(self._checked_input_ids(input_ids))
-        if inputs_embeds.shape[1] == 0:
-            raise ValueError(f"The input is empty: got shape {tuple(inputs_embeds.shape)}; give at least one token.")
+            rows = self.embed_tokens.num_embeddings
+            inputs_embeds = self.embed_tokens(checked_input_ids(input_ids, rows, self.config.oov_policy))
+        check_embeddings(inputs_embeds, self.config.hidden_size)
+        batch, length = inputs_embeds.shape[:2]
 
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config, batch, length)
+        if position_ids is not None:
+            check_position_ids(position_ids, batch, length)
+            warn_of_documents_that_mix(position_ids, attention_mask, past_key_values is not None)
+        elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+            raise ValueError(
+                "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids, which restart at every "
+                "document, without attention_mask and with use_cache=False."
+            )
+        masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         if position_ids is None:
             past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
+            position_ids = torch.arange(length, device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
-
-        masks = attention_mask
-        if not isinstance(masks, dict):
-            make_masks = self._visibilities if self._masks_by_block(past_key_values) else self._dense_masks
-            masks = make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
         hidden_states = inputs_embeds
         position_embeddings = None
         if self.embed_positions is not None:
-            hidden_states = hidden_states + self.embed_positions(self._checked_positions(position_ids))
+            rows = self.embed_positions.num_embeddings
+            hidden_states = hidden_states + self.embed_positions(checked_learned_positions(position_ids, rows))
         else:
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        for layer, layer_type in zip(self.layers, self.config.layer_types):
+        # Assisted generation that exits early lowers the number of layers for the time of a draft.
+        for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
@@ -630,69 +604,53 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _checked_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Ids that all have an embedding row, by `oov_policy`; an id without one would read foreign memory on a GPU."""
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be (batch, length), got shape {tuple(input_ids.shape)}.")
-        if input_ids.dtype.is_floating_point or input_ids.dtype == torch.bool:
-            raise ValueError(f"input_ids must be integers, got {input_ids.dtype}; pass embeddings as inputs_embeds.")
-        rows = self.embed_tokens.num_embeddings
-        # A compiled decoding step feeds back the model's own choices; clamping costs it nothing and keeps it safe.
-        if self.config.oov_policy == "clamp" or torch.compiler.is_compiling():
-            return input_ids.clamp(0, rows - 1)
-        outside = (input_ids < 0) | (input_ids >= rows)
-        if outside.any():
-            position = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "
-                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp' or 'pad'."
-            )
-        return input_ids
-
-    def _checked_positions(self, position_ids: Tensor) -> Tensor:
-        """Positions that all have a learned embedding; RoPE has no such end."""
-        last = self.config.max_position_embeddings - 1
-        if torch.compiler.is_compiling():
-            return position_ids.clamp(0, last)
-        if position_ids.max() > last:
-            raise ValueError(
-                f"Position {int(position_ids.max())} has no learned embedding; max_position_embeddings is "
-                f"{self.config.max_position_embeddings}, so shorten the input."
-            )
-        return position_ids
-
-    def _masks_by_block(self, past_key_values: Cache | None) -> bool:
-        # Static caches are there to be compiled, which wants tensors, and they know their length only on the device.
-        return self.config.composes_heads and not getattr(past_key_values, "is_compileable", False)
-
-    def _visibilities(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
-        """One [`Visibility`] per layer type: what Transformers' masks say, without their quadratic size."""
+    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
+        """The mask of every layer type, from what the caller gave."""
+        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         batch, length = inputs_embeds.shape[:2]
-        if attention_mask is not None and attention_mask.dim() == 4:
-            return dict.fromkeys(self.config.layer_types, attention_mask)
-        sequence_ids = None
-        if attention_mask is None and past_key_values is None:
-            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
-        is_causal = getattr(self.config, "is_causal", True)
-        visibilities = {}
-        for layer_type in set(self.config.layer_types):
-            past_length, key_length, key_offset = 0, length, 0
+        sizes = {}
+        for layer_type in set(layer_types):
+            sizes[layer_type] = KeySizes(0, length, 0)
             if past_key_values is not None:
-                layer_idx = self.config.layer_types.index(layer_type)
+                layer_idx = layer_types.index(layer_type)
                 past_length = past_key_values.get_seq_length(layer_idx)
-                key_length, key_offset = past_key_values.get_mask_sizes(length, layer_idx)
-            elif attention_mask is not None:
-                key_length = attention_mask.shape[-1]  # PEFT's prefix tuning extends the mask alone
-            visibilities[layer_type] = Visibility(
+                sizes[layer_type] = KeySizes(past_length, *past_key_values.get_mask_sizes(length, layer_idx))
+        # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
+        is_static = getattr(past_key_values, "is_compileable", False)
+        if attention_mask is not None:
+            heads = self.config.num_attention_heads
+            attention_mask = checked_mask(attention_mask, batch, length, heads, sizes, is_static)
+        if isinstance(attention_mask, dict):
+            return attention_mask
+        if self.config.composes_heads and not is_static:
+            return self._visibilities(batch, length, attention_mask, position_ids, sizes, past_key_values is None)
+        return self._dense_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    def _visibilities(
+        self,
+        batch: int,
+        length: int,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        sizes: dict[str, KeySizes],
+        may_be_packed: bool,
+    ) -> dict[str, Visibility]:
+        """One [`Visibility`] per layer type: what Transformers' masks say, without their quadratic size."""
+        sequence_ids = None
+        if attention_mask is None and may_be_packed and position_ids is not None and not position_ids.is_meta:
+            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        return {
+            layer_type: Visibility(
                 length,
                 key_length,
-                is_causal=is_causal,
+                is_causal=getattr(self.config, "is_causal", True),
                 sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
                 query_offset=past_length - key_offset,
                 padding=_padding(attention_mask, key_length, key_offset),
                 sequence_ids=sequence_ids,
             )
-        return visibilities
+            for layer_type, (past_length, key_length, key_offset) in sizes.items()
+        }
 
     def _dense_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
         """Transformers' own masks: for plain attention and for static caches."""
@@ -708,18 +666,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
 
 def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) -> Tensor | None:
-    """The part of a (batch, length) mask that covers the cached and new keys, or None if it hides nothing."""
+    """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
     if attention_mask is None:
         return None
-    if attention_mask.shape[-1] < key_offset + key_length:
-        raise ValueError(
-            f"attention_mask covers {attention_mask.shape[-1]} tokens, but cache and input hold "
-            f"{key_offset + key_length}; it must cover both."
-        )
     padding = attention_mask[:, key_offset : key_offset + key_length]
-    if not torch.compiler.is_compiling() and bool((padding != 0).all()):
-        return None
-    return padding
+    return None if values_are_known(padding) and bool((padding != 0).all()) else padding
 
 
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
@@ -770,7 +721,14 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        hidden_states = outputs.last_hidden_state[:, kept]
+        if labels is not None:
+            fits = hidden_states.shape[:2], self.lm_head.out_features, self.config.oov_policy
+            ignored = kwargs.get("ignore_index", -100)
+            labels = checked_labels(labels, "labels", *fits, ignored)
+            if kwargs.get("shift_labels") is not None:
+                kwargs["shift_labels"] = checked_labels(kwargs["shift_labels"], "shift_labels", *fits, ignored)
+        logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -781,16 +739,6 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-    def _get_static_cache_init_shape(self):
-        # Rows of a static cache are as wide as the packed ones; if keys and values differ, they are sized on first use.
-        shape = super()._get_static_cache_init_shape()
-        key_channels, value_channels = compose_channels(self.config)
-        if shape is None or not self.config.composes_heads:
-            return shape
-        if key_channels != value_channels:
-            return None
-        return self.config.num_key_value_heads, self.config.head_dim + key_channels
 
     def init_continuous_batching(self, *args, **kwargs):
         if self.config.composes_heads:
@@ -806,54 +754,19 @@ class DCPythiaModel(DCFormerModel):
     config_class = DCPythiaConfig
 
 
-class DCPythiaForCausalLM(DCFormerForCausalLM):
+class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
     config: DCPythiaConfig
     config_class = DCPythiaConfig
     _model_class = DCPythiaModel
 
 
-# The authors' name of a parameter, in parts, -> ours. Only renaming: to split or merge tensors while loading is wrong
-# when every rank of a sharded load sees a part of them.
-_SHARED_NAMES = {
-    "tok_embeddings.": "embed_tokens.",
-    ".attention.wqkv.": ".self_attn.qkv_proj.",
-    ".attention.wo.": ".self_attn.o_proj.",
-    ".attention.q_norm.scale": ".self_attn.q_norm.weight",
-    ".attention.k_norm.scale": ".self_attn.k_norm.weight",
-    ".attention.dyn_w_proj.dw1": ".self_attn.compose.hidden_weight",
-    ".attention.dyn_w_proj.qkw": ".self_attn.compose.low_rank_weight",
-    ".attention.dyn_w_proj.dd": ".self_attn.compose.gate_weight",
-    ".attention_norm.": ".input_layernorm.",
-    ".ffn_norm.": ".post_attention_layernorm.",
-    ".feed_forward.w2.": ".mlp.down_proj.",
-}
-AUTHORS_NAMES = {
-    DCFormerModel: {
-        **_SHARED_NAMES,
-        ".feed_forward.w1.": ".mlp.gate_proj.",
-        ".feed_forward.w3.": ".mlp.up_proj.",
-        ".feed_forward.mg.": ".mlp.gate_mix.",
-    },
-    DCFormerForCausalLM: {"output.": "lm_head."},
-    DCPythiaModel: {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
-    DCPythiaForCausalLM: {"output.": "lm_head."},
-}
-
-
-def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
-    # A part that does not start with a dot starts the name; one that does not end with a dot ends it.
-    start, end = "" if authors_part.startswith(".") else "^", "" if authors_part.endswith(".") else "$"
-    return WeightRenaming(start + re.escape(authors_part) + end, our_part)
-
-
-for _model_class, _names in AUTHORS_NAMES.items():
+for _model_class in (DCFormerModel, DCFormerForCausalLM, DCPythiaModel, DCPythiaForCausalLM):
     register_checkpoint_conversion_mapping(
-        _model_class.__name__, [_renaming(*parts) for parts in _names.items()], overwrite=True
+        _model_class.__name__, authors_renamings(_model_class.__name__), overwrite=True
     )
 
 
 __all__ = [
-    "AUTHORS_NAMES",
     "DCFormerForCausalLM",
     "DCFormerModel",
     "DCFormerPreTrainedModel",

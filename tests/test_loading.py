@@ -14,6 +14,7 @@ from tiny_models import VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, modeling_dcformer
+from dcformer.input_checks import checked_input_ids
 
 
 # Ours -> the authors', for writing small files as they do.
@@ -251,11 +252,9 @@ def test_oov_pad_adds_rows_at_load(authors_folder, tmp_path):
 
 
 @torch.no_grad()
-def test_compiled_lookup_never_leaves_the_embedding(monkeypatch):
-    model = tiny_model()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    checked = model.model._checked_input_ids(torch.tensor([[-7, 3, 99]]))
-    assert checked.tolist() == [[0, 3, 66]]
+def test_compiled_lookup_never_leaves_the_embedding():
+    lookup = torch.compile(lambda ids: checked_input_ids(ids, 67, "error"), fullgraph=True, backend="eager")
+    assert lookup(torch.tensor([[-7, 3, 99]])).tolist() == [[0, 3, 66]]
 
 
 def test_auto_classes_know_both_model_types():

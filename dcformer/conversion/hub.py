@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from ..modeling_dcformer import AUTHORS_NAMES, DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
+from ..loading_dcformer import AUTHORS_NAMES
 from .mapping import axis_sizes, part_offset
 from .pieces import Piece
 from .plan import Origin, Plan, complete, parameter_shapes
@@ -129,8 +129,8 @@ def _with_prefix(names: dict[str, str]) -> dict[str, str]:
 
 
 _SHARED_TABLES = {
-    "dcformer": {**_with_prefix(AUTHORS_NAMES[DCFormerModel]), **AUTHORS_NAMES[DCFormerForCausalLM]},
-    "dcpythia": {**_with_prefix(AUTHORS_NAMES[DCPythiaModel]), **AUTHORS_NAMES[DCPythiaForCausalLM]},
+    "dcformer": {**_with_prefix(AUTHORS_NAMES["DCFormerModel"]), **AUTHORS_NAMES["DCFormerForCausalLM"]},
+    "dcpythia": {**_with_prefix(AUTHORS_NAMES["DCPythiaModel"]), **AUTHORS_NAMES["DCPythiaForCausalLM"]},
 }
 
 

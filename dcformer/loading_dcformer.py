@@ -1,0 +1,183 @@
+"""Loading of checkpoints: the authors' names, and what a load that went wrong tells the user."""
+
+import logging
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers.core_model_loading import WeightRenaming
+
+
+# The authors' name of a parameter, in parts, -> ours. Only renaming: to split or merge tensors while loading is wrong
+# when every rank of a sharded load sees a part of them.
+_SHARED_NAMES = {
+    "tok_embeddings.": "embed_tokens.",
+    ".attention.wqkv.": ".self_attn.qkv_proj.",
+    ".attention.wo.": ".self_attn.o_proj.",
+    ".attention.q_norm.scale": ".self_attn.q_norm.weight",
+    ".attention.k_norm.scale": ".self_attn.k_norm.weight",
+    ".attention.dyn_w_proj.dw1": ".self_attn.compose.hidden_weight",
+    ".attention.dyn_w_proj.qkw": ".self_attn.compose.low_rank_weight",
+    ".attention.dyn_w_proj.dd": ".self_attn.compose.gate_weight",
+    ".attention_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".feed_forward.w2.": ".mlp.down_proj.",
+}
+AUTHORS_NAMES = {
+    "DCFormerModel": {
+        **_SHARED_NAMES,
+        ".feed_forward.w1.": ".mlp.gate_proj.",
+        ".feed_forward.w3.": ".mlp.up_proj.",
+        ".feed_forward.mg.": ".mlp.gate_mix.",
+    },
+    "DCFormerForCausalLM": {"output.": "lm_head."},
+    "DCPythiaModel": {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
+    "DCPythiaForCausalLM": {"output.": "lm_head."},
+}
+# The authors' classes, which their config.json names, and what they are here.
+_AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
+# Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
+_VOCABULARY_MULTIPLE = 128
+
+
+def authors_renamings(model_class: str) -> list[WeightRenaming]:
+    """How Transformers is to rename the authors' parameters when it loads one of our model classes."""
+    return [_renaming(*parts) for parts in AUTHORS_NAMES[model_class].items()]
+
+
+def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
+    # A part that does not start with a dot starts the name; one that does not end with a dot ends it. Transformers
+    # turns the pattern into a name when it saves, for which it drops "^" and lookaheads, but would keep a "$".
+    start, end = "" if authors_part.startswith(".") else "^", "" if authors_part.endswith(".") else "(?!.)"
+    return WeightRenaming(start + re.escape(authors_part) + end, our_part)
+
+
+def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_sizes: bool = False, **kwargs):
+    """
+    Load a model by Transformers, and refuse what would leave a weight random that the file ought to hold.
+
+    Args:
+        model_class: The class that is loaded.
+        load (`Callable`): `PreTrainedModel.from_pretrained` of that class.
+        path: Folder or name on the Hub, or None for weights given as `state_dict`.
+        ignore_mismatched_sizes (`bool`, defaults to `False`): Draw weights of another shape anew.
+
+    Returns:
+        The model and Transformers' loading info.
+
+    Raises:
+        FileNotFoundError, ValueError: as `DCFormerPreTrainedModel.from_pretrained` says.
+    """
+    if path is not None and _looks_local(path) and not Path(path).exists():
+        raise FileNotFoundError(f"There is no model folder {str(path)!r}; check the path.")
+    with _held_back_reports() as held_back:
+        try:
+            # Mismatches are let through here, to be reported below by name and shape.
+            model, info = load(path, *args, ignore_mismatched_sizes=True, **kwargs)
+        except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(_unreadable(path, error)) from error
+        except RuntimeError as error:
+            if "PytorchStreamReader" not in str(error):
+                raise
+            raise ValueError(_unreadable(path, error)) from error
+        try:
+            _check_split_projections(path, info["unexpected_keys"])
+            if not ignore_mismatched_sizes:
+                _check_sizes(
+                    path, info["mismatched_keys"], "the configuration" if "config" in kwargs else "its config.json"
+                )
+            if path is not None and info["missing_keys"]:
+                _check_missing(model_class, model, path, info["missing_keys"], kwargs)
+        except ValueError:
+            held_back.clear()
+            raise
+    return model, info
+
+
+@contextmanager
+def _held_back_reports() -> Iterator[list[logging.LogRecord]]:
+    """Hold back what Transformers reports of a load, and pass on what is left of it at the end."""
+    logger, records = logging.getLogger("transformers.modeling_utils"), []
+
+    def hold_back(record: logging.LogRecord) -> bool:
+        is_report = "LOAD REPORT" in record.getMessage()
+        if is_report:
+            records.append(record)
+        return not is_report
+
+    logger.addFilter(hold_back)
+    try:
+        yield records
+    finally:
+        logger.removeFilter(hold_back)
+        for record in records:
+            logger.handle(record)
+
+
+def _looks_local(path) -> bool:
+    """Whether a name can only be a path: names on the Hub have at most one slash and do not start with one or a dot."""
+    return isinstance(path, Path) or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
+
+
+def _unreadable(path, error: Exception) -> str:
+    reason = str(error).split(". ")[0]
+    return f"A weights file in {str(path)!r} is truncated or damaged ({reason}); copy or download it again."
+
+
+def _check_split_projections(path, unexpected_keys) -> None:
+    split = sorted(key for key in unexpected_keys if re.search(r"\battention\.w[qkv]\.", key))
+    if split:
+        raise ValueError(
+            f"{str(path)!r} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write "
+            "it in our layout with `dcformer convert hub SRC DST` and load DST."
+        )
+
+
+def _check_sizes(path, mismatched_keys, by: str) -> None:
+    if not mismatched_keys:
+        return
+    key, in_file, by_config = sorted(mismatched_keys, key=lambda item: item[0])[0]
+    raise ValueError(
+        f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by {by}, and "
+        f"{len(mismatched_keys) - 1} more differ; correct the configuration, or pass ignore_mismatched_sizes=True to "
+        "draw these anew."
+    )
+
+
+def _check_missing(model_class, model, path, missing_keys, kwargs: dict) -> None:
+    """
+    Raise ValueError for weights that are not in the file although its own configuration says that they are. Those that
+    only the caller's configuration adds (composition switched on in a plain Transformer) start at random, as does a
+    head that the file never had; of both Transformers' report tells.
+    """
+    where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
+    own = type(model.config).from_pretrained(path, **where)
+    with torch.device("meta"):
+        expected = {name for name, _ in model_class(own).named_parameters()}
+    saved_class = (own.architectures or [model_class.__name__])[0]
+    if _AUTHORS_CLASSES.get(saved_class, saved_class) != model_class.__name__:
+        expected = {name for name in expected if name.startswith(f"{model_class.base_model_prefix}.")} or expected
+    if lost := sorted(expected & set(missing_keys)):
+        raise ValueError(
+            f"{str(path)!r} lacks {lost[0]} and {len(lost) - 1} more weights that its config.json asks for; they would "
+            "start at random. Copy or download it again, or correct its config.json."
+        )
+
+
+def pad_rows(model) -> None:
+    """Add embedding and output rows up to the next multiple of 128, each the mean of the rows that there are."""
+    rows = model.config.vocab_size
+    if rows % _VOCABULARY_MULTIPLE == 0:
+        return
+    model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if layer is not None:
+                # In float32 at least: in 16 bits a sum over a vocabulary is worthless.
+                kept = layer.weight[:rows]
+                mean = kept.to(torch.promote_types(kept.dtype, torch.float32)).mean(0)
+                layer.weight[rows:] = mean.to(layer.weight.dtype)
