@@ -30,6 +30,7 @@ EXTRAS = {
         "matplotlib",
         "tensorboard",
         "orbax-checkpoint",
+        "peft",
         "moto[s3,server]",
         "boto3",
     ],

@@ -30,6 +30,7 @@ from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import is_torchdynamo_compiling
 
 
 # The authors' key -> ours, where the value carries over unchanged.
@@ -76,6 +77,10 @@ _AUTHORS_MARKERS = ("dim", "n_layer", "n_head", "block_size")
 # One period of each named pattern; None is the authors' default and means the same as "LG".
 _WINDOW_PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
 _LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
+
+
+# torch.compile follows this function, but neither `super()` nor the property to it.
+_layers_of = PreTrainedConfig.per_layer_config.fget
 
 
 def _choices(values) -> str:
@@ -386,9 +391,12 @@ class DCFormerConfig(PreTrainedConfig):
         As the base class, except that a layer's `head_dim` counts the channels for compose weights too: from it
         Transformers sizes the rows of static caches that are allocated before their first use.
         """
-        layers = super().per_layer_config
+        layers = _layers_of(self)
         channels = max(self.compose_cache_channels)
-        return layers if self.is_heterogeneous or channels == 0 else _CachedLayers(self, layers, channels)
+        # A compiled graph cannot copy a configuration, but makes only dynamic caches, which are as wide as their rows.
+        if channels == 0 or self.is_heterogeneous or is_torchdynamo_compiling():
+            return layers
+        return _CachedLayers(self, layers, channels)
 
     @per_layer_config.setter
     def per_layer_config(self, value):

@@ -251,9 +251,9 @@ def _dense_columns(mask, batch, length, heads, past_length, key_length: int, key
     """The columns of a mask over all tokens that belong to the keys of one layer type."""
     total = key_offset + key_length
     _check_dense(mask, batch, length, heads, (key_length, total), "attention_mask")
-    if mask.shape[-1] == key_length:
-        return mask
-    return mask[..., key_offset:]
+    if not mask.dtype.is_floating_point:
+        mask = mask.to(torch.bool)
+    return mask if mask.shape[-1] == key_length else mask[..., key_offset:]
 
 
 def _check_dense(mask: Tensor, batch: int, length: int, heads: int, keys: tuple[int, ...], name: str) -> None:

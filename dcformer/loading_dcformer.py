@@ -87,9 +87,8 @@ def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_siz
         try:
             _check_split_projections(path, info["unexpected_keys"])
             if not ignore_mismatched_sizes:
-                _check_sizes(
-                    path, info["mismatched_keys"], "the configuration" if "config" in kwargs else "its config.json"
-                )
+                is_own = "config" not in kwargs or getattr(kwargs["config"], "_name_or_path", None) == str(path)
+                _check_sizes(path, info["mismatched_keys"], "its config.json" if is_own else "the configuration given")
             if path is not None and info["missing_keys"]:
                 _check_missing(model_class, model, path, info["missing_keys"], kwargs)
         except ValueError:

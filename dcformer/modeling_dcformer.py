@@ -654,6 +654,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _dense_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
         """Transformers' own masks: for plain attention and for static caches."""
+        if inputs_embeds.is_meta:
+            attention_mask = position_ids = None  # they have no values, by which Transformers would decide
         arguments = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,

@@ -1,11 +1,12 @@
 """Values that the configuration derives, translates, refuses and saves."""
 
 import json
+import re
 
 import pytest
 import torch
-from tiny_models import TINY, VARIANTS, tiny_config
-from transformers import AutoConfig
+from tiny_models import TINY, VARIANTS, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 
@@ -153,6 +154,25 @@ def test_the_callers_objects_are_left_alone():
         ({"oov_policy": "ignore"}, ["oov_policy", "'error', 'clamp', 'pad'", "'ignore'"]),
         ({"attention_dropout": 1.0}, ["attention_dropout", "[0, 1)", "got 1.0"]),
         ({"norm_eps": -1e-6}, ["norm_eps", "negative"]),
+        ({"norm_eps": 1.5}, ["norm_eps", "below 1", "got 1.5"]),
+        ({"norm_eps": 10**30}, ["norm_eps", "below 1"]),
+        ({"qk_norm_eps": float("inf")}, ["qk_norm_eps", "below 1", "got inf"]),
+        ({"compose_norm_eps": float("nan")}, ["compose_norm_eps", "got nan"]),
+        ({"initializer_range": float("inf")}, ["initializer_range", "finite", "got inf"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers", "at most 10,000", "got 1000000000"]),
+        ({"vocab_size": 10**30}, ["vocab_size", "at most"]),
+        ({"hidden_size": 2**62}, ["hidden_size", "at most"]),
+        ({"intermediate_size": 2**62}, ["intermediate_size", "at most"]),
+        ({"rope_base": "abc"}, ["rope_theta", "number", "'abc'"]),
+        ({"rope_base": True}, ["rope_theta", "number", "True"]),
+        ({"rope_base": float("inf")}, ["rope_theta", "number", "inf"]),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, ["rope_theta", "number", "'1e4'"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters", "linear", "factor"]),
+        ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_type", "'yarn'", "'spiral'"]),
+        ({"rotary_pct": "all"}, ["partial_rotary_factor", "'all'"]),
+        ({"windw_size": 4}, ["'windw_size'", "did you mean 'window_size'"]),
+        ({"num_hiden_layers": 4}, ["'num_hiden_layers'", "did you mean 'num_hidden_layers'"]),
+        ({"compose_ranks": 4}, ["'compose_ranks'", "did you mean 'compose_rank'"]),
         ({"compose_rank": "two"}, ["compose_rank", "int", "'two'"]),
         ({"dim": 64, "hidden_size": 48}, ["dim=64", "hidden_size=48", "disagree"]),
     ],
@@ -232,3 +252,40 @@ def test_total_of_dcpythia_6_9b():
     compose = 4 * hidden * 128 + 4 * 128**2 + 4 * hidden * heads
     layer = 12 * hidden**2 + 9 * hidden + 4 * hidden + 2 * head_dim + compose
     assert count(meta_model(config)) == 2 * vocab * hidden + 32 * layer + 2 * hidden == 6_941_859_840
+
+
+def test_keys_of_others_are_kept_as_transformers_does():
+    config = DCFormerConfig(**TINY, trained_by="somebody", task_specific_params={"a": 1}, id2label={0: "no"})
+    assert config.trained_by == "somebody"
+
+
+@pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])
+def test_scaling_the_context_of_a_folder_keeps_what_it_does_not_name(variant, rotary, tmp_path):
+    model = tiny_model(variant, head_dim=16, rope_parameters={"rope_theta": 500.0, "partial_rotary_factor": rotary})
+    model.save_pretrained(tmp_path)
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    scaled = AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters=scaling)
+    assert scaled.config.rope_parameters["partial_rotary_factor"] == rotary
+    assert scaled.config.rope_parameters["rope_theta"] == 500.0
+    assert scaled.model.rotary_emb.inv_freq.numel() == 16 * rotary / 2
+    full = AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters={**scaling, "partial_rotary_factor": 0.5})
+    assert full.model.rotary_emb.inv_freq.numel() == 4
+    with pytest.raises(ValueError, match="factor"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters={"rope_type": "linear"})
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_the_tensor_parallel_plan_names_modules_that_are_there(variant):
+    model = tiny_model(variant).model
+    names = {re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    assert set(model.config.base_model_tp_plan) <= names
+    assert ("layers.*.mlp.gate_proj" in model.config.base_model_tp_plan) == (model.config.mlp_type == "gated")
+
+
+def test_static_caches_are_sized_by_the_rows_and_nothing_else_is():
+    config = tiny_config("pre_only", num_key_value_heads=2)  # 5 numbers of each of 2 query heads, in multiples of 8
+    assert {layer.head_dim for layer in config.per_layer_config} == {config.head_dim + 16}
+    assert [layer.head_dim for layer in config.per_layer_config[:1]] == [config.head_dim + 16]
+    assert config.per_layer_config["full_attention"].head_dim == config.head_dim == 8
+    assert config.to_dict()["head_dim"] == 8
+    assert {layer.head_dim for layer in tiny_config("query_wise").per_layer_config} == {8}

@@ -281,25 +281,29 @@ def test_weights_load_in_the_dtype_asked_for(authors_folder):
 
 def test_modules_copied_beside_a_checkpoint_load_as_remote_code(tmp_path):
     """Transformers copies a modelling file and what it imports relatively; that must be enough without the package."""
-    model, folder = tiny_model(), tmp_path / "checkpoint"
-    model.save_pretrained(folder)
-    for module in Path(modeling_dcformer.__file__).parent.glob("*.py"):
-        if module.stem != "__init__":
-            shutil.copy(module, folder)
-    values = json.loads((folder / "config.json").read_text())
-    values["auto_map"] = {
-        "AutoConfig": "configuration_dcformer.DCFormerConfig",
-        "AutoModelForCausalLM": "modeling_dcformer.DCFormerForCausalLM",
-    }
-    (folder / "config.json").write_text(json.dumps(values))
+    model, folders = tiny_model(), [tmp_path / "ours", tmp_path / "authors"]
+    model.save_pretrained(folders[0])
+    save_file(write_authors_folder(folders[1], model), folders[1] / "model.safetensors", metadata={"format": "pt"})
+    for folder in folders:
+        for module in Path(modeling_dcformer.__file__).parent.glob("*.py"):
+            if module.stem != "__init__":
+                shutil.copy(module, folder)
+        values = json.loads((folder / "config.json").read_text())
+        values["auto_map"] = {
+            "AutoConfig": "configuration_dcformer.DCFormerConfig",
+            "AutoModelForCausalLM": "modeling_dcformer.DCFormerForCausalLM",
+        }
+        (folder / "config.json").write_text(json.dumps(values))
     program = (
-        "import sys, torch; from transformers import AutoModelForCausalLM;"
-        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True).eval();"
-        "assert type(model).__module__.startswith('transformers_modules'), type(model).__module__;"
-        "assert 'dcformer' not in sys.modules;"
-        f"torch.save(model(torch.arange(20)[None]).logits, {str(tmp_path / 'logits.pt')!r})"
+        "import sys, torch; from transformers import AutoModelForCausalLM\n"
+        f"for folder in {list(map(str, folders))!r}:\n"
+        "    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()\n"
+        "    assert type(model).__module__.startswith('transformers_modules'), type(model).__module__\n"
+        "    assert 'dcformer' not in sys.modules\n"
+        "    torch.save(model(torch.arange(20)[None]).logits, folder + '/logits.pt')"
     )
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
     with torch.no_grad():
-        assert torch.equal(torch.load(tmp_path / "logits.pt"), model(torch.arange(20)[None]).logits)
+        for folder in folders:
+            assert torch.equal(torch.load(folder / "logits.pt"), model(torch.arange(20)[None]).logits)

@@ -303,6 +303,16 @@ def test_attention_that_cannot_mix_heads_is_refused(name):
         model(random_tokens(1, 5))
 
 
+@pytest.mark.parametrize("name", ["sdpaa", "flash", "eagr"])
+def test_a_name_that_is_no_attention_implementation_is_said_to_be_none(name):
+    with pytest.raises(
+        ValueError, match=f"attn_implementation='{name}' is not an attention implementation; use 'eager'"
+    ):
+        DCFormerForCausalLM(tiny_config(attn_implementation=name))
+    with pytest.raises(ValueError, match="is not an attention implementation"):
+        tiny_model().set_attn_implementation(name)
+
+
 def test_continuous_batching_is_refused():
     with pytest.raises(ValueError, match="Continuous batching"):
         tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)

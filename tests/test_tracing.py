@@ -1,0 +1,121 @@
+"""Models as torch's tracers see them: export, trace, compile, fake and meta tensors, forward-mode derivatives."""
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_config, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GenerationConfig, StaticCache
+from transformers.integrations.executorch import convert_and_export_with_cache
+
+from dcformer import DCFormerForCausalLM
+
+
+FAMILIES = ["dcformer", "plain_gated_transformer"]
+
+
+def largest_difference(actual, expected):
+    return (actual - expected).abs().max().item()
+
+
+def test_exported_once_it_runs_at_every_length():
+    model = tiny_model()
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(
+        model,
+        (),
+        {"input_ids": random_tokens(2, 13), "use_cache": False},
+        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+    )
+    for tokens in (random_tokens(2, 2), random_tokens(2, 21), random_tokens(2, 40)):
+        logits = exported.module()(input_ids=tokens, use_cache=False).logits
+        assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "pre_only"])
+def test_the_static_cache_export_of_transformers_decodes(variant):
+    # Rows of keys and of values differ in width if only one of the two places composes.
+    model, tokens = tiny_model(variant, num_hidden_layers=1, sliding_window=64), random_tokens(1, 6)
+    cache = {"batch_size": 1, "max_cache_len": 16, "device": "cpu"}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    exported = convert_and_export_with_cache(model, strict=False).module()
+    steps = [exported(input_ids=tokens[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(6)]
+    assert largest_difference(torch.cat(steps, dim=1), model(tokens, use_cache=False).logits) < 2e-5
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "pre_only", "post_only", "grouped_query_attention", "dcpythia"])
+def test_a_static_cache_that_the_user_allocated_by_head_dim(variant):
+    model, tokens = tiny_model(variant), random_tokens(2, 13)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
+    cache.early_initialization(2, heads, head_dim, torch.float32, torch.device("cpu"))
+    pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split([9, 1, 3], dim=1)]
+    assert largest_difference(torch.cat(pieces, dim=1), model(tokens, use_cache=False).logits) < 2e-5
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("length", [13, 40])
+def test_jit_trace(length):
+    model = tiny_model().requires_grad_(False)
+
+    def logits(ids):
+        return model(ids, use_cache=False).logits
+
+    traced = torch.jit.trace(logits, (random_tokens(2, length),), check_trace=False)
+    other = random_tokens(2, length, seed=5)
+    assert largest_difference(traced(other), logits(other)) < 2e-5
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_compiled_for_a_second_length_it_knows_all(variant):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    model = tiny_model(variant)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    counts = []
+    for length in (9, 20, 7, 50):
+        tokens = random_tokens(2, length)
+        mask = torch.ones_like(tokens)
+        logits = compiled(tokens, attention_mask=mask, use_cache=False).logits
+        assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
+        counts.append(len(graphs))
+    assert counts == [1, 2, 2, 2]
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        model = DCFormerForCausalLM(tiny_config())
+        for length in (13, 40):
+            tokens = torch.randint(0, 67, (2, length))
+            output = model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
+            assert output.logits.shape == (2, length, 67) and output.loss.shape == ()
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_meta_tensors(variant):
+    with torch.device("meta"):
+        model = DCFormerForCausalLM(tiny_config(variant))
+    for length in (13, 40):
+        tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
+        positions = {"position_ids": tokens, "use_cache": False}
+        for arguments in ({"attention_mask": torch.ones_like(tokens)}, {"labels": tokens}, positions):
+            assert model(tokens, **arguments).logits.shape == (2, length, 67)
+
+
+@pytest.mark.parametrize("length", [13, 40])
+def test_forward_mode_derivatives(length):
+    model = tiny_model().double()
+    embeddings = model.get_input_embeddings()(random_tokens(1, length)).detach()
+    direction = torch.randn(embeddings.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    def logits(inputs):
+        return model(inputs_embeds=inputs, use_cache=False).logits
+
+    _, derivative = torch.func.jvp(logits, (embeddings,), (direction,))
+    step = 1e-5
+    numeric = (logits(embeddings + step * direction) - logits(embeddings - step * direction)) / (2 * step)
+    torch.testing.assert_close(derivative, numeric, rtol=1e-5, atol=1e-5)
