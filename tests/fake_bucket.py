@@ -1,5 +1,6 @@
-"""A server on this machine that speaks as much of S3 and Google Cloud Storage as reading needs, and fails on request."""
+"""A server that speaks as much of S3 and Google Cloud Storage as reading needs; it fails on request."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -51,10 +52,8 @@ class FakeBucket:
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._open):
-            try:
+            with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
     def _answer(self, handler):
         url = urlparse(handler.path)

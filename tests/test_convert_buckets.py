@@ -100,7 +100,13 @@ ANSWERS = {
         PermissionError,
         ["403", "check the credentials in the environment"],
     ),
-    "no_bucket": (404, b"<Error><Code>NoSuchBucket</Code></Error>", {}, FileNotFoundError, ["no bucket", "NoSuchBucket"]),
+    "no_bucket": (
+        404,
+        b"<Error><Code>NoSuchBucket</Code></Error>",
+        {},
+        FileNotFoundError,
+        ["no bucket", "NoSuchBucket"],
+    ),
     "internal_error": (500, b"<Error><Code>InternalError</Code></Error>", {}, ConnectionError, ["500", "later"]),
     "wrong_region": (400, b"<Error><Code>AuthorizationHeaderMalformed</Code></Error>", {}, ConnectionError, ["region"]),
 }

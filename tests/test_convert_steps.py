@@ -57,7 +57,7 @@ def test_folders_of_another_prefix_without_checkpoints_are_ignored(make_run):
 
 def test_steps_under_several_prefixes_are_refused_by_name(make_run):
     run = make_run("step_9", "step_10", "backup_9999")
-    with pytest.raises(ValueError, match="backup_9999, step_10, step_9.*give the folder of one step"):
+    with pytest.raises(ValueError, match=r"backup_9999, step_10, step_9.*give the folder of one step"):
         open_orbax(run)
     assert open_orbax(run, 9).store.location == str(run / "step_9" / "state")
     assert open_orbax(run / "backup_9999").step == 9999
@@ -124,7 +124,7 @@ def test_an_interrupted_newest_step_is_passed_over_and_told(make_run, item, tmp_
     saved = json.loads((tmp_path / "model" / "conversion_report.json").read_text())
     assert saved["source"] == report.source
     assert inspect_checkpoint(run).skipped_steps == report.source["skipped_steps"]
-    with pytest.raises(ValueError, match="Step 300 in .* is incomplete: .*200, 100") as caught:
+    with pytest.raises(ValueError, match=r"Step 300 in .* is incomplete: .*200, 100") as caught:
         open_orbax(run, 300)
     assert reason in str(caught.value)
     assert "skipped_steps" not in open_orbax(run, 100).source("")

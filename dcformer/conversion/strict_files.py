@@ -53,7 +53,7 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 _YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+\Z"), list("-+0123456789")
 )
 
 
