@@ -297,6 +297,14 @@ def test_a_metadata_service_that_never_answers_costs_seconds(bare):
     server.stop()
 
 
+def test_credentials_that_cannot_be_had_are_named_without_log_lines(bucket, bare, capfd):
+    bare.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", "http://127.0.0.1:9/credentials")
+    error = refused(inspect_checkpoint, "s3://runs/mine")
+    assert isinstance(error, PermissionError)
+    assert "the credentials of the container cannot be used" in str(error)
+    assert capfd.readouterr().err == ""
+
+
 def test_other_writing_to_stderr_is_not_lost(capfd):
     with buckets._log_lines_held_back():
         os.write(2, b"E1122 04:01:35.927114    5804 google_auth_provider.cc:188] Could not find the credentials file\n")

@@ -12,7 +12,7 @@ from orbax_writer import maxtext_leaves, write_checkpoint
 from test_convert_errors import PAX_CONFIG, PAX_MLP, pax_arrays
 from tiny_models import tiny_model
 
-from dcformer.conversion import convert_pax
+from dcformer.conversion import convert_pax, convert_to_maxtext
 from dcformer.conversion.hub import plan_hub
 from dcformer.conversion.maxtext import plan_maxtext
 from dcformer.conversion.maxtext_architecture import TrainConfig
@@ -218,6 +218,13 @@ def test_more_layers_than_the_weights_have_are_refused_soon(plan_with, tmp_path,
     message = message_of(lambda: plan_with({key: count}))
     assert f"{tmp_path / 'config.json'}: {key} is" in message
     assert "hold 2 layers" in message
+
+
+def test_layers_are_compared_with_the_weights_on_the_way_to_maxtext_too(plan_with, tmp_path):
+    with pytest.raises(ValueError):
+        plan_with({"num_hidden_layers": 10**9})
+    message = message_of(lambda: convert_to_maxtext(tmp_path, tmp_path.with_name("jax")))
+    assert f"{tmp_path / 'config.json'}: num_hidden_layers is" in message
 
 
 WRONG = {

@@ -41,6 +41,10 @@ def import_tensorstore():
     return import_optional("tensorstore", "Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.")
 
 
+class CredentialsError(PermissionError):
+    """Credentials that were found and cannot be used."""
+
+
 class Bucket:
     """
     One place in a bucket and the way to it.
@@ -66,6 +70,7 @@ class Bucket:
         place = {"bucket": self.name, "path": f"{self.path}/" if self.path else ""}
         if self._is_s3:
             credentials, self._credentials = choose_credentials()
+            self._is_quiet = credentials["type"] in ("environment", "profile", "anonymous")
             place = {"driver": "s3", **place, "aws_credentials": credentials}
             if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
                 place["endpoint"] = endpoint
@@ -73,6 +78,7 @@ class Bucket:
                 place["aws_region"] = region
         else:
             place, self._credentials = {"driver": "gcs", **place}, _google_credentials()
+            self._is_quiet = False
         self._places = (
             "the environment, ~/.aws or a role of the machine"
             if self._is_s3
@@ -93,16 +99,16 @@ class Bucket:
 
         Raises:
             ConnectionError: if it does not within seconds, or only with a failure of its own.
+            CredentialsError: if it cannot be asked.
         """
         refusal = self._refusal()
-        if isinstance(refusal, ConnectionError):
+        if isinstance(refusal, ConnectionError | CredentialsError):
             raise refusal
 
     def _refusal(self) -> Exception | None:
         """What a request for a small file comes to: None if the server answers it."""
         tensorstore = import_tensorstore()
-        quiet = contextlib.nullcontext() if self._is_s3 else _log_lines_held_back()
-        with quiet:
+        with contextlib.nullcontext() if self._is_quiet else _log_lines_held_back():
             try:
                 reading = tensorstore.KvStore.open(self._question).result(timeout=_ANSWER_SECONDS).read(_ABSENT_FILE)
                 reading.result(timeout=_ANSWER_SECONDS)
@@ -161,7 +167,7 @@ class Bucket:
         detail = re.sub(r"^.*?retry attempts failed: ", "", first_sentence(error))
         if "credentials provider" in text or "credentials from provider" in text:
             reason = text.split(" [")[0].rsplit(", ", 1)[-1]
-            return PermissionError(
+            return CredentialsError(
                 f"{self.location!r} cannot be read: {self._credentials or 'no credentials'} cannot be used ({reason}); "
                 "correct them."
             )
@@ -211,8 +217,8 @@ def _google_credentials() -> str | None:
 @contextlib.contextmanager
 def _log_lines_held_back() -> Iterator[None]:
     """
-    Keep log lines off the standard error stream: tensorstore's Google client writes there how it found its credentials,
-    or that it found none, and has no switch for that. Whatever else is written meanwhile comes afterwards.
+    Keep log lines off the standard error stream: where credentials are looked up, Google's or over a network, tensorstore
+    writes there how that went, and has no switch for it. Whatever else is written meanwhile comes afterwards.
     """
     with _LOG_LOCK, tempfile.TemporaryFile() as held:
         stream = os.dup(2)

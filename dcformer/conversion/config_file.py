@@ -11,8 +11,11 @@ import torch
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .plan import parameter_shapes
 from .strict_files import parse_json, quoted
+from .weights_folder import count_layers, open_weights
 
 
+# So many layers are checked against the weights before a configuration is made.
+_MANY_LAYERS = 1000
 _LAYER_KEYS = ("num_hidden_layers", "n_layer")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _ROPE_KEYS = ("rope_base", "rope_theta", "rotary_pct", "partial_rotary_factor")
@@ -30,21 +33,18 @@ _SIZES = (
 _LONGEST_REASON = 400
 
 
-def read_config(path: Path, layers: int | None = None, where: str = "the weights") -> DCFormerConfig:
+def read_config(path: Path) -> DCFormerConfig:
     """
-    A configuration in the authors' keys or ours.
-
-    Args:
-        path (`Path`): The file.
-        layers (`int`, *optional*): Layers that the weights have. A configuration with more of them is refused before
-            it is made, which for a billion takes long.
-        where (`str`): What has these layers, for the message.
+    The configuration of a folder with weights, in the authors' keys or ours.
 
     Raises:
         FileNotFoundError: if there is no such file.
         ValueError: if it is no JSON object or holds a bad value.
     """
-    return make_config(read_values(path), path, layers, where)
+    values, layers = read_values(path), None
+    if any(isinstance(values.get(key), int) and values[key] > _MANY_LAYERS for key in _LAYER_KEYS):
+        layers = count_layers(open_weights(path.parent))
+    return make_config(values, path, layers)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -68,7 +68,19 @@ def read_values(path: Path) -> dict[str, Any]:
 def make_config(
     values: dict[str, Any], path: Path, layers: int | None = None, where: str = "the weights"
 ) -> DCFormerConfig:
-    """As [`read_config`], from what [`read_values`] gave."""
+    """
+    The configuration that values stand for, in the authors' keys or ours.
+
+    Args:
+        values: From [`read_values`].
+        path (`Path`): Where they are from, for messages.
+        layers (`int`, *optional*): Layers that the weights have. A configuration with more of them is refused before
+            it is made, which for a billion takes long.
+        where (`str`): What has these layers, for the message.
+
+    Raises:
+        ValueError: for a bad value; the message names file and field.
+    """
     model_type = values.get("model_type", DCFormerConfig.model_type)
     if model_type not in (DCFormerConfig.model_type, DCPythiaConfig.model_type):
         raise ValueError(f"{path} is of the model type {quoted(model_type)}; it must be 'dcformer' or 'dcpythia'.")

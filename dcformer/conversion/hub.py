@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..modeling_dcformer import AUTHORS_NAMES, DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
@@ -12,12 +11,10 @@ from .config_file import make_config, read_config, read_values, shapes_of
 from .mapping import axis_sizes, part_offset
 from .pieces import Piece
 from .plan import Origin, Plan, complete
-from .weights_folder import open_weights
+from .weights_folder import count_layers, open_weights
 
 
-__all__ = ["count_layers", "local_folder", "our_name", "plan_hub", "read_config"]
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+__all__ = ["local_folder", "our_name", "plan_hub", "read_config"]
 
 
 # What the authors' files hold besides parameters.
@@ -83,11 +80,6 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     position = {name: i for i, name in enumerate(shapes)}
     plan.pieces.sort(key=lambda piece: (position.get(piece.parameter, -1), piece.offset))
     return complete(plan, dtype, shapes)
-
-
-def count_layers(names: Iterable[str]) -> int:
-    """How many layers tensors of these names make."""
-    return 1 + max((int(match[1]) for name in names if (match := _LAYER.search(name))), default=-1)
 
 
 def local_folder(source: str | os.PathLike) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ _SINGLE_AND_INDEX = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -80,6 +83,11 @@ def open_weights(folder: str | Path) -> dict[str, TensorLeaf]:
                 raise ValueError(f"{leaf.name} is in {leaves[leaf.name].where} and in {path}; remove one of the two.")
             leaves[leaf.name] = leaf
     return leaves
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """How many layers tensors of these names make."""
+    return 1 + max((int(match[1]) for name in names if (match := _LAYER.search(name))), default=-1)
 
 
 def list_safetensors(path: Path) -> list[TensorLeaf]:
