@@ -217,8 +217,8 @@ def _google_credentials() -> str | None:
 @contextlib.contextmanager
 def _log_lines_held_back() -> Iterator[None]:
     """
-    Keep log lines off the standard error stream: where credentials are looked up, Google's or over a network, tensorstore
-    writes there how that went, and has no switch for it. Whatever else is written meanwhile comes afterwards.
+    Keep log lines off the standard error stream: tensorstore writes there how its search for Google's credentials went,
+    or for others over a network, and has no switch for it. Whatever else is written meanwhile comes afterwards.
     """
     with _LOG_LOCK, tempfile.TemporaryFile() as held:
         stream = os.dup(2)
