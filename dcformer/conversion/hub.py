@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..loading_dcformer import AUTHORS_NAMES
+from .config_file import make_config, read_config, read_values, shapes_of
 from .mapping import axis_sizes, part_offset
 from .pieces import Piece
-from .plan import Origin, Plan, complete, parameter_shapes
-from .weights_folder import open_weights
+from .plan import Origin, Plan, complete
+from .weights_folder import count_layers, open_weights
+
+
+__all__ = ["local_folder", "our_name", "plan_hub", "read_config"]
 
 
 # What the authors' files hold besides parameters.
@@ -38,9 +40,11 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
         FileNotFoundError, ValueError: if it cannot be converted whole; the message says why.
     """
     folder = local_folder(source)
-    config = read_config(folder / "config.json")
-    shapes = parameter_shapes(config)
+    path = folder / "config.json"
+    values = read_values(path)
     leaves, ignored = open_weights(folder), {}
+    config = make_config(values, path, count_layers(leaves))
+    shapes = shapes_of(config, path)
     for name in list(leaves):
         for pattern, reason in _IGNORED.items():
             if re.search(pattern, name):
@@ -94,33 +98,9 @@ def local_folder(source: str | os.PathLike) -> Path:
         return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "tokenizer*"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"There is no folder {str(source)!r}, and it cannot be downloaded from the Hub; check the name."
+            f"There is no folder {str(source)!r}, and it cannot be downloaded from the Hub; check the name and the "
+            "network."
         ) from error
-
-
-def read_config(path: Path) -> DCFormerConfig:
-    """
-    A configuration in the authors' keys or ours.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no JSON object or holds a bad value.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no configuration {str(path)!r}; check the path.")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON; correct it or download it again.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}.")
-    config_class = DCPythiaConfig if values.get("model_type") == "dcpythia" else DCFormerConfig
-    if values.get("model_type", config_class.model_type) not in ("dcformer", "dcpythia"):
-        raise ValueError(f"{path} is of the model type {values['model_type']!r}; it must be 'dcformer' or 'dcpythia'.")
-    try:
-        return config_class.from_dict(values)
-    except TypeError as error:
-        raise ValueError(f"{path} does not fit {config_class.__name__}: {error}.") from error
 
 
 def _with_prefix(names: dict[str, str]) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Inspection:
         dtypes: How many `tensors` have each dtype.
         architecture: Configuration values and where each comes from; empty if the model is not known.
         note (`str`): Why it is not.
+        skipped_steps: Later steps of the run that are not whole, with the reason.
     """
 
     format: str
@@ -58,6 +59,7 @@ class Inspection:
     dtypes: dict[str, int] = field(default_factory=dict)
     architecture: list[Origin] = field(default_factory=list)
     note: str = ""
+    skipped_steps: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same in lists and dictionaries, for JSON."""
@@ -74,6 +76,7 @@ class _Contents:
     step: int | None = None
     optimizer: list[str] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
+    skipped_steps: dict[str, str] = field(default_factory=dict)
 
 
 def inspect_checkpoint(
@@ -119,6 +122,7 @@ def inspect_checkpoint(
         dict(Counter(tensor.dtype for tensor in tensors)),
         [] if plan is None else plan.origins,
         note,
+        contents.skipped_steps,
     )
 
 
@@ -141,7 +145,7 @@ def _torch(path, step: int | None) -> _Contents:
 
 
 def _pax(path, step: int | None) -> _Contents:
-    arrays, form, number = pax._open(path, step)
+    arrays, source = pax.open_pax(path, step)
     # A folder of zarr arrays comes without its ignored ones; the files of the other forms hold all of them.
     names = list(arrays)
     if Path(path).is_dir() and not any(Path(path).glob("*.npy")):
@@ -150,12 +154,14 @@ def _pax(path, step: int | None) -> _Contents:
     state = [name for name in ignored if name.removeprefix("state.") == "step"]
     optimizer = [name for name in ignored if name not in state]
     leaves = {name: leaf for name, leaf in arrays.items() if name not in set(ignored)}
-    return _Contents(f"PAX ({form})", str(path), leaves, number, optimizer, state)
+    skipped = source.get("skipped_steps", {})
+    return _Contents(source["format"], source["location"], leaves, source["step"], optimizer, state, skipped)
 
 
 def _orbax(path, step: int | None) -> _Contents:
     checkpoint = open_orbax(path, step)
     contents = _Contents(f"orbax ({checkpoint.format})", checkpoint.store.location, {}, checkpoint.step)
+    contents.skipped_steps = checkpoint.skipped_steps
     for name in checkpoint.names():
         top = name.split(".")[0]
         if top == "opt_state":

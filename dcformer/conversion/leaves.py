@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .pieces import Box
 from .stores import Store, first_sentence, import_tensorstore
+from .strict_files import parse_json
 
 
 _ZARR_DTYPES = {
@@ -113,7 +113,7 @@ class ZarrLeaf(Leaf):
 
     def _parse(self, text: bytes) -> dict:
         try:
-            metadata = json.loads(text)
+            metadata = parse_json(text)
             shape = metadata["shape"]
             valid = isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape)
             encoding = metadata.get("chunk_key_encoding", {})
@@ -173,15 +173,15 @@ class ZarrLeaf(Leaf):
     def _array(self):
         tensorstore = import_tensorstore()
         try:
-            return tensorstore.open(self._spec, read=True).result()
-        except (ValueError, OSError) as error:
+            return self._store.result(tensorstore.open(self._spec, read=True))
+        except ValueError as error:
             raise ValueError(f"{self.metadata_file} cannot be used: {first_sentence(error)}") from error
 
     def read(self, box: Box) -> Tensor:
         region = tuple(slice(start, stop) for start, stop in box)
         try:
-            values = self._array[region].read().result() if region else self._array.read().result()
-        except (ValueError, OSError) as error:
+            values = self._store.result(self._array[region].read() if region else self._array.read())
+        except ValueError as error:
             raise ValueError(
                 f"{self.name} cannot be read from {self.where}: {first_sentence(error)}; a chunk is truncated or "
                 "damaged, copy the checkpoint again."
@@ -200,7 +200,9 @@ class ArrayLeaf(Leaf):
         self.name, self.where, self.shape = name, where, tuple(shape)
         if dtype.name not in ("float32", "float16", "float64", "bfloat16", "int32", "int64"):
             raise ValueError(f"{where} holds {name} as {dtype.name}, which no parameter has.")
-        self.dtype = from_numpy(np.zeros(0, dtype)).dtype
+        # Another machine's byte order is turned as the array is read.
+        self._native = dtype.newbyteorder("=")
+        self.dtype = from_numpy(np.zeros(0, self._native)).dtype
         self.chunk_shape = self.shape
         self._load = load
 
@@ -213,7 +215,7 @@ class ArrayLeaf(Leaf):
                 values = self._load()
         except (ValueError, OSError, EOFError) as error:
             raise ValueError(f"{self.name} cannot be read from {self.where}: {error}; copy the file again.") from error
-        return from_numpy(np.ascontiguousarray(values[tuple(slice(*interval) for interval in box)]))
+        return from_numpy(np.ascontiguousarray(values[tuple(slice(*interval) for interval in box)], self._native))
 
 
 class TensorLeaf(Leaf):

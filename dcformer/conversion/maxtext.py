@@ -60,7 +60,7 @@ def plan_maxtext(
         config,
         leaves,
         [],
-        {"format": f"MaxText ({checkpoint.format})", "location": where, "step": checkpoint.step},
+        checkpoint.source(f"MaxText ({checkpoint.format})"),
         ignored=ignored,
         origins=origins,
     )

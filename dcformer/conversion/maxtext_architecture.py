@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..configuration_dcformer import DCFormerConfig
 from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row
 from .plan import Origin, listed
+from .strict_files import quoted
+from .training_yaml import TrainConfig
 
 
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
@@ -165,43 +165,6 @@ def _measure(tree: MaxTextTree) -> None:
             )
 
 
-class TrainConfig:
-    """The values of a run's training YAML, each checked against its type when asked for."""
-
-    def __init__(self, path: Path | None):
-        """
-        Raises:
-            FileNotFoundError: if the file does not exist.
-            ValueError: if it is not a YAML mapping.
-        """
-        self.path, self.values = path, {}
-        if path is None:
-            return
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no training configuration {str(path)!r}; check --train-config.")
-        try:
-            self.values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            line = getattr(getattr(error, "problem_mark", None), "line", None)
-            at = "" if line is None else f", line {line + 1}"
-            raise ValueError(f"{str(path)!r} is not valid YAML{at}; correct it.") from error
-        if not isinstance(self.values, dict):
-            raise ValueError(f"{str(path)!r} must hold `key: value` lines, got {type(self.values).__name__}.")
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.values
-
-    def get(self, key: str, kinds: tuple[type, ...], default=None):
-        """A value of one of the types, or the default if the file does not have the key."""
-        if key not in self.values:
-            return default
-        value = self.values[key]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise ValueError(f"{key} in {str(self.path)!r} must be {names}, got {value!r}.")
-        return value
-
-
 def infer_config(tree: MaxTextTree, train: TrainConfig) -> tuple[DCFormerConfig, list[Origin]]:
     """
     The configuration with the semantics of the JAX run, and where each value comes from.
@@ -263,7 +226,11 @@ def infer_config(tree: MaxTextTree, train: TrainConfig) -> tuple[DCFormerConfig,
         else:
             choose(f"compose_{stage}", f"{stage}_compose", (bool,), True)
     put("compose_activation", "gelu_pytorch_tanh", "the authors' JAX code")
-    return DCFormerConfig(**values), origins
+    try:
+        return DCFormerConfig(**values), origins
+    except (ValueError, TypeError, OverflowError) as error:
+        where = "The checkpoint" if train.path is None else f"The checkpoint with {str(train.path)!r}"
+        raise ValueError(f"{where} is of a model that cannot be: {error}") from error
 
 
 def _choose_windows(tree: MaxTextTree, train: TrainConfig, put) -> None:
@@ -275,7 +242,7 @@ def _choose_windows(tree: MaxTextTree, train: TrainConfig, put) -> None:
         if bad or len(windows) < n:
             raise ValueError(
                 f"window_size in {str(train.path)!r} must list a positive number or null for each of the {n} layers of "
-                f"a block, got {windows!r}."
+                f"a block, got {quoted(windows)}."
             )
         windows, origin, is_default = windows[:n], f"window_size in {Path(train.path).name}", False
     elif n in DEFAULT_WINDOWS:
@@ -287,7 +254,7 @@ def _choose_windows(tree: MaxTextTree, train: TrainConfig, put) -> None:
     finite = sorted({window for window in windows if window is not None})
     if len(finite) > 1:
         raise ValueError(
-            f"window_size {windows!r} has several window lengths; a DCFormer configuration has one, with "
+            f"window_size {quoted(windows)} has several window lengths; a DCFormer configuration has one, with "
             "sliding_attention or full_attention per layer."
         )
     layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
@@ -330,12 +297,15 @@ def _check_against_tree(tree: MaxTextTree, train: TrainConfig) -> None:
         value = train.values.get(key, fact)
         if value is not None and value != fact:
             raise ValueError(
-                f"{key} is {value!r} in {str(train.path)!r}, but {fact!r} in the checkpoint; give the YAML of this run."
+                f"{key} is {quoted(value)} in {str(train.path)!r}, but {fact!r} in the checkpoint; give the YAML of "
+                "this run."
             )
     allowed = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"]}
     for key, value in allowed.items():
         if train.values.get(key, value) != value:
-            raise ValueError(f"{key} is {train.values[key]!r} in {str(train.path)!r}; only {value!r} can be converted.")
+            raise ValueError(
+                f"{key} is {quoted(train.values[key])} in {str(train.path)!r}; only {value!r} can be converted."
+            )
     if facts["logits_via_embedding"] and train.get("normalize_embedding_logits", (bool,), True):
         raise ValueError(
             "The run shares embedding and output matrix and divides its logits by sqrt(emb_dim) "

@@ -7,18 +7,18 @@ named by its dotted path, or all of them inside one OCDBT database.
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from .leaves import ZarrLeaf
+from .orbax_steps import TEMPORARY, choose_step, step_number
 from .stores import Store, first_sentence, import_tensorstore
+from .strict_files import parse_json
 
 
 # Items are tried in this order when a step holds several with parameters.
 _ITEM_ORDER = ("state", "default", "items", "params")
-_STEP_NAME = re.compile(r"(?:.*_)?(\d+)")
 
 
 @dataclass
@@ -30,11 +30,13 @@ class OrbaxCheckpoint:
         store (`Store`): The item's folder.
         step (`int`, *optional*): Number of the step folder it lies in.
         other_items: Further items of the step, which are not read.
+        skipped_steps: Later steps of the run that are not whole, with the reason.
     """
 
     store: Store
     step: int | None = None
     other_items: list[str] = field(default_factory=list)
+    skipped_steps: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def is_ocdbt(self) -> bool:
@@ -45,6 +47,11 @@ class OrbaxCheckpoint:
         zarr3 = any(file == "zarr.json" for files in self._files.values() for file in files)
         return f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if zarr3 else 'zarr 2'}"
 
+    def source(self, format: str) -> dict[str, Any]:
+        """What a report says of where the arrays come from."""
+        source = {"format": format, "location": self.store.location, "step": self.step}
+        return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
+
     @cached_property
     def declared(self) -> list[str]:
         """Names of the arrays that the item's `_METADATA` lists, if it has one."""
@@ -52,7 +59,7 @@ class OrbaxCheckpoint:
             return []
         where = self.store.describe("_METADATA")
         try:
-            entries = json.loads(self.store.read("_METADATA"))["tree_metadata"].values()
+            entries = parse_json(self.store.read("_METADATA"))["tree_metadata"].values()
             return [
                 ".".join(str(key["key"]) for key in entry["key_metadata"])
                 for entry in entries
@@ -83,12 +90,12 @@ class OrbaxCheckpoint:
     @cached_property
     def _kvstore(self):
         tensorstore = import_tensorstore()
-        return tensorstore.KvStore.open({"driver": "ocdbt", "base": self.store.spec()}).result()
+        return self.store.result(tensorstore.KvStore.open({"driver": "ocdbt", "base": self.store.spec()}))
 
     def _ocdbt_keys(self) -> list[str]:
         try:
-            return [key.decode() for key in self._kvstore.list().result()]
-        except (ValueError, OSError) as error:
+            return [key.decode() for key in self.store.result(self._kvstore.list())]
+        except ValueError as error:
             raise ValueError(self._damaged_database(error)) from error
 
     def _damaged_database(self, error: Exception) -> str:
@@ -114,8 +121,8 @@ class OrbaxCheckpoint:
             if not self.is_ocdbt:
                 return self.store.read(f"{name}/{file}")
             try:
-                return bytes(self._kvstore.read(f"{name}/{file}").result().value)
-            except (ValueError, OSError) as error:
+                return bytes(self.store.result(self._kvstore.read(f"{name}/{file}")).value)
+            except ValueError as error:
                 raise ValueError(self._damaged_database(error)) from error
 
         return ZarrLeaf(name, self.store, name, self._files[name], ocdbt=self.is_ocdbt, read_file=read_file)
@@ -153,61 +160,41 @@ def _is_item(store: Store) -> bool:
     return any(store.has(f"{name}/{file}") for name in store.children() for file in (".zarray", "zarr.json"))
 
 
-def _step_number(name: str) -> int | None:
-    match = _STEP_NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
 def _as_item(store: Store) -> OrbaxCheckpoint | None:
     if not _is_item(store):
         return None
-    own, *above = store.location.rsplit("/", 2)[::-1][:2]
-    step = _step_number(own)
-    if step is None and above:
-        step = _step_number(above[0])
-    return OrbaxCheckpoint(store, step)
+    steps = [number for part in store.parts[:-3:-1] if (number := step_number(part)) is not None]
+    return OrbaxCheckpoint(store, steps[0] if steps else None)
 
 
 def _as_step(store: Store) -> OrbaxCheckpoint | None:
     """A step folder: its item with parameters."""
-    items = [name for name in store.children() if store.is_folder(name) and _step_number(name) is None]
-    items = [name for name in items if ".orbax-checkpoint-tmp" not in name and _is_item(store.below(name))]
+    items = [name for name in store.children() if store.is_folder(name) and step_number(name) is None]
+    items = [name for name in items if TEMPORARY not in name and _is_item(store.below(name))]
     if not items:
         return None
     items.sort(key=lambda name: (_ITEM_ORDER.index(name) if name in _ITEM_ORDER else len(_ITEM_ORDER), name))
-    candidates = [OrbaxCheckpoint(store.below(name), _step_number(store.name)) for name in items]
-    chosen = next((c for c in candidates if any("token_embedder" in name for name in c.names())), candidates[0])
+    candidates = [OrbaxCheckpoint(store.below(name), step_number(store.name)) for name in items]
+    chosen = next((candidate for candidate in candidates if _has_parameters(candidate)), candidates[0])
     chosen.other_items = [name for name in items if name != chosen.store.name]
     return chosen
 
 
 def _as_run(store: Store, step: int | None) -> OrbaxCheckpoint | None:
     """A run folder: the step asked for, or the latest complete one."""
-    folders = {
-        number: name
-        for name in store.children()
-        if (number := _step_number(name)) is not None and store.is_folder(name)
-    }
-    # Where finished steps carry this file, one without it was interrupted.
-    committed = {number for number, name in folders.items() if store.has(f"{name}/commit_success.txt")}
-    if not store.is_local and committed:
-        folders = {number: folders[number] for number in committed}
-    if not folders:
-        return None
-    if step is not None and step not in folders:
-        raise FileNotFoundError(
-            f"{store.location!r} has no step {step}; there are {', '.join(map(str, sorted(folders)))}."
-        )
-    found = None
-    for number in [step] if step is not None else sorted(folders, reverse=True):
-        below = store.below(folders[number])
+
+    def open_folder(name: str) -> OrbaxCheckpoint | None:
+        below = store.below(name)
         found = _as_step(below) or _as_item(below)
-        if found is not None:
-            break
-    if found is None:
-        raise ValueError(
-            f"Step {number}, {below.location!r}, is not an orbax checkpoint: it holds no _METADATA, manifest.ocdbt or "
-            "zarr arrays; choose another with --step."
-        )
-    found.step = number
-    return found
+        is_partial = found is not None and any(TEMPORARY in item for item in below.children())
+        return None if is_partial and not _has_parameters(found) else found
+
+    chosen = choose_step(store, step, open_folder)
+    if chosen is None:
+        return None
+    chosen.found.step, chosen.found.skipped_steps = chosen.step, chosen.skipped
+    return chosen.found
+
+
+def _has_parameters(checkpoint: OrbaxCheckpoint) -> bool:
+    return any("token_embedder" in name or "embedding_lookup" in name for name in checkpoint.names())

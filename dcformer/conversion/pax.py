@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .hub import read_config
+from .config_file import make_config, read_values, shapes_of
 from .leaves import ArrayLeaf, Leaf
 from .mapping import PAX_ROWS, axis_sizes, leaf_shape, piece_for
 from .orbax_checkpoint import open_orbax
 from .plan import Origin, Plan, complete, listed
 from .stores import is_remote
+from .strict_files import quoted
 
 
+_SUB_BLOCK = re.compile(r"\.x_layers_(\d+)\.")
 _ROOT = "mdl_vars.params.lm."
 _IGNORED = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
 # Their vocabulary is longer than the model's, up to a multiple that shards well.
@@ -38,8 +42,8 @@ def plan_pax(
     Raises:
         FileNotFoundError, ValueError: if it cannot be converted whole; the message says why.
     """
-    model_config = read_config(Path(config))
-    arrays, form, number = _open(source, step)
+    values = read_values(Path(config))
+    arrays, origin = open_pax(source, step)
     ignored, leaves = {}, {}
     for name, leaf in arrays.items():
         if _IGNORED.fullmatch(name):
@@ -53,16 +57,27 @@ def plan_pax(
             )
     if not leaves:
         raise ValueError(f"{str(source)!r} holds no array below {_ROOT!r}; it is not a PAX DCFormer checkpoint.")
+    where = f"the arrays of {str(source)!r}, from x_layers_0 on,"
+    model_config = make_config(values, Path(config), _count_layers(leaves), where)
     plan = Plan(
         model_config,
         leaves,
         [],
-        {"format": f"PAX ({form})", "location": str(source), "step": number},
+        origin,
         ignored=ignored,
         origins=[Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())],
     )
+    shapes = shapes_of(model_config, Path(config))
     _add_pieces(plan)
-    return complete(plan, dtype)
+    return complete(plan, dtype, shapes)
+
+
+def _count_layers(leaves: dict[str, Leaf]) -> int | None:
+    """How many layers the arrays hold; None if it cannot be told."""
+    stacks = [(int(match[1]), leaf.shape) for name, leaf in leaves.items() if (match := _SUB_BLOCK.search(name))]
+    if not stacks or not all(shape for _, shape in stacks):
+        return None
+    return (1 + max(sub for sub, _ in stacks)) * max(shape[0] for _, shape in stacks)
 
 
 def _add_pieces(plan: Plan) -> None:
@@ -110,26 +125,33 @@ def _add_pieces(plan: Plan) -> None:
             plan.pieces.append(piece_for(row, name, parameter, sizes, 0, block))
 
 
-def _open(source, step: int | None) -> tuple[dict[str, Leaf], str, int | None]:
+def open_pax(source, step: int | None) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """The arrays of a PAX checkpoint, and what a report says of where they come from."""
     path = Path(source)
     if not is_remote(source):
         if not path.exists():
             raise FileNotFoundError(f"There is no PAX checkpoint {str(source)!r}; check the path.")
         if path.is_file():
-            return _open_npz(path), "flat .npz", None
+            return _open_npz(path), {"format": "PAX (flat .npz)", "location": str(source), "step": None}
         if any(path.glob("*.npy")):
-            return _open_npy_folder(path), "folder of .npy files", None
+            source = {"format": "PAX (folder of .npy files)", "location": str(source), "step": None}
+            return _open_npy_folder(path), source
     checkpoint = open_orbax(source, step)
     names = [name for name in checkpoint.names() if not _IGNORED.fullmatch(name)]
-    return {name: checkpoint.leaf(name) for name in names}, checkpoint.format, checkpoint.step
+    origin = checkpoint.source(f"PAX ({checkpoint.format})")
+    return {name: checkpoint.leaf(name) for name in names}, origin
 
 
 def _open_npz(path: Path) -> dict[str, Leaf]:
+    headers: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     try:
         with zipfile.ZipFile(path) as archive:
-            members = [info.filename for info in archive.infolist()]
-            headers = {member: _npy_header(archive.open(member)) for member in members}
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                if key in headers:
+                    raise ValueError(f"it holds {quoted(key)} twice")
+                headers[key] = _npy_header(archive.open(info))
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error) as error:
         raise ValueError(f"{path} is not a complete .npz file of arrays ({error}); copy it again.") from error
 
     def loader(key: str):
@@ -139,11 +161,7 @@ def _open_npz(path: Path) -> dict[str, Leaf]:
 
         return load
 
-    leaves: dict[str, Leaf] = {}
-    for member, (shape, dtype) in headers.items():
-        key = member.removesuffix(".npy")
-        leaves[key] = ArrayLeaf(key, str(path), shape, dtype, loader(key))
-    return leaves
+    return {key: ArrayLeaf(key, str(path), shape, dtype, loader(key)) for key, (shape, dtype) in headers.items()}
 
 
 def _open_npy_folder(folder: Path) -> dict[str, Leaf]:

@@ -59,7 +59,8 @@ class Plan:
         zeros: Runs (start, stop) of a parameter that no array fills because the model never reads them.
         ignored: Source arrays that are not read, with the reason.
         origins: Where each configuration value comes from.
-        source: Format, location and step, for the report.
+        source: For the report, `format`, `location`, `step` and, where later steps of the run are not whole,
+            `skipped_steps`: each with the reason.
         unused: Source arrays that the model has no use for but that are kept in a file of their own.
     """
 
@@ -88,7 +89,8 @@ class Plan:
     def fingerprint(self) -> dict[str, Any]:
         """What tells that an earlier run converted the same arrays in the same way."""
         return {
-            "source": self.source,
+            # A step that a running training begins meanwhile makes no difference.
+            "source": {key: value for key, value in self.source.items() if key != "skipped_steps"},
             "config": self.config.to_dict(),
             "arrays": {name: leaf.fingerprint() for name, leaf in self.leaves.items()},
             "parameters": {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()},

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import os
-import re
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
-from ..optional import import_optional
+from .buckets import Bucket, first_sentence, import_tensorstore
 
+
+__all__ = ["REMOTE_SCHEMES", "Store", "first_sentence", "import_tensorstore", "is_remote"]
 
 REMOTE_SCHEMES = ("gs", "s3")
-
-
-def import_tensorstore():
-    return import_optional("tensorstore", "Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.")
 
 
 def is_remote(location: str | os.PathLike) -> bool:
@@ -26,8 +26,8 @@ class Store:
     The files below a folder.
 
     Args:
-        location (`str` or `Path`): A local folder, or `gs://bucket/path`, `s3://bucket/path`. Credentials come from the
-            usual places; `AWS_ENDPOINT_URL` and `AWS_REGION` are respected for s3.
+        location (`str` or `Path`): A local folder, or `gs://bucket/path`, `s3://bucket/path`; the path may be empty.
+            Credentials come from the usual places; `AWS_ENDPOINT_URL` and `AWS_REGION` are respected for s3.
 
     Raises:
         ValueError: for another scheme.
@@ -35,43 +35,40 @@ class Store:
     """
 
     def __init__(self, location: str | os.PathLike):
-        url = urlparse(str(location))
-        self.is_local = url.scheme not in REMOTE_SCHEMES
-        if self.is_local and "://" in str(location):
+        self.is_local = not is_remote(location)
+        if not self.is_local:
+            self._bucket: Bucket | None = Bucket(str(location))
+            self.location, self._base = self._bucket.location, self._bucket.spec
+            return
+        if "://" in str(location):
             raise ValueError(f"{location!r}: the scheme must be gs:// or s3://, or the path a local one.")
-        self.location = str(Path(location).absolute()) if self.is_local else str(location).rstrip("/")
-        if self.is_local:
-            if not Path(self.location).exists():
-                raise FileNotFoundError(f"There is no folder {str(location)!r}; check the path.")
-            if not Path(self.location).is_dir():
-                raise ValueError(f"{str(location)!r} is a file; give the folder of a checkpoint.")
-            # Mapped files spare tensorstore a copy of every chunk as it is stored.
-            self._base = {"driver": "file", "path": self.location + "/", "file_io_mode": {"mode": "memmap"}}
-        elif url.scheme == "gs":
-            self._base = {"driver": "gcs", "bucket": url.netloc, "path": url.path.strip("/") + "/"}
-        else:
-            self._base = {"driver": "s3", "bucket": url.netloc, "path": url.path.strip("/") + "/"}
-            if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL")):
-                self._base["endpoint"] = endpoint
-            if region := os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION")):
-                self._base["aws_region"] = region
-        self._remote_names: list[str] | None = None
+        self._bucket, self.location = None, str(Path(location).absolute())
+        if not Path(self.location).exists():
+            raise FileNotFoundError(f"There is no folder {str(location)!r}; check the path.")
+        if not Path(self.location).is_dir():
+            raise ValueError(f"{str(location)!r} is a file; give the folder of a checkpoint.")
+        # Mapped files spare tensorstore a copy of every chunk as it is stored.
+        self._base = {"driver": "file", "path": self.location + "/", "file_io_mode": {"mode": "memmap"}}
 
     def below(self, folder: str) -> Store:
         """The store of a folder inside this one."""
         store = object.__new__(Store)
-        store.is_local, store._remote_names = self.is_local, None
+        store.is_local, store._bucket = self.is_local, self._bucket
         store.location = f"{self.location}/{folder}"
         store._base = {**self._base, "path": f"{self._base['path']}{folder}/"}
-        if self._remote_names is not None:
-            prefix = folder + "/"
-            store._remote_names = [name[len(prefix) :] for name in self._remote_names if name.startswith(prefix)]
+        if not self.is_local:
+            store._listed = self.names(folder)
         return store
+
+    @property
+    def parts(self) -> list[str]:
+        """The folders of the location, without the bucket."""
+        return self._base["path"].strip("/").split("/")
 
     @property
     def name(self) -> str:
         """The last part of the location."""
-        return self.location.rsplit("/", 1)[-1]
+        return self.parts[-1]
 
     def spec(self, path: str = "") -> dict:
         """The tensorstore key-value store of a folder inside this one."""
@@ -84,7 +81,9 @@ class Store:
         """Every file below a folder, with its path relative to that folder, sorted."""
         prefix = f"{folder}/" if folder else ""
         if not self.is_local:
-            return sorted(name[len(prefix) :] for name in self._listed() if name.startswith(prefix))
+            first = bisect.bisect_left(self._listed, prefix)
+            behind = bisect.bisect_left(self._listed, prefix + chr(0x10FFFF)) if prefix else len(self._listed)
+            return [name[len(prefix) :] for name in self._listed[first:behind]]
         root = Path(self.location, folder)
         return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
@@ -92,28 +91,39 @@ class Store:
         """Names of the files and folders right here, sorted."""
         if self.is_local:
             return sorted(entry.name for entry in os.scandir(self.location))
-        return sorted({name.split("/", 1)[0] for name in self._listed()})
+        return sorted({name.split("/", 1)[0] for name in self._listed})
 
     def has(self, path: str) -> bool:
-        return Path(self.location, path).is_file() if self.is_local else path in self._listed()
+        if self.is_local:
+            return Path(self.location, path).is_file()
+        place = bisect.bisect_left(self._listed, path)
+        return place < len(self._listed) and self._listed[place] == path
 
     def is_folder(self, path: str) -> bool:
-        if self.is_local:
-            return Path(self.location, path).is_dir()
-        return any(name.startswith(path + "/") for name in self._listed())
+        return Path(self.location, path).is_dir() if self.is_local else bool(self.names(path))
+
+    def result(self, future: Any) -> Any:
+        """
+        The result of a request of tensorstore's to this store.
+
+        Raises:
+            ConnectionError, PermissionError, FileNotFoundError: if a bucket does not give it.
+            ValueError: as tensorstore, for what was read.
+        """
+        return future.result() if self._bucket is None else self._bucket.result(future)
 
     def read(self, path: str) -> bytes:
         """
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if a bucket does not answer.
+            ConnectionError, PermissionError: if a bucket does not give it.
         """
         if self.is_local:
             file = Path(self.location, path)
             if not file.is_file():
                 raise FileNotFoundError(f"There is no file {self.describe(path)!r}.")
             return file.read_bytes()
-        result = self._remote(lambda kvstore: kvstore.read(path))
+        result = self.result(self._kvstore.read(path))
         if result.state != "value":
             raise FileNotFoundError(f"There is no file {self.describe(path)!r}.")
         return bytes(result.value)
@@ -126,23 +136,11 @@ class Store:
         stats = [(name, Path(self.location, folder, name).stat()) for name in names]
         return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
+    @cached_property
     def _listed(self) -> list[str]:
-        if self._remote_names is None:
-            names = [key.decode() for key in self._remote(lambda kvstore: kvstore.list())]
-            if not names:
-                raise FileNotFoundError(f"There is nothing at {self.location!r}; check the bucket and the path.")
-            self._remote_names = names
-        return self._remote_names
+        """The files of a bucket, sorted."""
+        return self._bucket.names()
 
-    def _remote(self, request):
-        tensorstore = import_tensorstore()
-        try:
-            return request(tensorstore.KvStore.open(self._base).result()).result()
-        except ValueError as error:
-            raise ValueError(f"{self.location!r} cannot be read: {first_sentence(error)}") from error
-
-
-def first_sentence(error: Exception) -> str:
-    """The telling part of a tensorstore message: without status code, nested context and source positions."""
-    text = str(error).split(" [")[0].split("\n")[0]
-    return re.sub(r"^[A-Z_]+: ", "", text)[:300]
+    @cached_property
+    def _kvstore(self):
+        return import_tensorstore().KvStore.open(self._base).result()

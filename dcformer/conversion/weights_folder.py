@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
-import zipfile
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .leaves import TensorLeaf
+from .strict_files import parse_json, quoted
+from .torch_file import damaged, list_torch
 
 
 SAFETENSORS_DTYPES = {
@@ -30,6 +31,7 @@ _SINGLE_AND_INDEX = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -53,12 +55,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a valid index of weights; copy or download it again.") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise ValueError(f"{index} names the file {name!r}, which is not in its own folder; refusing to read it.")
+            raise ValueError(
+                f"{index} names the file {quoted(name)}, which is not in its own folder; refusing to read it."
+            )
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{index} names {name!r}, which is missing; copy or download it again.")
     return [folder / name for name in names]
@@ -73,12 +77,17 @@ def open_weights(folder: str | Path) -> dict[str, TensorLeaf]:
     """
     leaves: dict[str, TensorLeaf] = {}
     for path in weight_files(Path(folder)):
-        listing = list_safetensors if path.suffix == ".safetensors" else _list_torch
+        listing = list_safetensors if path.suffix == ".safetensors" else list_torch
         for leaf in listing(path):
             if leaf.name in leaves:
                 raise ValueError(f"{leaf.name} is in {leaves[leaf.name].where} and in {path}; remove one of the two.")
             leaves[leaf.name] = leaf
     return leaves
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """How many layers tensors of these names make."""
+    return 1 + max((int(match[1]) for name in names if (match := _LAYER.search(name))), default=-1)
 
 
 def list_safetensors(path: Path) -> list[TensorLeaf]:
@@ -88,8 +97,8 @@ def list_safetensors(path: Path) -> list[TensorLeaf]:
             pass
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(length))
-    except (SafetensorError, OSError) as error:
+            entries = parse_json(file.read(length))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(damaged(path, error)) from error
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
@@ -121,29 +130,3 @@ class SafetensorsLeaf(TensorLeaf):
                 buffer = buffer[count:]
         values = values.view(last - first, *self.shape[1:]) if box else values.view(())
         return values[(slice(None), *(slice(*interval) for interval in box[1:]))] if box else values
-
-
-def _list_torch(path: Path) -> list[TensorLeaf]:
-    state = _load_torch(path)
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(values, Tensor) for name, values in state.items()
-    ):
-        raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
-
-    def loader(name: str):
-        return lambda: _load_torch(path)[name]
-
-    return [TensorLeaf(name, path, values.shape, values.dtype, loader(name)) for name, values in state.items()]
-
-
-def _load_torch(path: Path):
-    # Mapped, so that a read costs the memory of one tensor; the format before torch 1.6 cannot be.
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError) as error:
-        raise ValueError(damaged(path, error)) from error
-
-
-def damaged(path: Path, error: Exception) -> str:
-    reason = str(error).split("\n")[0].split(". ")[0]
-    return f"{path} is truncated, damaged or holds something else than tensors ({reason}); copy or download it again."
