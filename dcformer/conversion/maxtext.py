@@ -60,7 +60,12 @@ def plan_maxtext(
         config,
         leaves,
         [],
-        {"format": f"MaxText ({checkpoint.format})", "location": where, "step": checkpoint.step},
+        {
+            "format": f"MaxText ({checkpoint.format})",
+            "location": where,
+            "step": checkpoint.step,
+            "layers_per_block": tree.layers_per_block,
+        },
         ignored=ignored,
         origins=origins,
     )
