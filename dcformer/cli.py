@@ -189,7 +189,7 @@ def inspect(
 @app.command()
 def verify(
     a: Annotated[str, typer.Argument(metavar="A", help="Any checkpoint; without B, a converted folder.")],
-    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The checkpoint to compare it with.")] = None,
+    b: Annotated[str | None, typer.Argument(metavar="B", help="The checkpoint to compare it with.")] = None,
     train_config: TrainConfig = None,
     config: Config = None,
     as_json: Json = False,
@@ -198,8 +198,8 @@ def verify(
     """
     Check a converted folder's hashes, or compare two checkpoints.
 
-    With A alone, every tensor is checked against the SHA-256 in conversion_report.json. With A and B, which may be of
-    any formats, tensors and logits are compared. Exit status 0 if everything is right, or the same model.
+    With A alone, every tensor is checked against the SHA-256 in its conversion_report.json. With A and B, of any
+    formats, tensors and logits are compared. The exit status is 0 if all is as it should be, or the same model.
     """
     if b is None:
         with one_line_errors(debug), _quiet(), _byte_progress("Checking") as progress:

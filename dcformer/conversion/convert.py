@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from ..configuration_dcformer import DCFormerConfig
-from .destination import Destination
+from .destination import Destination, with_number
 from .hash_check import check_while_reading
 from .hub import local_folder, plan_hub
 from .maxtext import plan_maxtext
@@ -265,12 +265,11 @@ def check_room(target: Destination, nbytes: int) -> None:
     """Raise OSError if the destination's disk has no room for so many bytes of weights."""
     free = shutil.disk_usage(target.partial).free
     if nbytes + _SMALL_FILES_BYTES > free:
-        error = OSError(
+        words = (
             f"The disk of {str(target.path.parent)!r} has {free / 1e9:.2f} GB free and the conversion needs "
             f"{(nbytes + _SMALL_FILES_BYTES) / 1e9:.2f} GB; free some or choose another destination."
         )
-        error.errno = errno.ENOSPC  # so that what is finished is kept
-        raise error
+        raise with_number(OSError(words), errno.ENOSPC)
 
 
 def _values_words(written: dict[str, Written]) -> str:

@@ -137,7 +137,11 @@ class Destination:
             with self._locked():
                 # Another process may have ended since the destination was looked at.
                 self._recover()
-                self._check_place()
+                try:
+                    self._check_place()
+                except FileExistsError:
+                    self._remove_partial(only_if_empty=True)
+                    raise
                 yield from self._build(json.dumps(fingerprint, sort_keys=True).encode(), has_progress)
         finally:
             for folder in missing:  # the innermost first; one that is not empty stays
@@ -167,7 +171,11 @@ class Destination:
         """Create the partial folder if need be and hold its lock."""
         path = self.partial / "lock"
         while True:
-            self.partial.mkdir(parents=True, exist_ok=True)
+            try:
+                self.partial.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                reason = f"{str(self.path)!r} cannot be created ({error}); choose another destination."
+                raise with_number(OSError(reason), error.errno) from error
             try:
                 lock = path.open("w")
             except FileNotFoundError:
@@ -230,6 +238,12 @@ class Destination:
 def remove(path: Path) -> None:
     """Delete a file, a link or a whole folder."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def with_number(error: OSError, number: int | None) -> OSError:
+    """The error with its `errno`, which is not in its words."""
+    error.errno = number
+    return error
 
 
 def _resolved(path: Path) -> Path:

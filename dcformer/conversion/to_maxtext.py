@@ -6,6 +6,7 @@ that no more than one layer's parameter is in memory.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
 from .convert import Progress, check_room, refuse_quantised
-from .destination import Destination
+from .destination import Destination, with_number
 from .hash_check import check_kept, check_while_reading, file_digests
 from .hub import local_folder, plan_hub, read_config
 from .leaves import Leaf
@@ -32,7 +33,7 @@ from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
 from .pieces import Box, Piece, dtype_name
 from .plan import DTYPES, UNUSED_FILE, Plan
 from .report_file import REPORT_FILE, remembered_source
-from .stores import import_tensorstore
+from .stores import first_sentence, import_tensorstore
 from .tensor_bytes import is_finite, not_finite_words
 from .weights_folder import list_safetensors
 
@@ -158,7 +159,8 @@ def convert_to_maxtext(
     refuse_quantised(plan)
     check_while_reading(plan, folder)
     if step is None:
-        step = min(max(remembered.get("step", 0), 0), _LARGEST_STEP)
+        step = remembered.get("step", 0)
+        step = step if 0 <= step <= _LARGEST_STEP else 0
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
     unused = _unused_leaves(folder)
     for leaf in targets:
@@ -207,7 +209,7 @@ def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool,
     if config.qk_norm and config.norm_eps != config.qk_norm_eps:
         close.append(f"norm_eps is {config.norm_eps} but qk_norm_eps {config.qk_norm_eps}")
     if close and not approximate:
-        reasons.append(f"{'; '.join(close)} (approximate=True accepts these slight differences)")
+        reasons.append(f"{'; '.join(close)} (approximate=True, or --approximate, accepts these slight differences)")
     if reasons:
         raise ValueError(f"{str(folder)!r} cannot be written as a MaxText checkpoint: {'; '.join(reasons)}.")
 
@@ -338,13 +340,23 @@ def _create(tensorstore, folder: Path, shape: tuple[int, ...], first_chunk: Box,
     kvstore = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "dtype": dtype_name(dtype), "metadata": metadata}
     # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
-    return tensorstore.open({**spec, "store_data_equal_to_fill_value": True}, create=True).result()
+    spec["store_data_equal_to_fill_value"] = True
+    return _done(tensorstore.open(spec, open=True, create=True))
 
 
 def _write_array(array, values: Tensor) -> None:
     if values.dtype == torch.bfloat16:  # which NumPy does not know
         values = values.view(torch.int16)
-    array.write(values.numpy().view(array.dtype.numpy_dtype)).result()
+    _done(array.write(values.numpy().view(array.dtype.numpy_dtype)))
+
+
+def _done(future):
+    """The result of what tensorstore writes; OSError if it cannot be written."""
+    try:
+        return future.result()
+    except (ValueError, OSError) as error:
+        is_full = str(error).startswith("RESOURCE_EXHAUSTED")
+        raise with_number(OSError(first_sentence(error)), errno.ENOSPC if is_full else errno.EIO) from error
 
 
 def _orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
