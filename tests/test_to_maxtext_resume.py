@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dcformer import conversion
 from dcformer.cli import app
-from dcformer.conversion import convert_to_maxtext, to_maxtext
+from dcformer.conversion import convert_to_maxtext, destination, to_maxtext
 
 
 JAX = {"compose_activation": "gelu_pytorch_tanh", "norm_eps": 1e-5, "qk_norm_eps": 1e-5}
@@ -89,6 +89,32 @@ def test_a_killed_run_and_then_other_options(source, tmp_path, monkeypatch):
     convert_to_maxtext(source, run, layers_per_block=4, step=9)
     assert not (run / "0").exists() and (run / "9" / "state").is_dir()
     assert any("mlp_3" in name for name in contents(run)) and os.listdir(tmp_path) == ["run"]
+
+
+def test_an_end_while_the_rest_of_another_run_is_removed(source, expected, tmp_path, monkeypatch):
+    """What is left then must not be taken for what the first run had finished."""
+    run, partial, killed = tmp_path / "run", tmp_path / ".run.partial", tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        kill_after(patch, 20, partial, killed)
+        convert_to_maxtext(source, run)
+    shutil.rmtree(run)
+    killed.rename(partial)
+
+    def removing(path):
+        if path.name != "model":  # it comes first, whatever the order on the disk
+            return
+        shutil.rmtree(path / "0" / "state" / "params.token_embedder.embedding")
+        shutil.copytree(partial, killed)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(destination, "remove", removing)
+        with pytest.raises(KeyboardInterrupt):
+            convert_to_maxtext(source, run, step=9)
+    shutil.rmtree(partial, ignore_errors=True)
+    killed.rename(partial)
+    convert_to_maxtext(source, run)
+    assert contents(run) == expected
 
 
 def test_an_interrupted_run_goes_on(source, expected, tmp_path, monkeypatch):

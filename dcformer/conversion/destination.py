@@ -22,6 +22,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from .ownership import foreign_files, is_converted
 from .plan import listed
@@ -190,7 +191,7 @@ class Destination:
                         f"{str(path)!r} cannot be locked ({error.strerror}): the file system has no locks; choose a "
                         "destination on another disk."
                     ) from error
-                if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                if _is_file_at(lock, path):
                     yield
                     return
 
@@ -222,6 +223,8 @@ class Destination:
             self._remove_partial()
 
     def _empty_partial(self) -> None:
+        # First, so that nobody goes on from what an end in between leaves.
+        (self.partial / "fingerprint").unlink(missing_ok=True)
         for entry in self.partial.iterdir():
             if entry.name != "lock":
                 remove(entry)
@@ -246,11 +249,21 @@ def with_number(error: OSError, number: int | None) -> OSError:
     return error
 
 
-def _resolved(path: Path) -> Path:
+def _is_file_at(file: IO, path: Path) -> bool:
+    """Whether an open file is still the one that its path names."""
     try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links, by the version of Python
-        raise ValueError(f"{str(path)!r} is a link that leads to itself; remove it.") from error
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _resolved(path: Path) -> Path:
+    # A loop of links raises one of these errors or is left as it is, by the version of Python.
+    with contextlib.suppress(OSError, RuntimeError):
+        resolved = path.resolve()
+        if not resolved.is_symlink():
+            return resolved
+    raise ValueError(f"{str(path)!r} is a link that leads to itself; remove it.")
 
 
 def _is_worth_resuming(error: BaseException) -> bool:
