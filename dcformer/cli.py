@@ -1,7 +1,8 @@
-"""The `dcformer` command: converting, inspecting, comparing and evaluating checkpoints."""
+"""The `dcformer` command: converting, inspecting, verifying, training and evaluating checkpoints."""
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from .training.command import train_command
 
 
 app = typer.Typer(
-    help="Convert, inspect, compare and evaluate DCFormer checkpoints.",
+    help="Convert, inspect, verify, train and evaluate DCFormer checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,6 +33,7 @@ app.command("tasks")(tasks_command)
 app.command("train")(train_command)
 
 _GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
+_GO_ON_MAXTEXT = "Interrupted; finished chunks are kept, run the same command to go on."
 _MOST_TENSORS = 20
 _LONGEST_VALUE = 60
 
@@ -45,10 +47,13 @@ Dtype = Annotated[
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Check the folder that was written.")]
+Verify = Annotated[
+    bool,
+    typer.Option("--verify/--no-verify", help="Refuse NaN and infinity in the weights; check the folder written."),
+]
 Reference = Annotated[str | None, typer.Option(help=".npz with tokens and logits that the model must reproduce.")]
 Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace a converted model at DST.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace a converted model at DST that holds nothing else.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -127,19 +132,22 @@ def convert_hub(
 def convert_to_maxtext(
     source: Source,
     destination: Destination,
-    step: Annotated[int | None, typer.Option(help="Step number of the checkpoint to write.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step number to write; the source's if not given.")] = None,
     scan_layers: Annotated[bool, typer.Option("--scan-layers/--no-scan-layers", help="Stack the layers.")] = True,
-    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block of the scan.")] = None,
+    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block; the source's if not given.")] = None,
     param_dtype: Annotated[Literal["keep", "float32", "bfloat16"], typer.Option(help="Of the arrays.")] = "keep",
     fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="One array for query, key and value.")] = False,
     fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="One array for gate and up projection.")] = False,
     approximate: Annotated[bool, typer.Option("--approximate", help="Allow what MaxText computes otherwise.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Refuse NaN and infinity in the weights.")
+    ] = True,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
     """A Transformers folder to a MaxText (orbax) checkpoint."""
     options = {name: value for name, value in locals().items() if name not in ("source", "destination", "debug")}
-    with one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+    with one_line_errors(debug, _GO_ON_MAXTEXT), _quiet(), _byte_progress("Converting") as progress:
         from .conversion import convert_to_maxtext as convert
 
         result = convert(source, destination, progress=progress, **options)
@@ -165,8 +173,7 @@ def inspect(
         typer.echo(json.dumps(found.to_dict(), indent=2, default=str))
         return
     console = _console()
-    step_words = "" if found.step is None else f", step {found.step}"
-    console.print(f"{found.format}, {found.location}{step_words}", soft_wrap=True)
+    _print_location(found.format, found.location, found.step, found.skipped_steps)
     rows = [(t.name, _size(t.shape), t.dtype, _size(t.chunk_shape), f"{t.nbytes:,}") for t in found.tensors]
     _print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
     if found.architecture:
@@ -181,20 +188,35 @@ def inspect(
 
 @app.command()
 def verify(
-    a: Annotated[str, typer.Argument(metavar="A", help="Any checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The one to compare it with.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Any checkpoint; without B, a converted folder.")],
+    b: Annotated[str | None, typer.Argument(metavar="B", help="The checkpoint to compare it with.")] = None,
     train_config: TrainConfig = None,
     config: Config = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints of any formats; exit status 0 if they are the same model."""
-    with one_line_errors(debug), _quiet(), Console(stderr=True).status("Comparing"):
-        from .conversion import compare
+    """
+    Check a converted folder's hashes, or compare two checkpoints.
 
-        result = compare(a, b, train_config=train_config, config=config)
+    With A alone, every tensor is checked against the SHA-256 in its conversion_report.json. With A and B, of any
+    formats, tensors and logits are compared. The exit status is 0 if all is as it should be, or the same model.
+    """
+    if b is None:
+        with one_line_errors(debug), _quiet(), _byte_progress("Checking") as progress:
+            from .conversion import verify_hashes
+
+            if train_config is not None or config is not None:
+                raise ValueError("--train-config and --config are for comparing two checkpoints; give B too.")
+            result = verify_hashes(a, progress=progress)
+    else:
+        with one_line_errors(debug), _quiet(), Console(stderr=True).status("Comparing"):
+            from .conversion import compare
+
+            result = compare(a, b, train_config=train_config, config=config)
     if as_json:
         typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
+    elif b is None:
+        _print_hash_check(result)
     else:
         _print_comparison(result)
     if not result.same:
@@ -202,10 +224,12 @@ def verify(
 
 
 def _convert(function: str, source: str, destination: str, debug: bool, **options) -> None:
-    with one_line_errors(debug, _GO_ON), _quiet(), _byte_progress() as progress:
+    with one_line_errors(debug, _GO_ON), _quiet(), _byte_progress("Converting") as progress:
         from . import conversion
 
         report = getattr(conversion, function)(source, destination, progress=progress, **options)
+    source = report.source
+    _print_location(source["format"], source["location"], source["step"], source.get("skipped_steps", {}))
     _print_origins("Configuration", report.origins)
     ignored = Counter(report.ignored.values())
     if ignored:
@@ -241,19 +265,26 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _byte_progress() -> Iterator[Callable[[int], Callable[[int], None]]]:
+def _byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
     """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
 
         def start(total: int) -> Callable[[int], None]:
-            task = bar.add_task("Converting", total=total)
-            return lambda nbytes: bar.advance(task, nbytes)
+            number = bar.add_task(task, total=total)
+            return lambda nbytes: bar.advance(number, nbytes)
 
         yield start
 
 
 def _console() -> Console:
     return make_console(pipe_width=160)
+
+
+def _print_location(form: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
+    console = _console()
+    console.print(f"{form}, {location}" + ("" if step is None else f", step {step}"), soft_wrap=True)
+    for number, reason in skipped_steps.items():
+        console.print(f"Step {number} was passed over: {reason}", soft_wrap=True)
 
 
 def _print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable]) -> None:
@@ -273,7 +304,8 @@ def _print_origins(title: str, origins: list) -> None:
 def _print_comparison(result) -> None:
     rows = [(name, f"missing in {where}") for name, where in result.missing.items()]
     rows += [(name, f"shapes {_size(first)} and {_size(second)}") for name, (first, second) in result.shapes.items()]
-    largest = sorted(result.tensors.items(), key=lambda item: -item[1])
+    # What is no number first.
+    largest = sorted(result.tensors.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
     rows += [(name, f"max abs {difference:.3g}") for name, difference in largest]
     console = _console()
     if rows:
@@ -283,8 +315,20 @@ def _print_comparison(result) -> None:
     if result.config:
         changes = [(key, _short(first), _short(second)) for key, (first, second) in result.config.items()]
         _print_table("Configuration values that differ", ("field", "A", "B"), changes)
-    console.print(f"Logits: {result.logits or 'not compared'}")
+    console.print(f"Logits: {result.logits or f'not compared; {result.note}'}", soft_wrap=True)
     console.print(f"{result.compared} tensors compared: {result.verdict}")
+
+
+def _print_hash_check(result) -> None:
+    console = _console()
+    if result.problems:
+        rows = [(found.file, found.tensor, found.problem) for found in result.problems]
+        _print_table("Not as in conversion_report.json", ("file", "tensor", "problem"), rows[:_MOST_TENSORS])
+    if len(result.problems) > _MOST_TENSORS:
+        console.print(f"and {len(result.problems) - _MOST_TENSORS} more")
+    what = f"{result.folder}: SHA-256 of {result.checked} {result.unit} checked, {result.nbytes:,} bytes"
+    verdict = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"
+    console.print(f"{what}: {verdict}", soft_wrap=True)
 
 
 def _short(value) -> str:

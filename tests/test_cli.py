@@ -117,3 +117,39 @@ def test_interrupt_and_full_disk(torch_folder, tmp_path, monkeypatch):
         monkeypatch.setattr("dcformer.conversion.convert_hub", fail)
         failed = call("convert", "hub", torch_folder, tmp_path / "model")
         assert failed.exit_code == status and words in failed.stderr and failed.stderr.count("\n") == 1
+
+
+def test_the_output_names_the_checkpoint_and_the_step(maxtext, torch_folder, tmp_path):
+    done = call("convert", "maxtext", maxtext, tmp_path / "model", "--no-verify")
+    assert done.output.splitlines()[0] == f"MaxText (zarr 2), {maxtext / '14000' / 'state'}, step 14000"
+    done = call("convert", "hub", torch_folder, tmp_path / "hub", "--no-verify")
+    assert done.output.splitlines()[0] == f"torch files, {torch_folder}"
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        (("convert", "hub", "{source}", "/"), "mount point"),
+        (("convert", "hub", "{source}", "{out}", "--max-shard-size", "0" * 99), "max_shard_size"),
+        (("convert", "to-maxtext", "{source}", "{out}", "--step", 10**25), "step must be between"),
+        (("convert", "to-maxtext", "{source}", "/proc/nothing/out", "--approximate"), "cannot be created"),
+        (("verify", "{source}"), "no conversion_report.json"),
+        (("verify", "gs://bucket/model"), "gs://bucket/model"),
+    ],
+    ids=["root", "shard_size", "step", "proc", "hashes", "bucket"],
+)
+def test_what_cannot_be_done_is_one_line(torch_folder, tmp_path, command, words):
+    failed = call(*(str(word).format(source=torch_folder, out=tmp_path / "out") for word in command))
+    assert failed.exit_code == 1 and failed.stdout == "", failed.output
+    assert failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1 and words in failed.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shard_size_of_any_length_is_one_file(torch_folder, tmp_path):
+    done = call("convert", "hub", torch_folder, tmp_path / "model", "--max-shard-size", "9" * 400, "--no-verify")
+    assert done.exit_code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_help_of_verify_names_both_uses():
+    text = call("verify", "--help").output
+    assert "conversion_report.json" in text and "compare" in text

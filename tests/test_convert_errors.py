@@ -400,7 +400,7 @@ def test_bad_destination(work, case):
 
 
 def test_failure_leaves_the_model_that_force_would_replace(work):
-    shutil.copytree(work / "hub", work / "out")
+    convert_maxtext(work / "src", work / "out")
     garbage(work / "src" / "7" / "state")
     assert_refused(work, MLP, convert_maxtext, work / "src", force=True)
 

@@ -76,8 +76,8 @@ def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, tmp_p
         stop_after(patch, 2)
         with pytest.raises(KeyboardInterrupt):
             convert_maxtext(run, destination, max_shard_size="100KB", workers=1)
-    note = next(partial_of(destination).glob(".progress/*.json"))
-    shard = partial_of(destination) / note.name.removesuffix(".json")
+    note = next(partial_of(destination).glob("progress/*.json"))
+    shard = partial_of(destination) / "model" / note.name.removesuffix(".json")
     damaged = bytearray(shard.read_bytes())
     damaged[-1] ^= 1
     shard.write_bytes(damaged)

@@ -1,6 +1,7 @@
 """Converting checkpoints between the authors' JAX and torch formats and Transformers folders."""
 
 from .convert import convert_hub, convert_maxtext, convert_pax
+from .hash_check import HashCheck, HashProblem, verify_hashes
 from .inspection import Inspection, inspect_checkpoint
 from .report import ConversionReport
 from .to_maxtext import MaxTextReport, convert_to_maxtext
@@ -10,6 +11,8 @@ from .verification import Comparison, compare
 __all__ = [
     "Comparison",
     "ConversionReport",
+    "HashCheck",
+    "HashProblem",
     "Inspection",
     "MaxTextReport",
     "compare",
@@ -18,4 +21,5 @@ __all__ = [
     "convert_pax",
     "convert_to_maxtext",
     "inspect_checkpoint",
+    "verify_hashes",
 ]

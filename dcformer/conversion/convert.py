@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import math
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
+from decimal import Decimal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from ..configuration_dcformer import DCFormerConfig
-from .destination import Destination
+from .destination import Destination, with_number
+from .hash_check import check_while_reading
 from .hub import local_folder, plan_hub
 from .maxtext import plan_maxtext
 from .maxtext_architecture import TrainConfig
 from .pax import plan_pax
-from .plan import Origin, Plan, meta_model
+from .plan import Origin, Plan, listed, meta_model
 from .report import ConversionReport, tensor_records, write_model_card
-from .shard_writer import INDEX_FILE, PROGRESS_FOLDER, ShardWriter
+from .report_file import remembered_source
+from .shard_writer import INDEX_FILE, ShardWriter, Written
 from .verification import LOGIT_TOLERANCE, load_reference, verify_folder
 
 
 # From the number of bytes to read to the function that is told of every part done.
 Progress = Callable[[int], Callable[[int], None]]
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Room that everything but the weights needs.
 _SMALL_FILES_BYTES = 32 * 2**20
+# More than any disk holds.
+_LARGEST_SIZE = 2**62
 
 
 def _no_progress(total: int) -> Callable[[int], None]:
@@ -99,12 +104,15 @@ def convert_hub(
     Rewrite a folder of the authors' torch files (or a name on the Hub) in this package's layout.
 
     Args:
-        source: Folder with `config.json` and safetensors or torch weights. Its tokenizer files come along.
+        source: Folder with `config.json` and safetensors or torch weights. Its tokenizer files come along. If it was
+            converted, the hashes in its `conversion_report.json` must be those of the weights.
         destination, dtype, options, returns, raises: As [`convert_maxtext`].
     """
     _first_checks(source, destination, options)
     folder = local_folder(source)
     plan = plan_hub(folder, dtype=dtype)
+    check_while_reading(plan, folder)
+    plan.source |= remembered_source(folder)
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
     return write_plan(plan, folder, destination, **options)
@@ -135,20 +143,24 @@ def write_plan(
     Write a plan as a Transformers folder: sharded safetensors, configuration, tokenizer, model card and report.
 
     The folder is built beside the destination and renamed at the end. After an interruption, the same call goes on
-    from the finished shards, whose hashes it checks, and ends with the same bytes.
+    from the finished shards, whose hashes it checks, and ends with the same bytes. Any failure but an interruption, a
+    full disk or a server that fails leaves nothing behind.
 
     Args:
         max_shard_size (`str` or `int`, defaults to `"4GB"`): Size of a weights file.
         tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
-        verify (`bool`, defaults to `True`): Check names and shapes and run a short forward, one weight at a time.
+        verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity, check names and shapes, and run a
+            short forward, one weight at a time.
         reference_logits (*optional*): `.npz` with `tokens` and `logits`, which the model must reproduce in float32.
         tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
-        force (`bool`): Replace a converted model at the destination.
+        force (`bool`): Replace a converted model at the destination, which stays until the new one is complete; refused
+            if files lie in it that no conversion wrote.
         progress: From the bytes to read to a function that is told of every part done.
         workers (`int`, *optional*): Chunks in flight; together they stay below 512 MiB unless one is larger. None: as
             many as there are cores, at most 4.
     """
     started = time.monotonic()
+    refuse_quantised(plan)
     target = Destination(destination, source, force)
     shard_bytes = parse_size(max_shard_size)
     loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, plan.config)
@@ -158,16 +170,11 @@ def write_plan(
     plan.config.architectures = [type(meta_model(plan.config)).__name__]
     total = sum(leaf.nbytes for leaf in plan.leaves.values())
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
-
-    def keep(error: BaseException) -> bool:
-        # A wrong input stays wrong; an interruption or a full disk does not.
-        return not isinstance(error, ValueError) and any((target.partial / PROGRESS_FOLDER).glob("*.json"))
-
-    with target.open(fingerprint, keep) as folder:
-        (folder / PROGRESS_FOLDER).mkdir(exist_ok=True)
-        writer = ShardWriter(plan, folder, shard_bytes, progress(total), workers or min(4, os.cpu_count() or 1))
+    threads = workers or min(4, os.cpu_count() or 1)
+    with target.open(fingerprint, lambda: any(target.progress.glob("*.json"))) as folder:
+        writer = ShardWriter(plan, folder, target.progress, shard_bytes, progress(total), threads, only_finite=verify)
         resumed = writer.resume()
-        _check_room(folder, writer.missing_bytes())
+        check_room(target, writer.missing_bytes())
         written = writer.run()
 
         report = ConversionReport(
@@ -175,7 +182,7 @@ def write_plan(
             plan.origins,
             tensor_records(plan, written),
             plan.ignored,
-            {"checksums": f"{len(written)} tensors, read back from the files"},
+            {"checksums": f"{len(written)} tensors, read back from the files", "values": _values_words(written)},
             _versions(),
             destination=str(target.path),
             source_bytes=total,
@@ -184,8 +191,8 @@ def write_plan(
         _write_small_files(folder, plan, writer, loaded_tokenizer)
         if verify or reference is not None:
             report.verification |= verify_folder(folder, plan, reference, tolerance)
-        report.save(folder)
         write_model_card(folder, target.path.name, plan, report, train_values or {})
+        report.save(folder)
     report.seconds = time.monotonic() - started
     return report
 
@@ -197,6 +204,15 @@ def _write_small_files(folder: Path, plan: Plan, writer: ShardWriter, tokenizer)
         tokenizer.save_pretrained(folder)
     if (index := writer.index()) is not None:
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_quantised(plan: Plan) -> None:
+    """Raise ValueError for a configuration of quantised weights, which plain weights would contradict."""
+    if getattr(plan.config, "quantization_config", None):
+        raise ValueError(
+            f"The configuration of {plan.source['location']} has a quantization_config, and the weights are not "
+            "quantised; convert the model that was quantised, or remove quantization_config if this is that model."
+        )
 
 
 def load_tokenizer(path: str | os.PathLike, config: DCFormerConfig):
@@ -237,20 +253,28 @@ def parse_size(size: str | int) -> int:
     Raises:
         ValueError: if it is none, or not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", str(size).strip().upper())
-    nbytes = math.floor(float(match.group(1)) * _UNITS.get(match.group(2), 1)) if match else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", str(size).strip().upper(), re.ASCII)
+    # Not a float, to which a long row of digits is infinity.
+    nbytes = min(Decimal(match.group(1)), _LARGEST_SIZE) * _UNITS[match.group(2)] if match else 0
     if nbytes < 1:
         raise ValueError(f"max_shard_size must be a size such as 4GB or 500MB, got {size!r}.")
-    return nbytes
+    return int(nbytes)
 
 
-def _check_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
+def check_room(target: Destination, nbytes: int) -> None:
+    """Raise OSError if the destination's disk has no room for so many bytes of weights."""
+    free = shutil.disk_usage(target.partial).free
     if nbytes + _SMALL_FILES_BYTES > free:
-        raise OSError(
-            f"The disk of {str(folder.parent)!r} has {free / 1e9:.2f} GB free and the conversion needs "
+        words = (
+            f"The disk of {str(target.path.parent)!r} has {free / 1e9:.2f} GB free and the conversion needs "
             f"{(nbytes + _SMALL_FILES_BYTES) / 1e9:.2f} GB; free some or choose another destination."
         )
+        raise with_number(OSError(words), errno.ENOSPC)
+
+
+def _values_words(written: dict[str, Written]) -> str:
+    bad = [name for name, record in written.items() if not record.is_finite]
+    return f"NaN or infinity in {listed(bad)}" if bad else f"{len(written)} tensors, all finite"
 
 
 def _versions() -> dict[str, str]:

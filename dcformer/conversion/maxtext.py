@@ -60,7 +60,7 @@ def plan_maxtext(
         config,
         leaves,
         [],
-        checkpoint.source(f"MaxText ({checkpoint.format})"),
+        checkpoint.source(f"MaxText ({checkpoint.format})") | {"layers_per_block": tree.layers_per_block},
         ignored=ignored,
         origins=origins,
     )

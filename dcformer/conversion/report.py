@@ -11,10 +11,10 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .pieces import dtype_name
 from .plan import Origin, Plan
+from .report_file import REPORT_FILE
 from .shard_writer import Written
 
 
-REPORT_FILE = "conversion_report.json"
 _CARD_TEMPLATE = Path(__file__).parent.parent / "model_cards" / "converted.md"
 
 
@@ -28,6 +28,7 @@ class ConversionReport:
             the largest absolute rounding error of a cast.
         ignored: Source arrays that were not converted, with the reason.
         verification: What was checked after writing, with figures.
+        files: Names of all files of the folder.
         destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): Of this run; not in the
             file, which is the same however often the run was interrupted.
     """
@@ -38,6 +39,7 @@ class ConversionReport:
     ignored: dict[str, str]
     verification: dict[str, Any]
     versions: dict[str, str]
+    files: list[str] = field(default_factory=list)
     destination: str = field(default="", compare=False)
     seconds: float = field(default=0.0, compare=False)
     source_bytes: int = field(default=0, compare=False)
@@ -51,6 +53,8 @@ class ConversionReport:
         return values
 
     def save(self, folder: Path) -> None:
+        """Write the report, after all other files."""
+        self.files = sorted({*(path.name for path in folder.iterdir()), REPORT_FILE})
         text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
         (folder / REPORT_FILE).write_text(text, encoding="utf-8")
 

@@ -8,7 +8,6 @@ after checking the hashes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -21,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .destination import remove
 from .leaves import Leaf
 from .pieces import STRIP_BYTES, Box, Piece
 from .plan import Parameter, Plan
+from .tensor_bytes import TensorInFile, not_finite_words
 from .weights_folder import SAFETENSORS_DTYPES
 
 
-PROGRESS_FOLDER = ".progress"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Source chunks in flight come to no more than this, unless a single one is larger.
@@ -43,6 +43,7 @@ class Written:
     file: str
     sha256: str
     rounding_error: float
+    is_finite: bool = True
 
 
 @dataclass
@@ -104,20 +105,25 @@ class ShardWriter:
     Args:
         plan (`Plan`): Complete.
         folder (`Path`): Where the files go; what an interrupted run of the same plan left there is taken over.
+        progress (`Path`): Folder of the notes that say which files are finished.
         max_shard_bytes (`int`): Size of a file.
         advance: Called with the number of source bytes done, from several threads.
         workers (`int`): Chunks read and written at the same time.
+        only_finite (`bool`): Refuse parameters that hold NaN or infinity.
     """
 
     def __init__(
         self,
         plan: Plan,
         folder: Path,
+        progress: Path,
         max_shard_bytes: int,
         advance: Callable[[int], None] = lambda nbytes: None,
         workers: int = 4,
+        only_finite: bool = True,
     ):
         self.plan, self.folder, self.workers, self._advance = plan, folder, workers, advance
+        self._progress, self._only_finite = progress, only_finite
         self.shards = shard_layout(plan.parameters, max_shard_bytes)
         self.written: dict[str, Written] = {}
         self._shard_of = {name: shard for shard in self.shards for name in shard.offsets}
@@ -127,7 +133,18 @@ class ShardWriter:
         self._rounding = dict.fromkeys(plan.parameters, 0.0)
 
     def resume(self) -> int:
-        """Take over the finished files of an earlier run whose hashes are right; returns how many."""
+        """
+        Take over the finished files of an earlier run whose hashes are right, and remove all others.
+
+        Returns:
+            How many.
+
+        Raises:
+            ValueError: if one of them holds NaN or infinity, which the earlier run accepted.
+        """
+        for entry in self.folder.iterdir():
+            if entry.name not in {shard.file for shard in self.shards}:
+                remove(entry)
         return sum(self._take_over(shard) for shard in self.shards)
 
     def missing_bytes(self) -> int:
@@ -138,20 +155,25 @@ class ShardWriter:
         return all(name in self.written for name in shard.offsets)
 
     def _note(self, shard: Shard) -> Path:
-        return self.folder / PROGRESS_FOLDER / f"{shard.file}.json"
+        return self._progress / f"{shard.file}.json"
 
     def _take_over(self, shard: Shard) -> bool:
         path, note = self.folder / shard.file, self._note(shard)
         if not note.is_file() or not path.is_file() or path.stat().st_size != shard.size:
             return False
-        records = json.loads(note.read_text(encoding="utf-8"))
+        try:
+            records = json.loads(note.read_text(encoding="utf-8"))
+        except ValueError:  # after a power cut
+            return False
         with path.open("rb") as file:
             if file.read(len(shard.header)) != shard.header:
                 return False
-        if any(self._hash(shard, name) != records[name]["sha256"] for name in shard.offsets):
+        found = {name: self._read_back(shard, name, records[name]["rounding_error"]) for name in shard.offsets}
+        if any(written.sha256 != records[name]["sha256"] for name, written in found.items()):
             return False
-        for name in shard.offsets:
-            self.written[name] = Written(shard.file, **records[name])
+        for name in found:
+            self._check_finite(shard, name, found[name])
+        self.written |= found
         return True
 
     def run(self) -> dict[str, Written]:
@@ -249,7 +271,8 @@ class ShardWriter:
             self._complete(shard, strip.parameter)
 
     def _complete(self, shard: Shard, name: str) -> None:
-        record = Written(shard.file, self._hash(shard, name), self._rounding[name])
+        record = self._read_back(shard, name, self._rounding[name])
+        self._check_finite(shard, name, record)
         with self._lock:
             self.written[name] = record
             if not self._is_done(shard):
@@ -263,19 +286,19 @@ class ShardWriter:
         unfinished.write_text(json.dumps(notes), encoding="utf-8")
         unfinished.replace(note)
 
-    def _hash(self, shard: Shard, name: str) -> str:
-        """Of the bytes that are in the file."""
-        digest, left = hashlib.sha256(), self.plan.parameters[name].nbytes
-        with (self.folder / shard.file).open("rb", buffering=0) as file:
-            file.seek(shard.offsets[name])
-            buffer = memoryview(bytearray(min(left, STRIP_BYTES)))
-            while left > 0:
-                count = file.readinto(buffer[: min(left, len(buffer))])
-                if not count:
-                    raise OSError(f"{self.folder / shard.file} is shorter than it was written.")
-                digest.update(buffer[:count])
-                left -= count
-        return digest.hexdigest()
+    def _read_back(self, shard: Shard, name: str, rounding_error: float) -> Written:
+        """The record of what is in the file."""
+        digest, is_finite = self._in_file(shard, name).digest()
+        return Written(shard.file, digest, rounding_error, is_finite)
+
+    def _in_file(self, shard: Shard, name: str) -> TensorInFile:
+        spec = self.plan.parameters[name]
+        return TensorInFile(name, self.folder / shard.file, shard.offsets[name], spec.shape, spec.dtype)
+
+    def _check_finite(self, shard: Shard, name: str, written: Written) -> None:
+        if self._only_finite and not written.is_finite:
+            words = not_finite_words(name, self._in_file(shard, name).strips(), self.plan.parameters[name].shape)
+            raise ValueError(f"{words}; pass --no-verify to convert it all the same.")
 
     def index(self) -> dict | None:
         """Content of the index file; None if one file holds everything."""

@@ -15,6 +15,10 @@ from .plan import meta_model
 _ROWS = 8192
 
 
+class NotFiniteError(ValueError):
+    """A model that computes NaN or infinity."""
+
+
 @torch.no_grad()
 def streamed_logits(
     config: DCFormerConfig,
@@ -35,7 +39,7 @@ def streamed_logits(
         (batch, length, vocabulary) logits.
 
     Raises:
-        ValueError: if a layer's output is not finite; the message names the layer.
+        NotFiniteError: if the output of a layer, or a logit, is not finite; the message names the layer.
     """
     rows_of = read_rows or (lambda name, start, stop: read(name)[start:stop])
     model = meta_model(config)
@@ -52,9 +56,12 @@ def streamed_logits(
     hidden = decoder(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     starts = range(0, config.vocab_size, _ROWS)
-    return torch.cat(
+    logits = torch.cat(
         [hidden @ rows_of(head, start, min(start + _ROWS, config.vocab_size)).float().T for start in starts], dim=-1
     )
+    if not logits.isfinite().all():
+        raise NotFiniteError("The logits are not finite: the last norm or the output matrix holds NaN or infinity")
+    return logits
 
 
 def _stream(module: nn.Module, prefix: str, read: Callable[[str], Tensor]) -> None:
@@ -76,9 +83,9 @@ def _stream(module: nn.Module, prefix: str, read: Callable[[str], Tensor]) -> No
 def _finite_check(index: int):
     def check(module, arguments, output):
         if not output.isfinite().all():
-            raise ValueError(
-                f"The output of layer {index} is not finite: the weights of that layer (or of one before it) hold NaN "
-                "or infinity, as after a run that diverged; pass --no-verify to convert them all the same."
+            raise NotFiniteError(
+                f"The output of layer {index} is not finite: the weights of that layer (or of one before it) hold NaN, "
+                "infinity or numbers that are too large, as after a run that diverged"
             )
 
     return check

@@ -6,8 +6,10 @@ that no more than one layer's parameter is in memory.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +24,23 @@ import yaml
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
-from .convert import Progress
-from .destination import Destination
+from .convert import Progress, check_room, refuse_quantised
+from .destination import Destination, with_number
+from .hash_check import check_kept, check_while_reading, file_digests
 from .hub import local_folder, plan_hub, read_config
 from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
 from .pieces import Box, Piece, dtype_name
 from .plan import DTYPES, UNUSED_FILE, Plan
-from .report import REPORT_FILE
-from .stores import import_tensorstore
+from .report_file import REPORT_FILE, remembered_source
+from .stores import first_sentence, import_tensorstore
+from .tensor_bytes import is_finite, not_finite_words
 from .weights_folder import list_safetensors
 
 
 TRAIN_CONFIG_FILE = "train_config.yml"
 _SCAN_AXIS = 1
+_LARGEST_STEP = 2**31 - 1  # it is written as an int32
 # What the authors' JAX code computes, without a setting for anything else.
 _FIXED = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
 _FIXED |= {"mlp_gate_dim": None, "position_embedding_type": "rope"}
@@ -75,6 +80,10 @@ class _Target:
     sources: list[str] = field(default_factory=list)
     kept: Leaf | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def connect(self, plan: Plan, kept: Leaf | None, param_dtype: str) -> None:
         """Find the parameters and the dtype; an array that gets neither parameters nor `kept` will be zeros."""
         parameters = dict.fromkeys(piece.parameter for _, pieces in self.chunks for piece in pieces)
@@ -99,22 +108,30 @@ def convert_to_maxtext(
     fused_qkv: bool = False,
     fused_mlp: bool = False,
     approximate: bool = False,
+    verify: bool = True,
     force: bool = False,
     progress: Progress = lambda total: lambda nbytes: None,
 ) -> MaxTextReport:
     """
     Write a DCFormer as a parameter-only MaxText checkpoint, `destination/<step>/state`, and its `train_config.yml`.
 
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call goes on
+    behind the last chunk that was written. Any failure but an interruption or a full disk leaves nothing behind.
+
     Args:
-        source: Folder of this package or of the authors' torch files, or a name on the Hub.
+        source: Folder of this package or of the authors' torch files, or a name on the Hub. If it was converted, the
+            hashes in its `conversion_report.json` must be those of the weights.
         destination: Folder to create, a run's `checkpoints`.
         step (`int`, *optional*): None: the step that the source was converted from, else 0.
         scan_layers (`bool`, defaults to `True`): Stack the layers along axis 1, as training with a scan does.
-        layers_per_block (`int`, *optional*): Layers in a block. None: the shortest period of the windows.
+        layers_per_block (`int`, *optional*): Layers in a block. None: as in the checkpoint that the source was
+            converted from, else the shortest period of the windows.
         param_dtype (`str`, defaults to `"keep"`): `"float32"`, `"bfloat16"`, or `"keep"` for that of each parameter.
         fused_qkv, fused_mlp (`bool`): Write `qkv_proj` and `wi` as the fused layers of MaxText hold them.
         approximate (`bool`): Write also what the JAX code computes with slightly different numbers.
-        force (`bool`): Replace a converted checkpoint at the destination.
+        verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity.
+        force (`bool`): Replace a converted checkpoint at the destination, which stays until the new one is complete;
+            refused if files lie in it that no conversion wrote, such as later steps.
         progress: From the bytes to read to a function that is told of every part done.
 
     Raises:
@@ -125,8 +142,8 @@ def convert_to_maxtext(
     started = time.monotonic()
     if param_dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
-    if step is not None and step < 0:
-        raise ValueError(f"step must not be negative, got {step}.")
+    if step is not None and not 0 <= step <= _LARGEST_STEP:
+        raise ValueError(f"step must be between 0 and {_LARGEST_STEP}, got {step}.")
     tensorstore = import_tensorstore()
     try:
         import msgpack
@@ -136,9 +153,14 @@ def convert_to_maxtext(
     target = Destination(destination, folder, force)
     config = read_config(folder / "config.json")
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
-    per_block = _layers_per_block(config, layers_per_block)
+    remembered = remembered_source(folder)
+    per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
     plan = plan_hub(folder)
-    step = _source_step(folder) if step is None else step
+    refuse_quantised(plan)
+    check_while_reading(plan, folder)
+    if step is None:
+        step = remembered.get("step", 0)
+        step = step if 0 <= step <= _LARGEST_STEP else 0
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
     unused = _unused_leaves(folder)
     for leaf in targets:
@@ -147,21 +169,25 @@ def convert_to_maxtext(
         {"name": leaf.name, "shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype), "sources": leaf.sources}
         for leaf in targets
     ]
-    read = {name for leaf in targets if leaf.kept is None for name in leaf.sources}
-    total = sum(plan.parameters[name].nbytes for name in read)
+    total = sum(plan.parameters[name].nbytes for name in _parameters_of(targets))
     layout = {"scan_layers": scan_layers, "fused_qkv": fused_qkv, "fused_mlp": fused_mlp}
     train_config = _train_config(config, per_block, scan_layers) | layout
-    with target.open({**plan.fingerprint(), "step": step, "leaves": records}) as partial:
+    fingerprint = {**plan.fingerprint(), "step": step, "leaves": records, "train_config": train_config}
+    fingerprint["unused"] = {name: leaf.fingerprint() for name, leaf in unused.items()}
+    log = target.progress / "chunks"
+    with target.open(fingerprint, lambda: log.is_file() and log.stat().st_size > 0) as partial:
         item = partial / str(step) / "state"
-        item.mkdir(parents=True)
-        _write_leaves(tensorstore, item, targets, plan, progress(total))
+        item.mkdir(parents=True, exist_ok=True)
+        check_room(target, sum(leaf.nbytes for leaf in targets) if not log.is_file() else 0)
+        _write_leaves(tensorstore, item, targets, plan, log, progress(total), verify)
         _write_array(_create(tensorstore, item / "step", (), (), torch.int32), torch.tensor(step, dtype=torch.int32))
         metadata, tree = _orbax_tree([leaf.name for leaf in targets])
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
-        report = json.dumps({"source": plan.source, "step": step, "leaves": records}, indent=2)
-        (partial / REPORT_FILE).write_text(report + "\n", encoding="utf-8")
+        (partial / REPORT_FILE).unlink(missing_ok=True)  # of an earlier run, which ended before the renaming
+        report = {"source": plan.source, "step": step, "leaves": records, "files": file_digests(partial)}
+        (partial / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
 
@@ -183,25 +209,21 @@ def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool,
     if config.qk_norm and config.norm_eps != config.qk_norm_eps:
         close.append(f"norm_eps is {config.norm_eps} but qk_norm_eps {config.qk_norm_eps}")
     if close and not approximate:
-        reasons.append(f"{'; '.join(close)} (approximate=True accepts these slight differences)")
+        reasons.append(f"{'; '.join(close)} (approximate=True, or --approximate, accepts these slight differences)")
     if reasons:
         raise ValueError(f"{str(folder)!r} cannot be written as a MaxText checkpoint: {'; '.join(reasons)}.")
 
 
-def _layers_per_block(config: DCFormerConfig, given: int | None) -> int:
+def _layers_per_block(config: DCFormerConfig, given: int | None, remembered: int | None) -> int:
     types, layers = config.layer_types, config.num_hidden_layers
     fitting = [n for n in range(1, layers + 1) if layers % n == 0 and types == types[:n] * (layers // n)]
     if given is not None and given not in fitting:
         choices = ", ".join(map(str, fitting))
         raise ValueError(f"layers_per_block must be {choices}, so that the windows repeat per block, got {given}.")
-    return fitting[0] if given is None else given
-
-
-def _source_step(folder: Path) -> int:
-    """The step that the folder was converted from, 0 if it was not."""
-    path = folder / REPORT_FILE
-    report = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return report.get("source", {}).get("step") or 0
+    if given is not None:
+        return given
+    # The windows of the folder may have been changed since it was converted.
+    return remembered if remembered in fitting else fitting[0]
 
 
 def _rows(config: DCFormerConfig, fused_qkv: bool, fused_mlp: bool) -> list[Row]:
@@ -246,30 +268,70 @@ def _unused_leaves(folder: Path) -> dict[str, Leaf]:
     """The arrays without use for the model that a conversion has kept."""
     if not (folder / UNUSED_FILE).is_file():
         return {}
-    return {leaf.name: leaf for leaf in list_safetensors(folder / UNUSED_FILE)}
+    return check_kept({leaf.name: leaf for leaf in list_safetensors(folder / UNUSED_FILE)}, folder)
 
 
-def _write_leaves(tensorstore, item: Path, targets: list[_Target], plan: Plan, done: Callable[[int], None]) -> None:
-    """Layer by layer; zeros where the source has nothing."""
+def _parameters_of(targets: list[_Target]) -> set[str]:
+    """The parameters that arrays are made from."""
+    return {name for leaf in targets if leaf.kept is None for name in leaf.sources}
+
+
+def _write_leaves(
+    tensorstore,
+    item: Path,
+    targets: list[_Target],
+    plan: Plan,
+    log: Path,
+    done: Callable[[int], None],
+    only_finite: bool,
+) -> None:
+    """
+    Layer by layer; zeros where the source has nothing.
+
+    Args:
+        log: Grows by a line with every chunk that is on the disk; what it counts already is not written again.
+        done: Told of the bytes of every parameter that is read, or need not be.
+        only_finite: Refuse NaN and infinity.
+    """
 
     @lru_cache(maxsize=1)  # query, key and value come from one parameter, one after the other
     def read(parameter: str) -> Tensor:
-        values = plan.read(parameter).flatten()
+        values = plan.read(parameter)
+        if only_finite:
+            _check_finite(parameter, values)
         done(values.nbytes)
-        return values
+        return values.flatten()
 
-    arrays = [_create(tensorstore, item / leaf.name, leaf.shape, leaf.chunks[0][0], leaf.dtype) for leaf in targets]
-    for index in range(max(len(leaf.chunks) for leaf in targets)):
-        for leaf, array in [pair for pair in zip(targets, arrays) if index < len(pair[0].chunks)]:
+    for stale in item.rglob("*.__lock"):  # tensorstore's, of a process that was killed
+        stale.unlink()
+    longest = max(len(leaf.chunks) for leaf in targets)
+    chunks = [(leaf, index) for index in range(longest) for leaf in targets if index < len(leaf.chunks)]
+    finished = log.read_bytes().count(b"\n") if log.is_file() else 0
+    needed = {piece.parameter for leaf, index in chunks[finished:] for piece in leaf.chunks[index][1]}
+    done(sum(plan.parameters[name].nbytes for name in _parameters_of(targets) - needed))
+    arrays = {
+        leaf.name: _create(tensorstore, item / leaf.name, leaf.shape, leaf.chunks[0][0], leaf.dtype) for leaf in targets
+    }
+    with log.open("ab", buffering=0) as lines:
+        for leaf, index in chunks[finished:]:
             box, pieces = leaf.chunks[index]
-            part = array[tuple(slice(*interval) for interval in box)]
+            part = arrays[leaf.name][tuple(slice(*interval) for interval in box)]
             values = torch.zeros(part.shape, dtype=leaf.dtype)
             if leaf.kept is not None:
                 values.copy_(leaf.kept.read(box))
             for piece in pieces if leaf.sources and leaf.kept is None else []:
                 run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
                 piece.write_to_leaf(run, values, box)
+            if only_finite:  # what is kept, and what a cast has made
+                _check_finite(leaf.name, values)
             _write_array(part, values)
+            lines.write(b".\n")
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    if not is_finite(values):
+        words = not_finite_words(name, [values.flatten()], tuple(values.shape))
+        raise ValueError(f"{words}; pass --no-verify to convert it all the same.")
 
 
 def _create(tensorstore, folder: Path, shape: tuple[int, ...], first_chunk: Box, dtype: torch.dtype):
@@ -278,13 +340,23 @@ def _create(tensorstore, folder: Path, shape: tuple[int, ...], first_chunk: Box,
     kvstore = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": kvstore, "dtype": dtype_name(dtype), "metadata": metadata}
     # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
-    return tensorstore.open({**spec, "store_data_equal_to_fill_value": True}, create=True).result()
+    spec["store_data_equal_to_fill_value"] = True
+    return _done(tensorstore.open(spec, open=True, create=True))
 
 
 def _write_array(array, values: Tensor) -> None:
     if values.dtype == torch.bfloat16:  # which NumPy does not know
         values = values.view(torch.int16)
-    array.write(values.numpy().view(array.dtype.numpy_dtype)).result()
+    _done(array.write(values.numpy().view(array.dtype.numpy_dtype)))
+
+
+def _done(future):
+    """The result of what tensorstore writes; OSError if it cannot be written."""
+    try:
+        return future.result()
+    except (ValueError, OSError) as error:
+        is_full = str(error).startswith("RESOURCE_EXHAUSTED")
+        raise with_number(OSError(first_sentence(error)), errno.ENOSPC if is_full else errno.EIO) from error
 
 
 def _orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from .maxtext import plan_maxtext
 from .pax import plan_pax
 from .plan import Plan, parameter_shapes
 from .stores import Store, is_remote
-from .streamed_forward import streamed_logits
+from .streamed_forward import NotFiniteError, streamed_logits
 from .weights_folder import open_weights
 
 
@@ -122,8 +121,10 @@ def verify_folder(
         )
     read, read_rows = _readers(weights)
     tokens = torch.linspace(0, plan.config.vocab_size - 1, 16).long().unsqueeze(0)
-    if not streamed_logits(plan.config, read, tokens, read_rows).isfinite().all():
-        raise ValueError("The logits are not finite: the output matrix holds NaN or infinity; pass --no-verify.")
+    try:
+        streamed_logits(plan.config, read, tokens, read_rows)
+    except NotFiniteError as error:
+        raise ValueError(f"{error}; pass --no-verify to convert them all the same.") from error
     checks = {
         "names and shapes": f"{len(shapes)} tensors, as the model's",
         "forward": "finite logits for 16 tokens",
@@ -171,6 +172,7 @@ class Comparison:
         tensors: Largest absolute difference of every tensor that is not equal.
         config: Configuration fields that change what is computed and differ.
         logits: Of the two, on the same tokens; None if they could not be compared.
+        note (`str`): Why not.
     """
 
     a: str
@@ -182,6 +184,7 @@ class Comparison:
     tensors: dict[str, float] = field(default_factory=dict)
     config: dict[str, list] = field(default_factory=dict)
     logits: LogitDifference | None = None
+    note: str = ""
 
     @property
     def same(self) -> bool:
@@ -231,9 +234,11 @@ def compare(
         result.compared += 1
         advance(1)
         coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
-        if torch.allclose(first.double(), second.double(), rtol=0, atol=0, equal_nan=True):
+        first_exact, second_exact = first.double(), second.double()
+        if torch.allclose(first_exact, second_exact, rtol=0, atol=0, equal_nan=True):
             continue
-        result.tensors[name] = (first.double() - second.double()).abs().max().item()
+        # Infinities are equal, though their difference is no number.
+        result.tensors[name] = (first_exact - second_exact).abs()[first_exact != second_exact].max().item()
         if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
             result.verdict = "different"
         rounded = True
@@ -241,14 +246,23 @@ def compare(
         result.verdict = "same up to rounding"
     if result.missing or result.shapes or result.config:
         result.verdict = "different"
-    if not result.missing and not result.shapes:
-        if tokens is None:
-            generator = torch.Generator().manual_seed(0)
-            tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=generator)
-        logits = [streamed_logits(plan.config, plan.read, tokens) for plan in plans]
+    if result.missing or result.shapes:
+        result.note = "the tensors are not the same"
+        return result
+    if tokens is None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=generator)
+    logits, notes = [], []
+    for plan, where in zip(plans, (result.a, result.b)):
+        try:
+            logits.append(streamed_logits(plan.config, plan.read, tokens))
+        except NotFiniteError as error:
+            notes.append(f"{where}: {error}")
+    result.note = "; ".join(notes)
+    if len(notes) == 1:  # one model works and the other does not
+        result.verdict = "different"
+    if not notes:
         result.logits = logit_difference(*logits)
-        if math.isnan(result.logits.max_abs):
-            result.verdict = "different"
     return result
 
 

@@ -1,0 +1,79 @@
+"""The bytes of tensors in files, read strip by strip: their SHA-256, and whether every number in them is finite."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .pieces import STRIP_BYTES
+
+
+@dataclass(frozen=True)
+class TensorInFile:
+    """A tensor as it lies in a file: `start` is its first byte."""
+
+    name: str
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def strips(self) -> Iterator[Tensor]:
+        """
+        The elements, flat and in order; each strip is valid until the next one.
+
+        Raises:
+            OSError: if the file ends inside the tensor.
+        """
+        left = math.prod(self.shape) * self.dtype.itemsize
+        buffer = torch.empty(min(left, STRIP_BYTES), dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            while left > 0:
+                strip = buffer[: min(left, len(buffer))]
+                unfilled = memoryview(strip.numpy())
+                while unfilled:
+                    count = file.readinto(unfilled)
+                    if not count:
+                        raise OSError(f"{self.path} ends inside {self.name}.")
+                    unfilled = unfilled[count:]
+                yield strip.view(self.dtype)
+                left -= len(strip)
+
+    def digest(self) -> tuple[str, bool]:
+        """The SHA-256 of the bytes, and whether all elements are finite."""
+        digest, finite = hashlib.sha256(), True
+        for strip in self.strips():
+            digest.update(strip.view(torch.uint8).numpy())
+            finite = finite and is_finite(strip)
+        return digest.hexdigest(), finite
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinity; `isfinite` would take more time than a SHA-256."""
+    if not values.is_floating_point() or not values.numel():
+        return True
+    return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(values)).tolist())
+
+
+def not_finite_words(name: str, strips: Iterable[Tensor], shape: tuple[int, ...]) -> str:
+    """A sentence on the elements of a tensor, given flat and in order, that are NaN or infinity."""
+    count = first = position = 0
+    for strip in strips:
+        found = (~strip.isfinite()).nonzero()
+        if len(found) and not count:
+            first = position + found[0].item()
+        count += len(found)
+        position += len(strip)
+    layer = name.split(".layers.")[1].split(".")[0] if ".layers." in name else ""
+    where = f"The weights of layer {layer} hold" if layer.isdecimal() else "The weights hold"
+    values = "1 such value," if count == 1 else f"{count} such values, the first"
+    index = [int(i) for i in np.unravel_index(first, shape)] if shape else []
+    return f"{where} NaN or infinity, as after a run that diverged: {name} has {values} at {index}"
