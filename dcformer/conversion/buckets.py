@@ -41,7 +41,11 @@ def import_tensorstore():
     return import_optional("tensorstore", "Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.")
 
 
-class CredentialsError(PermissionError):
+class BucketAccessError(PermissionError):
+    """A bucket that may not be read, or no longer: credentials expire in the middle of long conversions."""
+
+
+class CredentialsError(BucketAccessError):
     """Credentials that were found and cannot be used."""
 
 
@@ -186,7 +190,7 @@ class Bucket:
             advice = f"check {self._credentials} and the bucket"
             if self._credentials is None:
                 advice = f"no credentials were found in {self._places}: give some, or check the bucket"
-            return PermissionError(f"{self.location!r} cannot be read: access is denied, {answer}; {advice}.")
+            return BucketAccessError(f"{self.location!r} cannot be read: access is denied, {answer}; {advice}.")
         if number == 404:
             return FileNotFoundError(
                 f"There is no bucket {self.name!r} for {self.location!r}: {answer}; check the name."

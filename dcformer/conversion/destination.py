@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from .buckets import BucketAccessError
 from .ownership import foreign_files, is_converted
 from .plan import listed
 from .stores import is_remote
@@ -269,7 +270,7 @@ def _resolved(path: Path) -> Path:
 def _is_worth_resuming(error: BaseException) -> bool:
     """A wrong input stays wrong; an interruption, a full disk or a server that fails does not."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    is_far = isinstance(error, ConnectionError | PermissionError | TimeoutError)
+    is_far = isinstance(error, ConnectionError | TimeoutError | BucketAccessError)
     return is_full or is_far or not isinstance(error, Exception)
 
 
