@@ -233,7 +233,7 @@ def load_tokenizer(
     if not isinstance(source, str):
         raise ValueError(
             "This task counts tokens and must know the model's tokenizer: give `pretrained` or `tokenizer` in the "
-            'arguments of the model, or `--metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'`.'
+            'arguments of the model, or lm-eval\'s --metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'.'
         )
     from transformers import AutoTokenizer
 
@@ -297,8 +297,8 @@ def check_window(
     if int(max_length) != window:
         raise ValueError(
             f"{task} scores windows of {window} tokens, but the model would take {max_length}: give "
-            f"`max_length={window}` to the model, or `--metadata '{{\"window\": {max_length}}}'` for figures that "
-            "compare with no other window."
+            f"`max_length={window}` to the model, or lm-eval's --metadata '{{\"window\": {max_length}}}' for figures "
+            "that compare with no other window."
         )
 
 
@@ -429,8 +429,12 @@ def _pile_files(data_dir: Path) -> list[Path]:
 
 
 def _from_hub(what: str, local_file: str, *arguments: str, split: str = "test", **options: Any) -> Dataset:
+    from .hub import without_waiting_for
+
+    datasets = import_datasets()
     try:
-        return import_datasets().load_dataset(*arguments, split=split, **options)
+        with without_waiting_for(arguments[0]):
+            return datasets.load_dataset(*arguments, split=split, **options)
     except OSError as error:
         raise FileNotFoundError(
             f"{what} cannot be read from {arguments[0]!r} on the Hub ({type(error).__name__}); check the network, or "
