@@ -84,7 +84,7 @@ def eval_command(
         with _progress() as on_progress:
             evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
         if is_first:
-            _build_report(output, baseline, {}).print(_console())
+            _print_report(output, baseline)
 
 
 def report_command(
@@ -168,6 +168,15 @@ def _compare_on_composition(
         print_comparison(comparison, _console())
         for line in write_comparison(comparison, output):
             _console().print(line, soft_wrap=True)
+
+
+def _print_report(output: str, baseline: str | None) -> None:
+    """The tables of all results in the folder, of which earlier ones may have been damaged since."""
+    try:
+        report = _build_report(output, baseline, {})
+    except ValueError as error:
+        raise ValueError(f"The evaluation is finished and kept, but no table can be printed: {error}") from error
+    report.print(_console())
 
 
 def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]):

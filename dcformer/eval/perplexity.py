@@ -180,7 +180,10 @@ def load_flan(
             window,
         )
     if not examples:
-        raise ValueError("No example of Flan has a target that fits the window; check the files or raise `window`.")
+        raise ValueError(
+            f"No example of Flan has a target that fits the window of {window} tokens; check the files, or take a "
+            "longer window (--max-length, or `window` with lm-eval)."
+        )
     return {"test": import_datasets().Dataset.from_list(examples)}
 
 
@@ -285,7 +288,7 @@ def check_window(
         if not isinstance(pretrained, str):
             raise ValueError(
                 f"{task} must know the length of the model's windows: give `max_length={window}` to the model, and in "
-                "`--metadata` if the model is not named by `pretrained`."
+                "lm-eval's --metadata if the model is not named by `pretrained`."
             )
         from lm_eval.models.utils import resolve_max_length
         from transformers import AutoConfig
