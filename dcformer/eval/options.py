@@ -21,7 +21,7 @@ def check_options(
         ValueError: for a number that is none, or out of its range, or another dtype.
     """
     if limit is not None and not _is_whole(limit, 1):
-        raise ValueError(f"limit must be a whole number of at least 1, got {limit!r}; leave it out for all documents.")
+        raise ValueError(f"limit must be at least 1, got {limit!r}; give a whole number, or leave it out for all.")
     if max_length is not None and not _is_whole(max_length, 1):
         raise ValueError(f"max_length must be a whole number of at least 1, got {max_length!r}.")
     if dtype not in DTYPES:
