@@ -267,3 +267,13 @@ def test_a_copied_folder_is_the_same_results(tmp_path):
     write_record(tmp_path / "one", make_record(), SAMPLES)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     assert read_records(tmp_path / "one") == read_records(tmp_path / "two")
+
+
+def test_an_interrupted_comparison_says_that_nothing_is_kept(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dcformer.eval.composition.document_sets", stop)
+    stopped = CliRunner().invoke(app, ["eval", "--suite", "composition", "--output", str(tmp_path / "out")])
+    assert stopped.exit_code == 130 and "nothing was written" in stopped.stderr
+    assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from ..terminal import leaving_process_group, make_console, one_line_errors, pro
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
 _GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
+_START_AGAIN = "Interrupted; nothing was written, run the same command to start again."
 
 Output = Annotated[str, typer.Option(help="Folder of the results; finished ones in it are taken over.")]
 Baseline = Annotated[str | None, typer.Option(help="Model that the others are compared with.")]
@@ -67,11 +68,13 @@ def eval_command(
     """Run models through the tasks of the paper's tables, and print the tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
-    with one_line_errors(debug, _GO_ON, is_first), leaving_process_group(), _log_on_stderr():
-        shots = _numbers(num_fewshot)
-        from .suites import COMPOSITION
+    from .suites import COMPOSITION
 
-        if suite.strip() == COMPOSITION:
+    is_composition = suite.strip() == COMPOSITION
+    interrupted = _START_AGAIN if is_composition else _GO_ON
+    with one_line_errors(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
+        shots = _numbers(num_fewshot)
+        if is_composition:
             if is_first:
                 _compare_on_composition(models or [], shots, authors, dtype or "float32", **options)
             return
