@@ -1,6 +1,7 @@
 """The commands `eval`, `report` and `tasks`; `python -m dcformer.eval` is the first of them alone."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from ..terminal import leaving_process_group, make_console, one_line_errors, pro
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
 _GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
+_START_AGAIN = "Interrupted; nothing was written, run the same command to start again."
 
 Output = Annotated[str, typer.Option(help="Folder of the results; finished ones in it are taken over.")]
 Baseline = Annotated[str | None, typer.Option(help="Model that the others are compared with.")]
@@ -41,7 +43,16 @@ def eval_command(
         typer.Option(help="Of the parameters; bfloat16 if not given, for composition float32."),
     ] = None,
     baseline: Baseline = None,
-    device: Annotated[str | None, typer.Option(help="Such as cuda:0 or cpu; a GPU if there is one.")] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of an input, and the window of perplexity tasks; the model's own, and 2048."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Such as cuda:0, mps or cpu; if not given or auto, a CUDA GPU if there is one, else the CPU."
+        ),
+    ] = None,
     oov_policy: Annotated[
         Literal["error", "clamp", "pad"] | None, typer.Option(help="For token ids that the embedding lacks.")
     ] = None,
@@ -57,11 +68,13 @@ def eval_command(
     """Run models through the tasks of the paper's tables, and print the tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
-    with one_line_errors(debug, _GO_ON, is_first), leaving_process_group():
-        shots = _numbers(num_fewshot)
-        from .suites import COMPOSITION
+    from .suites import COMPOSITION
 
-        if suite.strip() == COMPOSITION:
+    is_composition = suite.strip() == COMPOSITION
+    interrupted = _START_AGAIN if is_composition else _GO_ON
+    with one_line_errors(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
+        shots = _numbers(num_fewshot)
+        if is_composition:
             if is_first:
                 _compare_on_composition(models or [], shots, authors, dtype or "float32", **options)
             return
@@ -74,7 +87,7 @@ def eval_command(
         with _progress() as on_progress:
             evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
         if is_first:
-            _build_report(output, baseline, {}).print(_console())
+            _print_report(output, baseline)
 
 
 def report_command(
@@ -122,36 +135,51 @@ def _compare_on_composition(
     output: str,
     limit: int | None,
     batch_size: str,
+    max_length: int | None,
     oov_policy: str | None,
     seed: int,
     **options,
 ) -> None:
     """The suite composition, which needs no lm-eval."""
-    for name, is_given in (("--tasks", tasks), ("--num-fewshot", shots != (0,)), ("--oov-policy", oov_policy)):
+    meaningless = {
+        "--tasks": tasks is not None,
+        "--num-fewshot": shots != (0,),
+        "--oov-policy": oov_policy is not None,
+        "--max-length": max_length is not None,
+    }
+    for name, is_given in meaningless.items():
         if is_given:
             raise ValueError(f"{name} has no meaning for --suite {suite}; leave it out.")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}; leave it out for all documents.")
-    if batch_size != "auto" and not (batch_size.isdigit() and int(batch_size) > 0):
-        raise ValueError(f'batch_size must be "auto" or a number of at least 1, got {batch_size!r}.')
     from .composition import BATCH_SIZE, HELD_OUT_DOCUMENTS, compare_models
-    from .composition_report import print_comparison, write_comparison
+    from .composition_report import print_comparison, reserved_output, write_comparison
+    from .options import check_options
 
-    with _progress("documents") as on_progress:
-        comparison = compare_models(
-            models,
-            documents=limit or HELD_OUT_DOCUMENTS,
-            most_authors=limit,
-            with_authors=authors,
-            batch_size=BATCH_SIZE if batch_size == "auto" else int(batch_size),
-            seed=seed,
-            dtype=dtype,
-            on_progress=on_progress,
-            **options,
-        )
-    print_comparison(comparison, _console())
-    for line in write_comparison(comparison, output):
-        _console().print(line, soft_wrap=True)
+    check_options(limit=limit, batch_size=batch_size, dtype=dtype, seed=seed)
+    with reserved_output(output):
+        with _progress("documents") as on_progress:
+            comparison = compare_models(
+                models,
+                documents=limit or HELD_OUT_DOCUMENTS,
+                most_authors=limit,
+                with_authors=authors,
+                batch_size=BATCH_SIZE if batch_size == "auto" else int(batch_size),
+                seed=seed,
+                dtype=dtype,
+                on_progress=on_progress,
+                **options,
+            )
+        print_comparison(comparison, _console())
+        for line in write_comparison(comparison, output):
+            _console().print(line, soft_wrap=True)
+
+
+def _print_report(output: str, baseline: str | None) -> None:
+    """The tables of all results in the folder, of which earlier ones may have been damaged since."""
+    try:
+        report = _build_report(output, baseline, {})
+    except ValueError as error:
+        raise ValueError(f"The evaluation is finished and kept, but no table can be printed: {error}") from error
+    report.print(_console())
 
 
 def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]):
@@ -172,6 +200,29 @@ def _paper_rows(pairs: list[str]) -> dict[str, str]:
         if "=" not in pair:
             raise ValueError(f"--paper-row must be MODEL=ROW, such as my/folder=DCFormer++2.8B; got {pair!r}.")
     return dict(pair.rsplit("=", 1) for pair in pairs)
+
+
+class _OnStderr(logging.Handler):
+    """Lines above the bar; the stream is looked up each time, as the bar puts another in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(record.getMessage(), err=True)
+
+
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """What the evaluation tells besides its progress: the device it has chosen, results that are run again."""
+    logger = logging.getLogger(__package__)
+    handler, level, propagates = _OnStderr(), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ text again for each of its answers.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +18,20 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from ..pretrained import pretrained_names, pretrained_path, seed_results
 from ..tasks.composition import TASK_KINDS, composition_documents
 from ..tasks.scoring import score_documents, summarise
 from .bootstrap import Difference, paired_difference
+from .devices import choose_device, describe_device
+from .model_files import check_complete, check_path
 from .provenance import find_model
 from .report import short_names
 from .synthetic import SHOTS, authors_answers
 
+
+logger = logging.getLogger(__name__)
 
 BOXED_MODEL, BOXED_BASELINE = "dcformer-tiny", "transformer-tiny"
 HELD_OUT_SEED = 1234
@@ -301,28 +306,33 @@ def compare_models(
         baseline (*optional*): A further model that the others are compared with.
         data_dir, documents, seed, with_authors, most_authors: Of [`document_sets`].
         batch_size (defaults to 32): Documents in a forward pass.
-        device (*optional*): A GPU if there is one.
+        device (*optional*): As [`dcformer.eval.devices.choose_device`] takes it.
         dtype (defaults to `"float32"`): Of the parameters.
         revision, tokenizer, trust_remote_code: Of [`dcformer.eval.provenance.find_model`].
         on_progress (*optional*): Called with what is running, and the numbers of documents done and in all.
 
     Raises:
         FileNotFoundError: if a model, its tokenizer or the authors' texts are not there or cannot be reached.
-        ValueError: if a model cannot be used.
+        ValueError: if a model cannot be used, or this machine has no such device.
     """
+    device = choose_device(device)
     names = list(models)
     if not names:
         names, baseline = [BOXED_MODEL], baseline or BOXED_BASELINE
     names = list(dict.fromkeys([baseline, *names] if baseline else names))
     options = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
-    found = [find_model(_located(name), **options) for name in names]
+    located = [_located(name) for name in names]
+    for path in located:
+        check_path(path)
+    found = [find_model(path, **options) for path in located]
     sets = document_sets(data_dir, documents, seed, with_authors, most_authors)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    logger.info("Device: %s.", describe_device(device))
     runs, labels, results = seed_results()["runs"], short_names(names), []
     for name, model in zip(names, found):
         network = _load(model, dtype).to(device).eval()
         named = None if on_progress is None else lambda done, total, name=name: on_progress(name, done, total)
         scores = _score_sets(network, model.tokenizer, sets, batch_size, named)
+        _check_numbers(scores, name)
         # Only the name of a model in the box stands for another path.
         own_runs = [run for run in runs if run["variant"] == name and model.name != name]
         results.append(
@@ -349,16 +359,24 @@ def _located(name: str) -> str:
 
 
 def _load(model, dtype: str):
-    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    has_bar = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it would tear that of the command
+    options = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": model.local_files_only,
+    }
+    has_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # it would tear that of the command
     try:
-        return AutoModelForCausalLM.from_pretrained(model.name, dtype=getattr(torch, dtype), **options)
+        network, info = AutoModelForCausalLM.from_pretrained(
+            model.name, dtype=getattr(torch, dtype), output_loading_info=True, **options
+        )
+        check_complete(network, info, model.name)
+        return network
     except (ValueError, OSError) as error:
         raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
     finally:
         if has_bar:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _score_sets(model, tokenizer, sets, batch_size, on_progress) -> dict[str, list[dict]]:
@@ -371,6 +389,17 @@ def _score_sets(model, tokenizer, sets, batch_size, on_progress) -> dict[str, li
         scores[name] = score_documents(model, tokenizer, rows, batch_size, counted)
         done += len(rows)
     return scores
+
+
+def _check_numbers(scores: Mapping[str, Sequence[Mapping]], name: str) -> None:
+    for which, answers in scores.items():
+        for score in answers:
+            if math.isnan(score["log_likelihood"]):
+                raise ValueError(
+                    f"The log-likelihood of an answer in document {score['document']} of {which} with {name!r} is not "
+                    "a number: the weights hold NaN or infinity, or the dtype is too narrow for them; check the "
+                    "weights, or give a wider dtype."
+                )
 
 
 def _samples(documents: Sequence[Mapping], scores: Sequence[Mapping]) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,12 +15,49 @@ from rich.table import Table
 
 from .composition import AUTHORS, HELD_OUT, METRICS, Comparison, ModelResult, difference, seed_interval
 from .composition_plot import plot_composition
+from .output import check_places, locked_folders
+from .records import write_whole
 
 
 SET_TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
 METRIC_HEADINGS = {"accuracy": "accuracy %", "perplexity": "perplexity"}
 GROUPINGS = {"by_pattern": "pattern", "by_transformation": "transformation"}
 _LONGEST_HEADING = 12
+
+
+RESULTS, PLOT = "composition.json", "composition.png"
+
+
+@contextlib.contextmanager
+def reserved_output(output: str | os.PathLike) -> Iterator[None]:
+    """
+    The output of a comparison, found writable before anything is computed and locked against others until the end.
+
+    Args:
+        output: Folder; made if it is not there, and removed if it is empty at the end.
+
+    Raises:
+        ValueError: if it cannot be written, another evaluation is writing it, or it holds a file of that name which is
+            no comparison.
+    """
+    folder = Path(output)
+    with locked_folders(folder):
+        check_places((folder / RESULTS, folder / PLOT))
+        if (folder / RESULTS).is_file():
+            _check_is_comparison(folder / RESULTS)
+        yield
+
+
+def _check_is_comparison(file: Path) -> None:
+    """That a file may be replaced: it is a comparison, or one that was cut."""
+    try:
+        values = json.loads(file.read_bytes())
+    except ValueError:
+        return
+    if not isinstance(values, dict) or not {"settings", "models", "differences"} <= values.keys():
+        raise ValueError(
+            f"{str(file)!r} is no comparison of `dcformer eval`, although named like one; move it to another folder."
+        )
 
 
 def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[str]:
@@ -35,8 +73,8 @@ def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    results, plot = folder / "composition.json", folder / "composition.png"
-    results.write_text(json.dumps(comparison.to_dict(), indent=2) + "\n", encoding="utf-8")
+    results, plot = folder / RESULTS, folder / PLOT
+    write_whole(results, (json.dumps(comparison.to_dict(), indent=2) + "\n").encode())
     lines = [f"Results: {results}"]
     try:
         plot_composition(comparison, plot)

@@ -201,8 +201,11 @@ def hub_splits(column: str) -> dict[str, Dataset]:
     """
     source = SOURCES[column]
     datasets = import_datasets()
+    from .hub import without_waiting_for
+
     try:
-        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+        with without_waiting_for(source.path):
+            return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
     except OSError as error:  # of which the errors of the Hub and of the network are all kinds
         raise _unreachable(column) from error
 

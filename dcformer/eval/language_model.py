@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ except ImportError as error:
     raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'") from error
 
 from ..configuration_dcformer import DCFormerConfig
+from .devices import choose_device
+from .model_files import check_complete
+from .processes import processes_here
 
 
 OOV_POLICIES = ("error", "clamp", "pad")
@@ -31,6 +35,8 @@ CPU_BATCH_SIZE = 16
 # A batch is cut where its logits would be more; in float32 this many are 1 GiB.
 _MOST_LOGITS = 2**28
 _POSITIONS_AT_ONCE = 128
+# Arguments by which the harness loads something else than the weights of a folder.
+_OTHER_LOADERS = ("peft", "delta", "autogptq", "gptqmodel", "gguf_file")
 
 
 @register_model("dcformer")
@@ -38,7 +44,7 @@ class DCFormerLM(HFLM):
     """
     Args:
         pretrained (`str` or `PreTrainedModel`): Folder, Hub id or a loaded model.
-        device (`str`, *optional*): None: the GPU if there is one.
+        device (`str`, *optional*): As [`dcformer.eval.devices.choose_device`] takes it; of a loaded model its own.
         batch_size (`int` or `"auto"`, defaults to `"auto"`): Inputs in a forward pass. "auto" is 16 on a CPU and what
             fits on a GPU. A batch whose logits would exceed 1 GiB is cut.
         oov_policy (`str`, *optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last
@@ -48,7 +54,8 @@ class DCFormerLM(HFLM):
         kwargs: As `HFLM`.
 
     Raises:
-        ValueError: for an unknown policy, or "pad" with a model that cannot.
+        ValueError: for an unknown policy, or "pad" with a model that cannot; for a device that is not there, or is not
+            that of a loaded model; for a folder without the weights of some parameters.
     """
 
     def __init__(
@@ -64,8 +71,10 @@ class DCFormerLM(HFLM):
     ):
         if oov_policy is not None and oov_policy not in OOV_POLICIES:
             raise ValueError(f"oov_policy must be one of {', '.join(OOV_POLICIES)}, got {oov_policy!r}.")
-        if device is None or (device == "cuda" and not torch.cuda.is_available()):
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if isinstance(pretrained, str):
+            device = choose_device(device, processes_here())
+        else:
+            _check_device_of(pretrained, device)
         self.oov_policy = oov_policy
         self.on_progress = on_progress
         self._instances: Sequence = ()
@@ -95,7 +104,12 @@ class DCFormerLM(HFLM):
         policy = policy_in_force(self.config, self.oov_policy)
         if isinstance(self.config, DCFormerConfig):
             kwargs["oov_policy"] = policy
-        super()._create_model(pretrained, **kwargs)
+        if any(kwargs.get(name) for name in _OTHER_LOADERS):
+            super()._create_model(pretrained, **kwargs)
+            return
+        super()._create_model(pretrained, output_loading_info=True, **kwargs)
+        self._model, info = self._model
+        check_complete(self._model, info, pretrained)
 
     def get_model_info(self) -> dict:
         if not isinstance(self.pretrained, str) or not Path(self.pretrained).is_dir():
@@ -157,15 +171,21 @@ class DCFormerLM(HFLM):
         ordered = sorted(groups.items(), key=lambda group: (-len(group[0]), group[0]))
         answers: list = [None] * len(requests)
         self.scored_requests += len(requests)
+        problem = None
         with self._bar(len(requests), disable_tqdm) as advance:
             for batch in self._batches(ordered, requests, override_bs):
                 self.input_tokens += sum(len(tokens) for tokens, _ in batch)
                 scored = [index for _, indices in batch for index in indices]
                 for index, answer in zip(scored, self._score(batch, requests)):
                     answers[index] = answer
+                    if math.isnan(answer[0]):
+                        problem = problem or self._not_a_number(index)
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
                 advance(len(scored))
+                if problem:
+                    break
+        self._raise_on_all_processes(problem)
         return answers
 
     def _score(self, batch: list[tuple], requests: list[tuple]) -> list[tuple[float, bool]]:
@@ -267,6 +287,13 @@ class DCFormerLM(HFLM):
             )
         return None
 
+    def _not_a_number(self, index: int) -> str:
+        return (
+            f"The log-likelihood of {_name(self._instances[index] if self._instances else None)} is not a number: the "
+            "weights hold NaN or infinity, or the dtype is too narrow for them; check the weights, or give a wider "
+            "dtype."
+        )
+
     def _raise_on_all_processes(self, problem: str | None) -> None:
         """Raise everywhere what any process found; the others would wait for it for ever."""
         problems = [problem]
@@ -304,6 +331,15 @@ class DCFormerLM(HFLM):
 
         with tqdm(total=total, desc="Scoring", unit=" requests", disable=disable or self.rank != 0) as bar:
             yield bar.update
+
+
+def _check_device_of(model, device: str | None) -> None:
+    """That a loaded model is on the device that is asked for, since it stays where it is."""
+    if device is None:
+        return
+    asked, own = torch.device(choose_device(device)), model.device
+    if asked.type != own.type or asked.index not in (None, own.index):
+        raise ValueError(f"The model is on {str(own)!r}, and device is {str(device)!r}; move it, or leave device out.")
 
 
 def policy_in_force(config, oov_policy: str | None) -> str:

@@ -180,7 +180,10 @@ def load_flan(
             window,
         )
     if not examples:
-        raise ValueError("No example of Flan has a target that fits the window; check the files or raise `window`.")
+        raise ValueError(
+            f"No example of Flan has a target that fits the window of {window} tokens; check the files, or take a "
+            "longer window (--max-length, or `window` with lm-eval)."
+        )
     return {"test": import_datasets().Dataset.from_list(examples)}
 
 
@@ -233,7 +236,7 @@ def load_tokenizer(
     if not isinstance(source, str):
         raise ValueError(
             "This task counts tokens and must know the model's tokenizer: give `pretrained` or `tokenizer` in the "
-            'arguments of the model, or `--metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'`.'
+            'arguments of the model, or lm-eval\'s --metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'.'
         )
     from transformers import AutoTokenizer
 
@@ -285,7 +288,7 @@ def check_window(
         if not isinstance(pretrained, str):
             raise ValueError(
                 f"{task} must know the length of the model's windows: give `max_length={window}` to the model, and in "
-                "`--metadata` if the model is not named by `pretrained`."
+                "lm-eval's --metadata if the model is not named by `pretrained`."
             )
         from lm_eval.models.utils import resolve_max_length
         from transformers import AutoConfig
@@ -297,8 +300,8 @@ def check_window(
     if int(max_length) != window:
         raise ValueError(
             f"{task} scores windows of {window} tokens, but the model would take {max_length}: give "
-            f"`max_length={window}` to the model, or `--metadata '{{\"window\": {max_length}}}'` for figures that "
-            "compare with no other window."
+            f"`max_length={window}` to the model, or lm-eval's --metadata '{{\"window\": {max_length}}}' for figures "
+            "that compare with no other window."
         )
 
 
@@ -429,8 +432,12 @@ def _pile_files(data_dir: Path) -> list[Path]:
 
 
 def _from_hub(what: str, local_file: str, *arguments: str, split: str = "test", **options: Any) -> Dataset:
+    from .hub import without_waiting_for
+
+    datasets = import_datasets()
     try:
-        return import_datasets().load_dataset(*arguments, split=split, **options)
+        with without_waiting_for(arguments[0]):
+            return datasets.load_dataset(*arguments, split=split, **options)
     except OSError as error:
         raise FileNotFoundError(
             f"{what} cannot be read from {arguments[0]!r} on the Hub ({type(error).__name__}); check the network, or "

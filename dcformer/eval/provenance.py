@@ -14,6 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import dcformer
 
+from .hub import is_on_hub
+from .model_files import check_path, check_weights, is_path, weight_files
+
 
 LIBRARIES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers")
 _END_OF_TEXT = "<|endoftext|>"
@@ -31,6 +34,7 @@ class Model:
         tokenizer: Its tokenizer.
         revision (`str`): On the Hub.
         trust_remote_code (`bool`): Run code that comes with it.
+        local_files_only (`bool`): Read it from the cache of the Hub, which cannot be reached.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Model:
     tokenizer: Any
     revision: str = "main"
     trust_remote_code: bool = False
+    local_files_only: bool = False
 
     @property
     def misses_ids(self) -> bool:
@@ -58,28 +63,28 @@ def find_model(
         trust_remote_code (`bool`, defaults to `False`): Run code that comes with the model.
 
     Raises:
-        FileNotFoundError: if there is no such model, no weights or no tokenizer.
-        ValueError: if the model is no causal language model.
+        FileNotFoundError: if there is no such model, no weights or no tokenizer, or the Hub cannot be reached.
+        ValueError: if the model is no causal language model, or a file is damaged.
     """
-    folder = Path(name)
-    options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    if not folder.is_dir() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
-        raise FileNotFoundError(f"There is no model folder {name!r}; check the path.")
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{name!r} is no model: it has no config.json; check the path, or convert it first."
-            )
-        if not _weight_files(folder):
-            raise FileNotFoundError(f"{name!r} has a config.json but no weights (*.safetensors or *.bin); add them.")
+    check_path(name)
+    is_folder, revision = Path(name).is_dir(), revision or "main"
+    offline = not is_folder and not is_on_hub(name, revision, "model")
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": offline}
     try:
         config = AutoConfig.from_pretrained(name, **options)
     except OSError as error:
+        if is_folder:
+            raise ValueError(f"{str(Path(name) / 'config.json')!r} is damaged: {_first_sentence(error)}") from error
+        reason = (
+            "the cache of the Hub, which cannot be reached, does not hold it"
+            if offline
+            else "what the Hub has by that name holds no configuration that can be read"
+        )
         raise FileNotFoundError(
-            f"There is no model {name!r}: it is no folder, and the Hub does not have it or cannot be reached; check "
-            "the name and the network, or give a folder."
+            f"There is no model {name!r}: it is no folder, and {reason}; check the name and the network, or give "
+            "a folder."
         ) from error
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:  # of values that a class of configurations does not take
         raise ValueError(f"The configuration of {name!r} cannot be used: {_first_sentence(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
         getattr(config, "auto_map", None) or {}
@@ -87,7 +92,10 @@ def find_model(
         raise ValueError(
             f"{name!r} is a {config.model_type} model, which is no causal language model; give one that is."
         )
-    return Model(name, config, _load_tokenizer(tokenizer or name, tokenizer is None, options), **options)
+    model = Model(name, config, _load_tokenizer(tokenizer or name, tokenizer is None, options), **options)
+    if is_folder:
+        check_weights(Path(name))
+    return model
 
 
 def _load_tokenizer(source: str, is_model: bool, options: dict):
@@ -101,6 +109,11 @@ def _load_tokenizer(source: str, is_model: bool, options: dict):
         if not files and (is_model or len(others) != 1):
             raise missing
         path = path if files else others[0]
+    elif not path.is_file():
+        if is_path(source):
+            raise missing
+        if not is_model:
+            options = {**options, "local_files_only": not is_on_hub(source, options["revision"], "tokenizer")}
     try:
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -125,7 +138,7 @@ def model_fingerprint(model: Model) -> str:
     folder = Path(model.name)
     if not folder.is_dir():
         return f"commit:{model.config._commit_hash}"
-    files = (folder / "config.json", *_weight_files(folder))
+    files = (folder / "config.json", *weight_files(folder))
     stats = [file.stat() for file in files]
     return _contents_fingerprint(files, tuple((stat.st_size, stat.st_mtime_ns) for stat in stats))
 
@@ -190,10 +203,6 @@ def hardware_name(device) -> str:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
 
 
 def _first_sentence(error: Exception) -> str:

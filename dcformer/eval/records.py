@@ -3,19 +3,41 @@
     results/<model>/<task>-<shots>shot.json            what was measured, and everything needed to measure it again
     results/<model>/<task>-<shots>shot.samples.jsonl   one line per document
 
-A record is written when its task is finished, samples first, each file in one step; so a file that is there is whole.
+A record is written when its task is finished, samples first, each file in one step, so that a file that is there is
+whole. A record has the SHA-256 of its samples: what was damaged since, or belongs to another run, is noticed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
+# The first had no checksum of the samples.
+_READABLE_FORMATS = (1, 2)
+
+
+class DamagedResult(ValueError):
+    """
+    A result of ours that cannot be used, and whose task may be run again.
+
+    Args:
+        what: Which file is damaged, and how.
+        advice: What to do.
+    """
+
+    def __init__(self, what: str, advice: str):
+        super().__init__(what, advice)  # both, so that it can be sent to other processes
+        self.what = what
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
 
 
 @dataclass
@@ -33,6 +55,7 @@ class Record:
             size, out-of-vocabulary policy, versions of libraries, git revision. A later run takes the record over only
             if all but the git revision are the same.
         timings: Seconds, requests, tokens; no part of the result.
+        samples_sha256 (`str`, *optional*): Of the file of samples; unknown in results of the first format.
     """
 
     model: str
@@ -44,6 +67,7 @@ class Record:
     limit: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
+    samples_sha256: str | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -67,31 +91,83 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     """Write a record and its samples; returns the path of the record."""
     path = record_path(output, record.model, record.task, record.num_fewshot)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(samples_path(path), "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
-    _write(path, json.dumps({"format": RECORD_FORMAT, **asdict(record)}, indent=2, ensure_ascii=False) + "\n")
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples).encode()
+    whole = replace(record, samples_sha256=hashlib.sha256(lines).hexdigest())
+    write_whole(samples_path(path), lines)
+    text = json.dumps({"format": RECORD_FORMAT, **asdict(whole)}, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, text.encode())
     return path
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that, whenever the process or the machine stops, is the old one or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_record(path: Path) -> Record:
     """
     Raises:
-        ValueError: if the file is no record of this format.
+        DamagedResult: if the file is damaged.
+        ValueError: if it is another's, or of a later format than this version knows.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != RECORD_FORMAT:
-            raise ValueError("another format")
-        return Record(**values)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        raise _damaged(path, "it is no JSON; it may have been cut") from error
+    number = values.pop("format", None) if isinstance(values, dict) else None
+    if type(number) is not int:
         raise ValueError(
-            f"{str(path)!r} is not a result of `dcformer eval`: remove it or run its task again."
-        ) from error
+            f"{str(path)!r} is not a result of `dcformer eval`, although named like one; move it to another folder."
+        )
+    if number not in _READABLE_FORMATS:
+        raise ValueError(
+            f"{str(path)!r} is a result in format {number}, and this version of dcformer reads up to {RECORD_FORMAT}; "
+            "install a newer version, or choose another folder for results."
+        )
+    try:
+        record = Record(**values)
+        problem = _problem(record)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise _damaged(path, "fields are missing, too many or of another kind") from error
+    if problem:
+        raise _damaged(path, problem)
+    return record
+
+
+def _damaged(path: Path, problem: str) -> DamagedResult:
+    return DamagedResult(f"The result {str(path)!r} is damaged ({problem})", "remove it or run its task again.")
+
+
+def _problem(record: Record) -> str:
+    """What is wrong with the values of a record, or nothing."""
+    kinds = {"model": str, "task": str, "metrics": dict, "settings": dict, "timings": dict}
+    for name, kind in kinds.items():
+        if not isinstance(getattr(record, name), kind):
+            return f"{name} is {getattr(record, name)!r}"
+    for name, least in (("num_fewshot", 0), ("num_samples", 1), ("num_documents", 1)):
+        value = getattr(record, name)
+        if type(value) is not int or value < least:
+            return f"{name} is {value!r}"
+    if not record.metrics:
+        return "metrics is empty"
+    for name, measured in record.metrics.items():
+        value, stderr = measured["value"], measured.get("stderr")
+        if not _is_number(value) or not (stderr is None or _is_number(stderr)):
+            return f"{name} is {value!r} with the standard error {stderr!r}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def read_records(output: str | os.PathLike) -> list[Record]:
@@ -100,7 +176,7 @@ def read_records(output: str | os.PathLike) -> list[Record]:
 
     Raises:
         FileNotFoundError: if the folder is not there or holds none.
-        ValueError: if a file is damaged.
+        ValueError: if a file is damaged, or not a result of this version.
     """
     folder = Path(output)
     if not folder.is_dir():
@@ -118,12 +194,23 @@ def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
 
     Raises:
         FileNotFoundError: if they are not there.
-        ValueError: if the file is damaged.
+        DamagedResult: if the file is damaged, or not that which was written with the record.
     """
     path = samples_path(record_path(output, record.model, record.task, record.num_fewshot))
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {str(path)!r} with the samples; run the task again.")
+    content = path.read_bytes()
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        samples = [json.loads(line) for line in content.split(b"\n") if line]
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged: remove it and its record, and run the task again.") from error
+        raise _damaged_samples(path, "a line is no JSON; it may have been cut") from error
+    if record.samples_sha256 is not None and hashlib.sha256(content).hexdigest() != record.samples_sha256:
+        raise _damaged_samples(path, "its SHA-256 is not that in its record")
+    if len(samples) != record.num_samples:
+        raise _damaged_samples(path, f"it has {len(samples)} lines, and its record {record.num_samples} samples")
+    return samples
+
+
+def _damaged_samples(path: Path, problem: str) -> DamagedResult:
+    advice = "remove them and their record, or run the task again."
+    return DamagedResult(f"The samples {str(path)!r} are damaged ({problem})", advice)

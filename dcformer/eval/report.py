@@ -24,10 +24,11 @@ from .bootstrap import (
     paired_difference,
     paired_mean_difference,
 )
+from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
 from .records import Record, model_folder, read_records, read_samples, record_path, samples_path
 from .report_tables import SYNTHETIC_ALL, SYNTHETIC_METRICS, Cell, Key, Report
-from .suites import SYNTHETIC_TASKS
+from .suites import PERPLEXITY_TASKS, SYNTHETIC_TASKS
 from .table4_tasks import TABLE4_COLUMNS
 
 
@@ -238,11 +239,16 @@ class _Builder:
             numbers = {cell.task: published.paper_synthetic(row).get(cell.metric)}
         elif cell.metric == "acc":
             numbers = published.paper_accuracies(row, cell.num_fewshot)
-        elif cell.metric == "token_perplexity":
+        elif cell.metric == "token_perplexity" and self._window(cell) == PAPER_WINDOW:
             numbers = published.paper_perplexities(row)
         paper = numbers.get(cell.task)
         within = None if paper is None else _is_within(cell, paper)
         self.cells[cell.model, cell.task, cell.num_fewshot, cell.metric] = replace(cell, paper=paper, within=within)
+
+    def _window(self, cell: Cell) -> int:
+        """Tokens of a window in a task of perplexity, the paper's if the record does not say."""
+        record = self.records[cell.model, cell.task, cell.num_fewshot]
+        return record.settings.get("max_length") or PAPER_WINDOW
 
     def _comparable(self, record: Record) -> Record | None:
         """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
@@ -347,9 +353,21 @@ class _Builder:
                 "The paper does not say whether its synthetic results are by first token or whole answer, by token or "
                 "by answer; all of them stand beside its two numbers."
             )
+        notes += self._window_notes()
         if "flan_ppl" in tasks:
             notes.append("The paper's sample of Flan is unpublished; its perplexity is of other documents.")
         return notes
+
+    def _window_notes(self) -> list[str]:
+        """One for each length of windows that is not the paper's."""
+        tasks: dict[int, dict[str, None]] = defaultdict(dict)
+        for cell in self.cells.values():
+            if cell.task in PERPLEXITY_TASKS and self._window(cell) != PAPER_WINDOW:
+                tasks[self._window(cell)][f"{cell.task} of {self.names[cell.model]}"] = None
+        return [
+            f"Scored in windows of {window:,} tokens, and comparable with no other: {', '.join(names)}."
+            for window, names in sorted(tasks.items())
+        ]
 
     def _incomparable_notes(self) -> list[str]:
         reference = self.names[self.baseline or self.models[0]]
@@ -375,6 +393,8 @@ def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str,
     pairs = {name: (record.settings.get(name), other.settings.get(name)) for name in _COMPARED_SETTINGS}
     if None in pairs["oov_policy"]:
         del pairs["oov_policy"]  # a model whose embedding has every id needs none
+    if record.task in PERPLEXITY_TASKS:
+        pairs["max_length"] = record.settings.get("max_length"), other.settings.get("max_length")
     differing = {name: (str(a), str(b)) for name, (a, b) in pairs.items() if a != b}
     if record.num_samples != other.num_samples:
         differing["limit"] = tuple(
