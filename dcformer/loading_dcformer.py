@@ -127,12 +127,16 @@ def _unreadable(path, error: Exception) -> str:
     return f"A weights file in {str(path)!r} is truncated or damaged ({reason}); copy or download it again."
 
 
+def _and_others(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more weights"
+
+
 def _check_split_projections(path, unexpected_keys) -> None:
     split = sorted(key for key in unexpected_keys if re.search(r"\battention\.w[qkv]\.", key))
     if split:
         raise ValueError(
-            f"{str(path)!r} holds split query, key and value projections ({split[0]} and {len(split) - 1} more); write "
-            "it in our layout with `dcformer convert hub SRC DST` and load DST."
+            f"{str(path)!r} holds split query, key and value projections ({_and_others(split)}); write it in our layout "
+            "with `dcformer convert hub SRC DST` and load DST."
         )
 
 
@@ -140,10 +144,10 @@ def _check_sizes(path, mismatched_keys, by: str) -> None:
     if not mismatched_keys:
         return
     key, in_file, by_config = sorted(mismatched_keys, key=lambda item: item[0])[0]
+    others = f", and {len(mismatched_keys) - 1} more differ" if len(mismatched_keys) > 1 else ""
     raise ValueError(
-        f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by {by}, and "
-        f"{len(mismatched_keys) - 1} more differ; correct the configuration, or pass ignore_mismatched_sizes=True to "
-        "draw these anew."
+        f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by {by}{others}; correct the "
+        "configuration, or pass ignore_mismatched_sizes=True to from_pretrained to draw these anew."
     )
 
 
@@ -162,8 +166,8 @@ def _check_missing(model_class, model, path, missing_keys, kwargs: dict) -> None
         expected = {name for name in expected if name.startswith(f"{model_class.base_model_prefix}.")} or expected
     if lost := sorted(expected & set(missing_keys)):
         raise ValueError(
-            f"{str(path)!r} lacks {lost[0]} and {len(lost) - 1} more weights that its config.json asks for; they would "
-            "start at random. Copy or download it again, or correct its config.json."
+            f"{str(path)!r} lacks {_and_others(lost)}, for which its config.json asks and which would start at random; "
+            "copy or download it again, or correct its config.json."
         )
 
 
