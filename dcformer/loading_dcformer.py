@@ -135,8 +135,8 @@ def _check_split_projections(path, unexpected_keys) -> None:
     split = sorted(key for key in unexpected_keys if re.search(r"\battention\.w[qkv]\.", key))
     if split:
         raise ValueError(
-            f"{str(path)!r} holds split query, key and value projections ({_and_others(split)}); write it in our layout "
-            "with `dcformer convert hub SRC DST` and load DST."
+            f"{str(path)!r} holds split query, key and value projections ({_and_others(split)}); write it in our "
+            "layout with `dcformer convert hub SRC DST` and load DST."
         )
 
 
