@@ -189,6 +189,15 @@ class DCFormerConfig(PreTrainedConfig):
         "block_size": "max_position_embeddings",
         "window_size": "sliding_window",
     }
+    # Every rank composes over all heads, so the heads are gathered again after the projection; compose parameters are
+    # replicated.
+    base_model_tp_plan = {
+        "layers.*.self_attn.qkv_proj": "colwise_gather_output",
+        "layers.*.self_attn.o_proj": "rowwise_split_input",
+        "layers.*.mlp.gate_proj": "colwise_gather_output",
+        "layers.*.mlp.up_proj": "colwise_gather_output",
+        "layers.*.mlp.down_proj": "rowwise_split_input",
+    }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -255,6 +264,9 @@ class DCFormerConfig(PreTrainedConfig):
             self.layer_types = self._pattern_to_layer_types("LG")
         if self.rope_parameters is not None:
             self.rope_parameters = dict(self.rope_parameters)  # the base class fills in what is missing, in place
+        if self.mlp_type == "plain":
+            plan = {name: style for name, style in self.base_model_tp_plan.items() if "gate_proj" not in name}
+            self.base_model_tp_plan = plan  # of the instance, and never saved
         super().__post_init__(**kwargs)
 
     def __setattr__(self, key, value):
@@ -354,20 +366,6 @@ class DCFormerConfig(PreTrainedConfig):
         if self.mlp_type == "plain":
             return 4 * self.hidden_size
         return -(-int(8 * self.hidden_size / 3) // 256) * 256
-
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """Tensor parallelism of the matrices; compose parameters are replicated."""
-        plan = {
-            # Every rank composes over all heads, so the heads are gathered again after the projection.
-            "layers.*.self_attn.qkv_proj": "colwise_gather_output",
-            "layers.*.self_attn.o_proj": "rowwise_split_input",
-            "layers.*.mlp.up_proj": "colwise_gather_output",
-            "layers.*.mlp.down_proj": "rowwise_split_input",
-        }
-        if self.mlp_type == "gated":
-            plan["layers.*.mlp.gate_proj"] = "colwise_gather_output"
-        return plan
 
     @property
     def composes_heads(self) -> bool:

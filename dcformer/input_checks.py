@@ -153,7 +153,11 @@ def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -
             f"past_key_values must be a Transformers Cache, got {type(cache).__name__}; use DynamicCache(config=...)."
         )
     widths = [config.head_dim + channels for channels in compose_channels(config)]
-    for index, layer in enumerate(getattr(cache, "layers", ())):
+    layers = getattr(cache, "layers", [])
+    # For a draft of the first layers alone; Transformers 5.17 cannot crop those that are never filled.
+    if len(layers) > config.num_hidden_layers and not any(layer.is_initialized for layer in layers):
+        del layers[config.num_hidden_layers :]
+    for index, layer in enumerate(layers):
         if not getattr(layer, "is_initialized", False) or layer.keys.dim() != 4:
             continue
         if layer.keys.shape[0] != batch:
