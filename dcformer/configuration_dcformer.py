@@ -451,8 +451,8 @@ class DCFormerConfig(PreTrainedConfig):
 
     def _validate_numbers(self):
         for name in ("norm_eps", "qk_norm_eps", "compose_norm_eps"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must not be negative and must be below 1, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must not be negative and must be at most 1, got {getattr(self, name)}.")
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(f"initializer_range must be finite and not negative, got {self.initializer_range}.")
         if not 0 <= self.attention_dropout < 1:

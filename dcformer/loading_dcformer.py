@@ -56,7 +56,9 @@ def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
     return WeightRenaming(start + re.escape(authors_part) + end, our_part)
 
 
-def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_sizes: bool = False, **kwargs):
+def load_checked(
+    model_class, load: Callable, path, may_lack_weights: bool, *args, ignore_mismatched_sizes: bool = False, **kwargs
+):
     """
     Load a model by Transformers, and refuse what would leave a weight random that the file ought to hold.
 
@@ -64,6 +66,7 @@ def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_siz
         model_class: The class that is loaded.
         load (`Callable`): `PreTrainedModel.from_pretrained` of that class.
         path: Folder or name on the Hub, or None for weights given as `state_dict`.
+        may_lack_weights (`bool`): Leave it to the caller to look into the loading info for missing weights.
         ignore_mismatched_sizes (`bool`, defaults to `False`): Draw weights of another shape anew.
 
     Returns:
@@ -77,7 +80,8 @@ def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_siz
     with _held_back_reports() as held_back:
         try:
             # Mismatches are let through here, to be reported below by name and shape.
-            model, info = load(path, *args, ignore_mismatched_sizes=True, **kwargs)
+            options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, info = load(path, *args, **options, **kwargs)
         except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(_unreadable(path, error)) from error
         except RuntimeError as error:
@@ -89,7 +93,7 @@ def load_checked(model_class, load: Callable, path, *args, ignore_mismatched_siz
             if not ignore_mismatched_sizes:
                 is_own = "config" not in kwargs or getattr(kwargs["config"], "_name_or_path", None) == str(path)
                 _check_sizes(path, info["mismatched_keys"], "its config.json" if is_own else "the configuration given")
-            if path is not None and info["missing_keys"]:
+            if path is not None and info["missing_keys"] and not may_lack_weights:
                 _check_missing(model_class, model, path, info["missing_keys"], kwargs)
         except ValueError:
             held_back.clear()

@@ -494,15 +494,18 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         """
         As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
 
+        Args:
+            output_loading_info (`bool`, defaults to `False`): Return the loading info too. Weights that the file lacks
+                are then drawn and listed there, instead of being an error.
+
         Raises:
             FileNotFoundError: if a local path does not exist.
             ValueError: if a weights file is truncated, lacks a weight that its own configuration asks for, holds one
                 of another shape than the configuration says (unless `ignore_mismatched_sizes=True`), or has query, key
                 and value projections of their own.
         """
-        model, info = load_checked(
-            cls, super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        load = super().from_pretrained
+        model, info = load_checked(cls, load, pretrained_model_name_or_path, output_loading_info, *args, **kwargs)
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model

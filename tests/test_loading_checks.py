@@ -67,6 +67,8 @@ def test_a_file_that_lacks_a_weight_is_refused(part, folder):
     others = f" and {len(lost) - 1} more weights" if len(lost) > 1 else ""
     with pytest.raises(ValueError, match=rf"lacks {lost[0]}{others}, for which its config\.json asks"):
         AutoModelForCausalLM.from_pretrained(folder)
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert sorted(info["missing_keys"]) == lost
 
 
 def test_nothing_else_is_said_of_a_load_that_is_refused(folder, reports):
