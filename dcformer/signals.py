@@ -41,12 +41,12 @@ def signals_as_interruptions() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        replace(chosen, signal.SIG_IGN)
+        replace(chosen, _do_nothing)
         raise Terminated(number)
 
     def ignore_all() -> None:
         if in_main_thread and signal.getsignal(signal.SIGINT) is not None:
-            replace((*chosen, signal.SIGINT), signal.SIG_IGN)
+            replace((*chosen, signal.SIGINT), _do_nothing)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -60,6 +60,11 @@ def signals_as_interruptions() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    # Unlike SIG_IGN, of which Python complains if such a signal is on its way.
+    pass
 
 
 @contextlib.contextmanager

@@ -187,8 +187,10 @@ def remove_old(output: Path, keep: int, damaged: Collection[Path] = ()) -> None:
     """Remove all checkpoints before the newest `keep`; damaged ones are not counted as any of these."""
     folders = checkpoint_folders(output)
     kept = [checkpoint for checkpoint in folders if checkpoint not in damaged][-keep:]
+    if len(kept) < keep:
+        return
     for checkpoint in folders:
-        if kept and step_of(checkpoint) < step_of(kept[0]):
+        if step_of(checkpoint) < step_of(kept[0]):
             remove_checkpoint(checkpoint)
 
 

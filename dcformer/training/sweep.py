@@ -280,9 +280,9 @@ def _side_by_side(
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_child, args=(sender, threads, run, scoring, resume))
                 with without_ctrl_c():
+                    live[receiver] = process, run
                     process.start()
                 sender.close()  # so that the end of the process is the end of the pipe
-                live[receiver] = process, run
             for receiver in wait(list(live)):
                 process, run = live[receiver]
                 try:
@@ -299,9 +299,10 @@ def _side_by_side(
                 del live[receiver]
                 yield run, value
     finally:
-        for process, _ in live.values():
+        started = [process for process, _ in live.values() if process.is_alive()]
+        for process in started:
             process.terminate()
-        for process, _ in live.values():
+        for process in started:
             process.join()
 
 
