@@ -26,7 +26,7 @@ _PACKAGED = Path(__file__).parent / "recipes"
 _ALTERNATIVES = {("training", "tokens"): "max_steps", ("model", "preset"): "pretrained"}
 _ALTERNATIVES |= {(where, other): key for (where, key), other in _ALTERNATIVES.items()}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
-_LONGEST_FILE = 2**20  # bytes
+_LONGEST_FILE = 2**17  # bytes, of which a recipe has a few thousand
 # The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
 _MOST_STEPS = 10**12
 _MOST_BATCH_TOKENS = 10**9
