@@ -1,7 +1,10 @@
 """SIGTERM and SIGHUP end a command as Ctrl-C does."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,7 +14,7 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.signals import Terminated
+from dcformer.signals import Terminated, without_ctrl_c
 from dcformer.terminal import one_line_errors
 from dcformer.training import train
 from dcformer.training.checkpoints import checkpoint_folders, newest_checkpoint, step_of
@@ -139,3 +142,14 @@ def test_training_that_is_terminated_keeps_its_checkpoints(tmp_path, monkeypatch
     assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run")] == [3]
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
     assert train(tiny_recipe(tmp_path / "run"))["resumed_from"] == 3
+
+
+def test_processes_that_are_started_do_not_hear_of_ctrl_c():
+    command = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    with without_ctrl_c():
+        heard = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+        before = multiprocessing.get_context("spawn").Semaphore()  # starts the helper of multiprocessing
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert before is not None
+    assert heard.stdout == "True\n" and signal.SIGINT in blocked
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -28,7 +28,7 @@ import typer
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..signals import without_ctrl_c
+from ..signals import signals_as_interruptions, without_ctrl_c
 from ..terminal import make_console, one_line_errors, progress_bar
 from .checkpoints import DamagedCheckpointError
 from .recipe import Recipe, difference
@@ -46,6 +46,7 @@ _NOT_MEASURED = ("processes", "only", "data_dir")
 # One run may fail by these; anything else, such as data that are missing, stops the sweep.
 _RUN_FAILURES = (FloatingPointError, RuntimeError, DamagedCheckpointError)
 _SECONDS_BETWEEN_RECORDS = 0.2
+_SECONDS_TO_END = 20  # of a process that is told to: a step, and leaving in good order
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
 
@@ -279,6 +280,7 @@ def _side_by_side(
                 run = waiting.pop(0)
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_child, args=(sender, threads, run, scoring, resume))
+                process.daemon = True  # Python would wait for others at its end, however that comes
                 with without_ctrl_c():
                     live[receiver] = process, run
                     process.start()
@@ -303,7 +305,8 @@ def _side_by_side(
         for process in started:
             process.terminate()
         for process in started:
-            process.join()
+            process.join(_SECONDS_TO_END)
+            process.kill()
 
 
 def _child(sender: Connection, threads: int, run: Run, scoring: _Scoring, resume: bool) -> None:
@@ -319,7 +322,10 @@ def _child(sender: Connection, threads: int, run: Run, scoring: _Scoring, resume
             sender.send(("progress", (step, total, record)))
 
     try:
-        outcome = "outcome", next(_one_by_one((run,), scoring, resume, on_progress))[1]
+        with signals_as_interruptions():
+            outcome = "outcome", next(_one_by_one((run,), scoring, resume, on_progress))[1]
+    except KeyboardInterrupt:  # the sweep ends
+        return
     except Exception as error:
         # Other classes may not survive the way to the other process.
         is_plain = type(error).__module__ == "builtins"
