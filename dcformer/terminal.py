@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import signal
 from collections.abc import Iterator
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+from .signals import Terminated, signals_as_interruptions
 
 
 def make_console(pipe_width: int) -> Console:
@@ -39,28 +42,31 @@ def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[t
 @contextlib.contextmanager
 def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bool = True) -> Iterator[None]:
     """
-    Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C.
+    Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Args:
         debug (`bool`): Let exceptions through, with their traceback.
-        interrupted (`str`): What is said after Ctrl-C.
+        interrupted (`str`): What is said after Ctrl-C or such a signal.
         is_first (`bool`): Whether this is the first of several processes, all of which find wrong files and options.
     """
-    try:
-        yield
-    except KeyboardInterrupt:
-        if is_first:
-            typer.echo(interrupted, err=True)
-        raise typer.Exit(130) from None
-    except Exception as error:
-        if debug:
-            raise
-        message = str(error) or type(error).__name__
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            message = f"The disk is full; free some space and run the same command again ({message})."
-        if is_first or not isinstance(error, ValueError | OSError):
-            typer.echo(f"Error: {' '.join(message.split())}", err=True)
-        raise typer.Exit(1) from None
+    with signals_as_interruptions() as ignore_signals:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            ignore_signals()
+            if is_first:
+                typer.echo(interrupted, err=True)
+            number = error.number if isinstance(error, Terminated) else signal.SIGINT
+            raise typer.Exit(128 + number) from None
+        except Exception as error:
+            if debug:
+                raise
+            message = str(error) or type(error).__name__
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                message = f"The disk is full; free some space and run the same command again ({message})."
+            if is_first or not isinstance(error, ValueError | OSError):
+                typer.echo(f"Error: {' '.join(message.split())}", err=True)
+            raise typer.Exit(1) from None
 
 
 @contextlib.contextmanager

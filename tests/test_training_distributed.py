@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM
 
 from dcformer.training import train
-from dcformer.training.checkpoints import MARKER
+from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint
 
 
 # Each of two processes accumulates over two passes, and the last batch of the evaluation is not full.
@@ -30,8 +31,8 @@ def recipe_of(folder, name):
     return tiny_recipe(folder / name, data=data, training={**TRAINING, **RUNS[name]})
 
 
-def train_in_two_processes(recipe):
-    """As under torchrun, whose environment this is, but without importing torch twice again."""
+def train_in_two_processes(recipe, expected=(0, 0)):
+    """As under torchrun, whose environment this is, but without importing torch twice again; ends as expected."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
@@ -48,7 +49,7 @@ def train_in_two_processes(recipe):
     for process in processes:
         process.join(120)
         process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert tuple(process.exitcode for process in processes) == expected
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,24 @@ def test_a_stopped_run_goes_on_with_the_same_losses(name, runs):
     (runs / name / "checkpoint-6" / MARKER).unlink()
     train_in_two_processes(recipe_of(runs, name))
     assert_same_losses(runs / name, runs / "single")
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_processes_agree_on_the_checkpoint_before_a_damaged_one(name, runs):
+    files = json.loads((runs / name / "checkpoint-6" / MARKER).read_text())["files"]
+    assert {"rng_state_0.pth", "rng_state_1.pth"} < set(files)
+    with (runs / name / "checkpoint-6" / "rng_state_1.pth").open("ab") as damaged:
+        damaged.write(b"\0")
+    train_in_two_processes(recipe_of(runs, name))
+    assert_same_losses(runs / name, runs / "single")
+    assert newest_checkpoint(runs / name).name == "checkpoint-6"
+
+
+def test_all_processes_end_if_no_checkpoint_is_sound(runs, tmp_path):
+    shutil.copytree(runs / "ddp", tmp_path / "ddp")
+    for checkpoint in checkpoint_folders(tmp_path / "ddp"):
+        (checkpoint / "scheduler.pt").unlink()
+    train_in_two_processes(recipe_of(tmp_path, "ddp"), expected=(1, 1))
 
 
 def test_sharded_parameters_are_saved_as_such_for_going_on(runs):

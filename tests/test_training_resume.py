@@ -28,7 +28,7 @@ RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch):
     """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
-    monkeypatch.setattr("dcformer.training.run._plot", lambda *_: None)
+    monkeypatch.setattr("dcformer.training.final._plot", lambda *_: None)
     monkeypatch.setattr("dcformer.tasks.build_tokenizer", lambda: TOKENIZER)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .documents import COMPOSITION, check_documents, described, document_batches, import_datasets, load_documents
-from .fields import read_fields
+from .fields import check_range, read_fields, shown
 
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ IGNORED_LABEL = -100  # what the loss functions of torch and Transformers leave 
 _SHUFFLE_BUFFER = 10_000
 _EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
+_LONGEST_ROW = 2**24
+_MOST_DOCUMENTS = 10**18
+_MOST_GENERATED = 10**7  # all are made in memory before the first step
+_MOST_LINES = 1000
 _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; to be raised when the same documents pack differently
 
 
@@ -95,11 +99,11 @@ class DataRecipe:
         if evaluation is None:
             return recipe
         if not isinstance(evaluation, Mapping):
-            raise ValueError(f"{name}.evaluation must be a mapping or null, got {evaluation!r}.")
+            raise ValueError(f"{name}.evaluation must be a mapping or null, got {shown(evaluation)}.")
         if evaluation.get("evaluation") is not None:
             raise ValueError(
-                f"{name}.evaluation.evaluation must be left out, got {evaluation['evaluation']!r}; an evaluation has "
-                "none of its own."
+                f"{name}.evaluation.evaluation must be left out, got {shown(evaluation['evaluation'])}; an evaluation "
+                "has none of its own."
             )
         if evaluation.get("source", recipe.source) == COMPOSITION:
             values = {**values, "split": "validation"}
@@ -120,15 +124,18 @@ class DataRecipe:
     def _check_values(self, name: str) -> None:
         if not self.source:
             raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {COMPOSITION!r}.")
-        for key, least in (("sequence_length", 2), ("documents", 1)):
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise ValueError(f"{name}.{key} must be at least {least}, got {value}.")
+        check_range(f"{name}.sequence_length", self.sequence_length, 2, _LONGEST_ROW)
+        if self.documents is not None:
+            most = _MOST_GENERATED if self.source == COMPOSITION else _MOST_DOCUMENTS
+            check_range(f"{name}.documents", self.documents, 1, most)
         if self.lines is not None:
             if self.source != COMPOSITION:
-                raise ValueError(f"{name}.lines is for source {COMPOSITION!r} alone, got {self.lines!r}; set it null.")
+                raise ValueError(
+                    f"{name}.lines is for source {COMPOSITION!r} alone, got {shown(self.lines)}; set it null."
+                )
             if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
-                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {self.lines!r}.")
+                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {shown(self.lines)}.")
+            check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
         if self.source == COMPOSITION and self.documents is None:
             raise ValueError(f"{name}.documents is missing; say how many {COMPOSITION} documents to generate.")
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from transformers import AutoConfig
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from ..optional import import_optional
 from .data import DataRecipe
-from .fields import check_keys, full_key, read_fields
+from .fields import check_keys, check_range, full_key, read_fields, shortened, shown
+from .yaml_text import read_yaml
 
 
 _PACKAGED = Path(__file__).parent / "recipes"
@@ -26,6 +26,14 @@ _PACKAGED = Path(__file__).parent / "recipes"
 _ALTERNATIVES = {("training", "tokens"): "max_steps", ("model", "preset"): "pretrained"}
 _ALTERNATIVES |= {(where, other): key for (where, key), other in _ALTERNATIVES.items()}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
+_LONGEST_FILE = 2**17  # bytes, of which a recipe has a few thousand
+# The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
+_MOST_STEPS = 10**12
+_MOST_BATCH_TOKENS = 10**9
+_MOST_TOKENS = 10**18  # of a whole run
+_MOST_LAYERS = 10_000
+_LARGEST_MODEL_INTEGER = 2**31 - 1
+LARGEST_SEED = 2**32 - 1  # of NumPy
 # Keys of `model:` besides the fields of the configuration.
 _MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation")
 
@@ -84,19 +92,25 @@ class TrainingRecipe:
             raise ValueError(
                 f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
             )
-        for name in (
-            "batch_tokens",
-            "tokens",
-            "max_steps",
-            "per_device_batch_size",
-            "logging_steps",
-            "evaluation_steps",
-            "save_steps",
-            "keep_checkpoints",
-        ):
+        largest = {
+            "batch_tokens": _MOST_BATCH_TOKENS,
+            "tokens": _MOST_TOKENS,
+            "max_steps": _MOST_STEPS,
+            "per_device_batch_size": _MOST_BATCH_TOKENS,
+            "logging_steps": _MOST_STEPS,
+            "evaluation_steps": _MOST_STEPS,
+            "save_steps": _MOST_STEPS,
+            "keep_checkpoints": _MOST_STEPS,
+        }
+        for name, most in largest.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"training.{name} must be at least 1, got {value}.")
+            if value is not None:
+                check_range(f"training.{name}", value, 1, most)
+        if self.steps * self.batch_tokens > _MOST_TOKENS:
+            raise ValueError(
+                f"training.max_steps {self.steps:,} x training.batch_tokens {self.batch_tokens:,} must be at most "
+                f"{_MOST_TOKENS:,} tokens; lower one."
+            )
         for name in ("learning_rate", "adam_epsilon", "max_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} must be positive and finite, got {getattr(self, name)}.")
@@ -113,7 +127,7 @@ class TrainingRecipe:
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.max_steps if self.max_steps is not None else math.ceil(self.tokens / self.batch_tokens)
+        return self.max_steps if self.max_steps is not None else -(-self.tokens // self.batch_tokens)
 
     def accumulation_steps(self, sequence_length: int, processes: int) -> int:
         """
@@ -168,7 +182,7 @@ class Recipe:
             ValueError: for unknown or missing keys and for wrong values, of which the message quotes the first.
         """
         if not isinstance(values, dict):
-            raise ValueError(f"A recipe must be a mapping of keys to values, got {values!r}.")
+            raise ValueError(f"A recipe must be a mapping of keys to values, got {shown(values)}.")
         check_keys(values, [field.name for field in fields(cls)], "")
         values = dict(values)
         name = values.setdefault("name", "run")
@@ -179,6 +193,7 @@ class Recipe:
             values["data"] = DataRecipe.from_mapping(values["data"])
         values["training"] = read_fields(TrainingRecipe, values["training"], "training")
         recipe = read_fields(cls, values, "")
+        check_range("seed", recipe.seed, 0, LARGEST_SEED)
         _check_model(recipe.model)
         attention = recipe.model.get("attn_implementation") or ""
         if "flash" in attention and recipe.data.packing != "none" and recipe.training.per_device_batch_size > 1:
@@ -208,17 +223,21 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
     Raises:
         FileNotFoundError: if there is neither such a file nor such a packaged recipe.
         ValueError: if a file is no YAML, recipes extend each other in a circle, or a key or value is wrong.
+        OSError: if a file cannot be read.
     """
     values = _read_extended(_find(recipe, None), ())
     for override in overrides:
         key, found, text = override.partition("=")
         if not found or not key:
-            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {override!r}.")
-        value = _parse(text, f"the value of {key}")
+            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {shown(override)}.")
+        value = read_yaml(text, f"the value of {key}")
         for part in reversed(key.strip().split(".")):
             value = {part: value}
         values = merged(values, value)
-    return Recipe.from_mapping(values)
+    try:
+        return Recipe.from_mapping(values)
+    except ValueError as error:
+        raise ValueError(shortened(f"Recipe {str(recipe)!r}: {error}")) from error
 
 
 def packaged_recipes() -> list[str]:
@@ -269,19 +288,29 @@ def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
     if file in extending:
         names = " extends ".join(item.name for item in (*extending[extending.index(file) :], file))
         raise ValueError(f"Recipes extend each other in a circle: {names}; remove one of the extends.")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(file)!r} is no text in UTF-8 ({error.reason}); save it as such.") from error
-    values = _parse(text, repr(str(file)))
+    values = read_yaml(_read_text(file), repr(str(file)))
+    if values is None:
+        raise ValueError(f"{str(file)!r} is empty; a recipe is a mapping of keys to values.")
     if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {values!r}.")
+        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {shown(values)}.")
     base = values.pop("extends", None)
     if base is None:
         return values
     if not isinstance(base, str):
-        raise ValueError(f"extends must name one recipe, got {base!r}.")
+        raise ValueError(f"extends must name one recipe, got {shown(base)} in {str(file)!r}.")
     return merged(_read_extended(_find(base, file.parent), (*extending, file)), values)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        size = file.stat().st_size
+        if size > _LONGEST_FILE:
+            raise ValueError(f"{str(file)!r} has {size:,} bytes, too many for a recipe; name its YAML file.")
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is no text in UTF-8 ({error.reason}); save it as such.") from error
+    except OSError as error:
+        raise OSError(f"{str(file)!r} cannot be read: {error.strerror or error}; correct its permissions.") from error
 
 
 def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
@@ -299,27 +328,32 @@ def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
     )
 
 
-def _parse(text: str, what: str) -> Any:
-    yaml = import_optional("yaml", 'Recipes need PyYAML; install it with `pip install "dcformer[train]"`.')
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f"line {mark.line + 1}: "
-        raise ValueError(f"{what} is no YAML ({line}{getattr(error, 'problem', None) or error}).") from error
-
-
 def _check_model(model: dict) -> None:
     check_keys(model, [*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))], "model")
     if "preset" in model and "pretrained" in model:
         raise ValueError(
-            f"Give model.preset ({model['preset']!r}) or model.pretrained ({model['pretrained']!r}), not both."
+            f"Give model.preset ({shown(model['preset'])}) or model.pretrained ({shown(model['pretrained'])}), not "
+            "both."
         )
     presets = [name for cls in _CONFIG_CLASSES.values() for name in cls.presets()]
     if model.get("preset") not in (None, *presets):
-        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {model['preset']!r}.")
+        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {shown(model['preset'])}.")
     if model.get("model_type") not in (None, *_CONFIG_CLASSES):
-        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {model['model_type']!r}.")
+        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {shown(model['model_type'])}.")
+    _check_integers(model, "model")
+    if "pretrained" not in model:  # weights bring a configuration of their own, which is read when they are
+        build_config(model)
+
+
+def _check_integers(values: Any, name: str) -> None:
+    """Refuse integers that no model can have before anything is made in such a number."""
+    if isinstance(values, dict | list):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            _check_integers(value, full_key(name, key))
+    elif isinstance(values, int) and abs(values) > _LARGEST_MODEL_INTEGER:
+        check_range(name, values, -_LARGEST_MODEL_INTEGER, _LARGEST_MODEL_INTEGER)
+    elif name == "model.num_hidden_layers" and isinstance(values, int):
+        check_range(name, values, 1, _MOST_LAYERS)
 
 
 def build_config(model: dict, **defaults: Any):
@@ -335,14 +369,14 @@ def build_config(model: dict, **defaults: Any):
         ValueError: for a value that no model can have.
     """
     values = {key: value for key, value in model.items() if key not in _MODEL_KEYS}
-    if "pretrained" in model:
-        return AutoConfig.from_pretrained(model["pretrained"], **values)
     preset = model.get("preset")
     special = {key: value for key, value in defaults.items() if key.endswith("_token_id")}
     try:
+        if "pretrained" in model:
+            return AutoConfig.from_pretrained(model["pretrained"], **values)
         if preset is not None:
             cls = next(cls for cls in _CONFIG_CLASSES.values() if preset in cls.presets())
             return cls.from_preset(preset, **{**special, **values})
         return _CONFIG_CLASSES[model.get("model_type", DCFormerConfig.model_type)](**{**defaults, **values})
     except (ValueError, TypeError) as error:
-        raise ValueError(f"model: {error}") from error
+        raise ValueError(shortened(f"model: {error}")) from error

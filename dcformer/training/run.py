@@ -9,33 +9,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from ..optional import import_optional
-from .checkpoints import (
-    checkpoint_folders,
-    newest_checkpoint,
-    read_marker,
-    remove_checkpoint,
-    remove_incomplete,
-    step_of,
-)
+from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
 from .recipe import Recipe, build_config, difference
+from .run_folder import FINAL, check_folder, locked_folder, prepare_folder
+from .size import check_size
 
 
 COMPOSITION = "composition"
-FINAL = "final"
 # What may change between the parts of a run: none of it moves a loss.
 _FREE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
@@ -57,6 +53,8 @@ _NOT_ARCHITECTURE = ("transformers_version", "_name_or_path", "dtype", "architec
 _NO_SPACE = ("os error 28", "No space left")
 _TORCH_CANNOT_WRITE = ("iostream error", "PytorchStreamWriter", "inline_container")
 
+Outcome = TypeVar("Outcome")
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,8 +66,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
 
     Args:
         recipe (`Recipe`): What to train.
-        resume (`bool`, defaults to `True`): Go on from the newest complete checkpoint in `recipe.output`; otherwise
-            its checkpoints are removed and the run starts over.
+        resume (`bool`, defaults to `True`): Go on from the newest complete checkpoint in `recipe.output` whose files
+            are as they were written; otherwise its checkpoints are removed and the run starts over.
         on_progress (`Callable`, *optional*): Called after every step with steps done, all steps, the last record.
 
     Returns:
@@ -78,10 +76,11 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
 
     Raises:
         FileNotFoundError: if data, tokenizer or weights do not exist.
-        ValueError: if a value of the recipe is wrong, data hold nothing, or the folder belongs to another recipe or
-            architecture.
+        ValueError: if a value of the recipe is wrong, data hold nothing, the folder belongs to another recipe or
+            architecture, another process is writing it, or all of its complete checkpoints are damaged.
         FloatingPointError: if loss, gradients or weights are no longer finite; checkpoints are kept as they are.
-        OSError: if a checkpoint cannot be written, such as to a full disk; the previous one is kept.
+        OSError: if nothing can be written to the folder, or a checkpoint cannot, such as to a full disk; the previous
+            one is kept.
     """
     import_optional("accelerate", 'Training needs accelerate; install it with `pip install "dcformer[train]"`.')
     started = time.monotonic()
@@ -95,35 +94,60 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
     set_seed(recipe.seed)
     tokenizer = build_tokenizer(recipe.tokenizer)
     config = _build_config(recipe, tokenizer)
-    checkpoint = newest_checkpoint(output) if resume else None
-    if checkpoint is not None:
-        _check_same_run(recipe, config, checkpoint)
-    with arguments.main_process_first(desc="preparing data"):
-        train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
-        if evaluation_rows is not None and not hasattr(evaluation_rows, "__len__"):
-            evaluation_rows = list(evaluation_rows)
-    if arguments.process_index == 0:
-        _prepare_folder(recipe, output, resume)
+    with contextlib.ExitStack() as stack:
 
-    trained = 0 if checkpoint is None else step_of(checkpoint)
-    if trained < recipe.training.steps:
-        trainer = RecipeTrainer(
-            recipe, _build_model(recipe, config), arguments, tokenizer, train_rows, evaluation_rows, on_progress
-        )
-        _log_for_tensorboard(trainer, trained)
+        def open_folder() -> Path | None:
+            stack.enter_context(locked_folder(output))
+            check_folder(output)
+            return newest_checkpoint(output) if resume else None
+
+        checkpoint = _by_first_process(open_folder, arguments)
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            _check_same_run(recipe, config, checkpoint)
+        with arguments.main_process_first(desc="preparing data"):
+            train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+            if evaluation_rows is not None and not hasattr(evaluation_rows, "__len__"):
+                evaluation_rows = list(evaluation_rows)
+        _by_first_process(lambda: prepare_folder(recipe, output, resume), arguments)
+
+        trained = 0 if checkpoint is None else step_of(checkpoint)
+        if trained < recipe.training.steps:
+            trainer = RecipeTrainer(
+                recipe, _build_model(recipe, config), arguments, tokenizer, train_rows, evaluation_rows, on_progress
+            )
+            _log_for_tensorboard(trainer, trained)
+            if checkpoint is not None:
+                trainer.restore(checkpoint)
+            try:
+                trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            except Exception as error:
+                unwritten = _writing_error(error, output)
+                if arguments.process_index == 0:
+                    remove_incomplete(output)
+                if unwritten is None:
+                    raise
+                raise unwritten from error
+            trainer.accelerator.wait_for_everyone()
+            checkpoint = trainer.checkpoint
+        return _finish(recipe, checkpoint, trained, started, arguments)
+
+
+def _by_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
+    """What the first process makes of something, or its error, in all processes, so that none waits for the others."""
+    if arguments.world_size == 1:
+        return work()
+    from accelerate.utils import broadcast_object_list
+
+    outcome: list = [None, None]
+    if arguments.process_index == 0:
         try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        except Exception as error:
-            unwritten = _writing_error(error, output)
-            if arguments.process_index == 0:
-                remove_incomplete(output)
-            if unwritten is None:
-                raise
-            raise unwritten from error
-        trainer.accelerator.wait_for_everyone()
-    return _finish(recipe, output, trained, started, arguments.process_index == 0)
+            outcome[0] = work()
+        except (ValueError, OSError) as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def build_tokenizer(name: str):
@@ -149,6 +173,7 @@ def _build_config(recipe: Recipe, tokenizer):
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    check_size(config)
     learned = getattr(config, "position_embedding_type", "rope") == "learned"
     if learned and recipe.data.sequence_length > config.max_position_embeddings:
         raise ValueError(
@@ -195,19 +220,6 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
         raise ValueError(f"{str(checkpoint)!r} is of another recipe: {differs}; {advice}.")
 
 
-def _prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    remove_incomplete(output)
-    if not resume:
-        for checkpoint in checkpoint_folders(output):
-            remove_checkpoint(checkpoint)
-        shutil.rmtree(output / FINAL, ignore_errors=True)
-    import yaml
-
-    text = yaml.safe_dump(recipe.to_mapping(), sort_keys=False, allow_unicode=True)
-    (output / "recipe.yaml").write_text(text, encoding="utf-8")
-
-
 def _log_for_tensorboard(trainer, trained: int) -> None:
     from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
@@ -238,13 +250,14 @@ def _writing_error(error: Exception, output: Path) -> OSError | None:
     return None
 
 
-def _finish(recipe: Recipe, output: Path, trained: int, started: float, is_first: bool) -> dict[str, Any]:
-    """Write what a finished run leaves, from its last checkpoint."""
-    checkpoint = newest_checkpoint(output)
-    records = _records(checkpoint)
-    if is_first:
-        _write_final(checkpoint, output / FINAL)
-        _plot(records, output / "losses.png")
+def _finish(recipe: Recipe, checkpoint: Path, trained: int, started: float, arguments) -> dict[str, Any]:
+    """Write what a finished run leaves, from its last checkpoint, and tell what came of it."""
+    from .final import finish_run, read_records
+
+    output = Path(recipe.output)
+    if arguments.process_index == 0:
+        finish_run(checkpoint, output)
+    records = read_records(checkpoint)
     last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "eval_loss")}
     perplexity = next((r["eval_perplexity"] for r in reversed(records) if "eval_perplexity" in r), None)
     return {
@@ -256,31 +269,3 @@ def _finish(recipe: Recipe, output: Path, trained: int, started: float, is_first
         "seconds": time.monotonic() - started,
         "resumed_from": trained,
     }
-
-
-def _records(checkpoint: Path) -> list[dict[str, Any]]:
-    from transformers import TrainerState
-
-    return TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).log_history
-
-
-def _write_final(checkpoint: Path, folder: Path) -> None:
-    """The model of a checkpoint without what only training needs; there is never half of it under that name."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file in checkpoint.iterdir():
-        is_model = file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model")
-        if file.is_file() and is_model and file.name not in ("trainer_state.json", "complete.json"):
-            shutil.copyfile(file, partial / file.name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-
-
-def _plot(records: list[dict[str, Any]], path: Path) -> None:
-    try:
-        from .plot import plot_losses
-
-        plot_losses(records, path)
-    except ImportError as error:
-        logger.warning(f"No curves are drawn: {error}")

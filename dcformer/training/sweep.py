@@ -28,9 +28,12 @@ import typer
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..signals import signals_as_interruptions, without_ctrl_c
 from ..terminal import make_console, one_line_errors, progress_bar
+from .checkpoints import DamagedCheckpointError
 from .recipe import Recipe, difference
 from .run import train
+from .run_folder import locked_folder
 from .sweep_recipe import Run, SweepRecipe, make_run, plan_sweep
 from .trainer import LOG_FILE
 
@@ -41,8 +44,9 @@ _FREE = ("name", "output", "sweep", "training.save_steps", "training.keep_checkp
 # Of `sweep:`, what says how it was run and not what was measured.
 _NOT_MEASURED = ("processes", "only", "data_dir")
 # One run may fail by these; anything else, such as data that are missing, stops the sweep.
-_RUN_FAILURES = (FloatingPointError, RuntimeError)
+_RUN_FAILURES = (FloatingPointError, RuntimeError, DamagedCheckpointError)
 _SECONDS_BETWEEN_RECORDS = 0.2
+_SECONDS_TO_END = 20  # of a process that is told to: a step, and leaving in good order
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
 
@@ -89,7 +93,7 @@ def run_sweep(
         `authors`, summaries of scores, or `None`), in the order of the recipe; `failures`, of runs that failed.
 
     Raises:
-        ValueError: for a wrong recipe, or a folder whose runs are of another one.
+        ValueError: for a wrong recipe, or a folder whose runs are of another one or that another process is writing.
         FileNotFoundError: if data are missing.
         RuntimeError: if runs failed, such as by a loss that is no longer finite; all others are finished first.
     """
@@ -97,6 +101,19 @@ def run_sweep(
         raise ValueError("A sweep starts its processes itself; run it without torchrun and set sweep.processes.")
     sweep, runs = plan_sweep(recipe)
     scoring = _scoring(sweep, data_dir if data_dir is not None else sweep.data_dir)
+    with locked_folder(Path(recipe.output)):
+        return _run_all(recipe, sweep, runs, scoring, on_progress, resume)
+
+
+def _run_all(
+    recipe: Recipe,
+    sweep: SweepRecipe,
+    runs: Sequence[Run],
+    scoring: _Scoring,
+    on_progress: OnProgress | None,
+    resume: bool,
+) -> dict[str, Any]:
+    output = Path(recipe.output)
     chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
     if not resume:
         for run in chosen:
@@ -106,8 +123,6 @@ def run_sweep(
     rows = {key: result["run"] for key, result in found.items()}
     failures: list[dict[str, Any]] = []
 
-    output = Path(recipe.output)
-    output.mkdir(parents=True, exist_ok=True)
     results = _results(recipe, rows, failures)
     _write_json(output / RESULTS, results)
     with contextlib.ExitStack() as stack:
@@ -265,9 +280,11 @@ def _side_by_side(
                 run = waiting.pop(0)
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_child, args=(sender, threads, run, scoring, resume))
-                process.start()
+                process.daemon = True  # Python would wait for others at its end, however that comes
+                with without_ctrl_c():
+                    live[receiver] = process, run
+                    process.start()
                 sender.close()  # so that the end of the process is the end of the pipe
-                live[receiver] = process, run
             for receiver in wait(list(live)):
                 process, run = live[receiver]
                 try:
@@ -284,10 +301,12 @@ def _side_by_side(
                 del live[receiver]
                 yield run, value
     finally:
-        for process, _ in live.values():
+        started = [process for process, _ in live.values() if process.is_alive()]
+        for process in started:
             process.terminate()
-        for process, _ in live.values():
-            process.join()
+        for process in started:
+            process.join(_SECONDS_TO_END)
+            process.kill()
 
 
 def _child(sender: Connection, threads: int, run: Run, scoring: _Scoring, resume: bool) -> None:
@@ -303,8 +322,9 @@ def _child(sender: Connection, threads: int, run: Run, scoring: _Scoring, resume
             sender.send(("progress", (step, total, record)))
 
     try:
-        outcome = "outcome", next(_one_by_one((run,), scoring, resume, on_progress))[1]
-    except KeyboardInterrupt:
+        with signals_as_interruptions():
+            outcome = "outcome", next(_one_by_one((run,), scoring, resume, on_progress))[1]
+    except KeyboardInterrupt:  # the sweep ends
         return
     except Exception as error:
         # Other classes may not survive the way to the other process.

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .fields import check_keys, read_fields
-from .recipe import Recipe, build_config, merged
+from .fields import check_keys, check_range, read_fields, shown
+from .recipe import LARGEST_SEED, Recipe, merged
 
 
 # What a variant may change; all of them train on the same data.
 _VARIANT_KEYS = ("model", "training")
+_MOST_PROCESSES = 1000
+_MOST_DOCUMENTS = 10**7
 
 
 @dataclass(frozen=True)
@@ -49,34 +51,36 @@ class SweepRecipe:
         """
         for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]")):
             if isinstance(values, dict) and values.get(key) is not None and not isinstance(values[key], list):
-                raise ValueError(f"sweep.{key} must be a list such as {example}, got {values[key]!r}.")
+                raise ValueError(f"sweep.{key} must be a list such as {example}, got {shown(values[key])}.")
         return read_fields(cls, values, "sweep")
 
     def __post_init__(self):
         for seed in self.seeds:
             if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-                raise ValueError(f"sweep.seeds must hold integers of at least 0, got {seed!r}.")
+                raise ValueError(f"sweep.seeds must hold integers of at least 0, got {shown(seed)}.")
+            check_range("sweep.seeds", seed, 0, LARGEST_SEED)
         for key in ("seeds", "variants"):
             if not getattr(self, key):
-                raise ValueError(f"sweep.{key} must not be empty, got {getattr(self, key)!r}.")
+                raise ValueError(f"sweep.{key} must not be empty, got {shown(getattr(self, key))}.")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"sweep.seeds must differ from each other, got {self.seeds!r}.")
-        for key in ("processes", "evaluation_documents"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"sweep.{key} must be at least 1, got {getattr(self, key)}.")
+            raise ValueError(f"sweep.seeds must differ from each other, got {shown(self.seeds)}.")
+        for key, most in (("processes", _MOST_PROCESSES), ("evaluation_documents", _MOST_DOCUMENTS)):
+            check_range(f"sweep.{key}", getattr(self, key), 1, most)
         for name, change in self.variants.items():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
-                raise ValueError(f"sweep.variants holds {name!r}; a name must be of letters, digits and . _ + - alone.")
+                raise ValueError(
+                    f"sweep.variants holds {shown(name)}; a name must be of letters, digits and . _ + - alone."
+                )
             if not isinstance(change, dict | None):
-                raise ValueError(f"sweep.variants.{name} must be a mapping of what it changes, got {change!r}.")
+                raise ValueError(f"sweep.variants.{name} must be a mapping of what it changes, got {shown(change)}.")
             check_keys(change or {}, _VARIANT_KEYS, f"sweep.variants.{name}")
         for key in ("only", "published"):
             for name in getattr(self, key) or ():
-                if name not in self.variants:
-                    raise ValueError(f"sweep.{key} names {name!r}; the variants are {', '.join(self.variants)}.")
+                if name not in list(self.variants):
+                    raise ValueError(f"sweep.{key} names {shown(name)}; the variants are {', '.join(self.variants)}.")
         for name, value in (self.published or {}).items():
             if not isinstance(value, int | float):
-                raise ValueError(f"sweep.published.{name} must be a number, got {value!r}.")
+                raise ValueError(f"sweep.published.{name} must be a number, got {shown(value)}.")
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,6 @@ def make_run(recipe: Recipe, sweep: SweepRecipe, variant: str, seed: int) -> Run
     }
     try:
         result = Recipe.from_mapping(merged(merged(values, sweep.variants[variant] or {}), own))
-        if "pretrained" not in result.model:
-            build_config(result.model)
     except ValueError as error:
         raise ValueError(f"sweep.variants.{variant}: {error}") from error
     return Run(variant, seed, result)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import mark_complete, newest_checkpoint, read_marker, remove_old
+from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
 from .data import collate
 from .order import EndlessStream, RowOrder, WholeBatches
 from .recipe import Recipe
@@ -28,6 +28,11 @@ from .throughput import Throughput
 
 LOG_FILE = "log.jsonl"
 OnProgress = Callable[[int, int, dict[str, float]], None]
+
+
+def log_lines(records: list[dict[str, Any]]) -> list[str]:
+    """Records as lines of the log file."""
+    return [json.dumps(record) + "\n" for record in records]
 
 
 def learning_rate_factor(step: int, total_steps: int, warmup_ratio: float, final_ratio: float) -> float:
@@ -123,6 +128,8 @@ class RecipeTrainer(Trainer):
     ):
         self.recipe = recipe
         self.batch_rows = recipe.training.batch_tokens // recipe.data.sequence_length
+        self.checkpoint: Path | None = None  # the last one that is complete
+        self.damaged: set[Path] = set()  # those after the one that this run goes on from
         self.rows = len(train_rows) if hasattr(train_rows, "__len__") else None
         if evaluation_rows is not None:
             batch = arguments.per_device_eval_batch_size * arguments.world_size
@@ -241,8 +248,9 @@ class RecipeTrainer(Trainer):
         steps = f"step {step}"
         if what != "eval_loss" and not self.checks_every_step:
             steps = f"step {step} or in the {self.args.logging_steps} before"
-        checkpoint = newest_checkpoint(Path(self.args.output_dir))
-        kept = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is {checkpoint}"
+        kept = "there is no checkpoint yet"
+        if self.checkpoint is not None:
+            kept = f"the last good checkpoint is {self.checkpoint}"
         raise FloatingPointError(
             f"The {names.get(what, what)} became {float(value)} at {steps} and training stopped; {kept}; "
             f"try a lower training.learning_rate than {self.recipe.training.learning_rate}, or precision fp32."
@@ -255,29 +263,42 @@ class RecipeTrainer(Trainer):
         if unsound > 0:
             self.check_finite("largest parameter", math.nan, self.state.global_step)
 
+    @property
+    def next_checkpoint(self) -> Path:
+        """Where a checkpoint of this step belongs."""
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def clear_checkpoint(self) -> None:
+        """Remove a damaged checkpoint of this step, of which no file must stay among those of the new one."""
+        if self.is_world_process_zero() and self.next_checkpoint.exists():
+            remove_checkpoint(self.next_checkpoint)
+        self.accelerator.wait_for_everyone()
+
     def finish_checkpoint(self) -> None:
         """Declare the checkpoint that was just written complete, and remove the oldest ones."""
         loss = self._mean_loss()
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            output = Path(self.args.output_dir)
             values = {"step": self.state.global_step, "loss_since_log": loss, "logged_step": self.logged_step}
-            mark_complete(
-                output / f"checkpoint-{self.state.global_step}", {**values, "recipe": self.recipe.to_mapping()}
-            )
-            remove_old(output, self.recipe.training.keep_checkpoints)
+            mark_complete(self.next_checkpoint, {**values, "recipe": self.recipe.to_mapping()})
+            self.damaged.discard(self.next_checkpoint)
+            remove_old(Path(self.args.output_dir), self.recipe.training.keep_checkpoints, self.damaged)
+        self.checkpoint = self.next_checkpoint
 
     def restore(self, checkpoint: Path) -> None:
         """Take over what the base class does not keep in a checkpoint: the losses since the last record."""
         marker = read_marker(checkpoint)
         self.loss_since_log.fill_(marker["loss_since_log"])
         self.logged_step = marker["logged_step"]
+        self.checkpoint = checkpoint
+        folders = checkpoint_folders(Path(self.args.output_dir))
+        self.damaged = {folder for folder in folders if step_of(folder) > step_of(checkpoint)}
 
     def write_log(self, mode: str, records: list[dict[str, Any]]) -> None:
         """Write records to the log file of the run, one a line."""
         if self.is_world_process_zero():
             with open(os.path.join(self.args.output_dir, LOG_FILE), mode, encoding="utf-8") as log:
-                log.writelines(json.dumps(record) + "\n" for record in records)
+                log.writelines(log_lines(records))
 
     def start_timing(self) -> None:
         """Measure throughput from now on: evaluations and saving are not training."""
@@ -316,6 +337,7 @@ class _RunCallback(TrainerCallback):
             control.should_log = True
         if control.should_save:
             self.trainer.check_weights()
+            self.trainer.clear_checkpoint()
         self._tell(state)
 
     def on_log(self, args, state, control, **kwargs):
