@@ -12,12 +12,12 @@ from orbax_writer import maxtext_leaves, write_checkpoint
 from test_convert_errors import PAX_CONFIG, PAX_MLP, pax_arrays
 from tiny_models import tiny_model
 
+from dcformer.common.json_text import quoted
 from dcformer.conversion import convert_pax, convert_to_maxtext
 from dcformer.conversion.hub import plan_hub
 from dcformer.conversion.maxtext import plan_maxtext
 from dcformer.conversion.maxtext_architecture import TrainConfig
 from dcformer.conversion.pax import plan_pax
-from dcformer.conversion.strict_files import quoted
 from dcformer.conversion.training_yaml import READ_KEYS
 
 
@@ -111,7 +111,7 @@ def test_the_keys_compared_with_are_the_ones_that_are_read(tmp_path):
 
 def test_a_key_that_is_there_twice_is_refused_with_its_lines(tmp_path):
     message = message_of(lambda: train_config(tmp_path, "a: 1\nwindow_size: [5, null]\nb: 2\nwindow_size: [6, null]\n"))
-    assert "'window_size' is there twice, on lines 2 and 4" in message
+    assert "gives 'window_size' twice (lines 2 and 4)" in message
 
 
 @pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "1E-5", "1.e-05", "0.00001"])
@@ -132,9 +132,9 @@ def bomb(levels=30):
 
 
 STRANGE_YAML = {
-    "aliases_of_aliases": (bomb(), "expand"),
-    "an_alias_of_itself": ("window_size: &a [*a]", "holds itself"),
-    "nested": ("window_size: " + "[" * 5000, "nested too deeply"),
+    "aliases_of_aliases": (bomb(), "aliases written out"),
+    "an_alias_of_itself": ("window_size: &a [*a]", "nests more than 50 levels"),
+    "nested": ("window_size: " + "[" * 5000, "nests more than 50 levels"),
     "a_huge_number": ("vocab_size: " + "9" * 5000, "train.yml"),
     "a_list_as_key": ("[1, 2]: 3", "line 1"),
 }

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..common.json_text import parse_json
+from ..common.quoting import quoted
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .plan import parameter_shapes
-from .strict_files import parse_json, quoted
 from .weights_folder import count_layers, open_weights
 
 

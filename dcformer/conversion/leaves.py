@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common.json_text import parse_json
 from .pieces import Box
 from .stores import Store, first_sentence, import_tensorstore
-from .strict_files import parse_json
 
 
 _ZARR_DTYPES = {

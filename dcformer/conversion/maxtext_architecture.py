@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.quoting import quoted
 from ..configuration_dcformer import DCFormerConfig
 from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row
 from .plan import Origin, listed
-from .strict_files import quoted
 from .training_yaml import TrainConfig
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..common.json_text import parse_json
 from .leaves import ZarrLeaf
 from .orbax_steps import TEMPORARY, choose_step, step_number
 from .stores import Store, first_sentence, import_tensorstore
-from .strict_files import parse_json
 
 
 # Items are tried in this order when a step holds several with parameters.

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from ..common.quoting import quoted
 from .config_file import make_config, read_values, shapes_of
 from .leaves import ArrayLeaf, Leaf
 from .mapping import PAX_ROWS, axis_sizes, leaf_shape, piece_for
 from .orbax_checkpoint import open_orbax
 from .plan import Origin, Plan, complete, listed
 from .stores import is_remote
-from .strict_files import quoted
 
 
 _SUB_BLOCK = re.compile(r"\.x_layers_(\d+)\.")

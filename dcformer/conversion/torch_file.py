@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.quoting import quoted
 from .leaves import TensorLeaf
-from .strict_files import quoted
 
 
 _READ_BYTES = 2**20

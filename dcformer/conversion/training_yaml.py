@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .strict_files import quoted, read_yaml
+from ..common.quoting import quoted
+from ..common.yaml_text import read_yaml
 
 
 # Every key that the conversion reads. A training YAML has hundreds more, which say nothing about the model.
@@ -62,7 +63,11 @@ class TrainConfig:
             return
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no training configuration {str(path)!r}; check --train-config.")
-        self.values = read_yaml(Path(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{str(path)!r} is no text in UTF-8 ({error.reason}); save it as such.") from error
+        self.values = read_yaml(text, repr(str(path)))
         if not isinstance(self.values, dict):
             raise ValueError(f"{str(path)!r} must hold `key: value` lines, got {type(self.values).__name__}.")
         for key in self.values:

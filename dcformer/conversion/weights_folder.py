@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..common.json_text import parse_json
+from ..common.quoting import quoted
 from .leaves import TensorLeaf
-from .strict_files import parse_json, quoted
 from .torch_file import damaged, list_torch
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ..common.quoting import quoted
 from .documents import COMPOSITION, check_documents, described, document_batches, import_datasets, load_documents
-from .fields import check_range, read_fields, shown
+from .fields import check_range, read_fields
 
 
 if TYPE_CHECKING:
@@ -99,10 +100,10 @@ class DataRecipe:
         if evaluation is None:
             return recipe
         if not isinstance(evaluation, Mapping):
-            raise ValueError(f"{name}.evaluation must be a mapping or null, got {shown(evaluation)}.")
+            raise ValueError(f"{name}.evaluation must be a mapping or null, got {quoted(evaluation)}.")
         if evaluation.get("evaluation") is not None:
             raise ValueError(
-                f"{name}.evaluation.evaluation must be left out, got {shown(evaluation['evaluation'])}; an evaluation "
+                f"{name}.evaluation.evaluation must be left out, got {quoted(evaluation['evaluation'])}; an evaluation "
                 "has none of its own."
             )
         if evaluation.get("source", recipe.source) == COMPOSITION:
@@ -131,10 +132,10 @@ class DataRecipe:
         if self.lines is not None:
             if self.source != COMPOSITION:
                 raise ValueError(
-                    f"{name}.lines is for source {COMPOSITION!r} alone, got {shown(self.lines)}; set it null."
+                    f"{name}.lines is for source {COMPOSITION!r} alone, got {quoted(self.lines)}; set it null."
                 )
             if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
-                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {shown(self.lines)}.")
+                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
             check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
         if self.source == COMPOSITION and self.documents is None:
             raise ValueError(f"{name}.documents is missing; say how many {COMPOSITION} documents to generate.")

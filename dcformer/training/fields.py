@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import difflib
 import math
-import reprlib
 import types
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..common.quoting import quoted
+
 
 Fields = TypeVar("Fields")
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a mapping", list: "a list"}
-
-_LONGEST_MESSAGE = 800
-_SHOWN = reprlib.Repr()
-_SHOWN.maxlevel, _SHOWN.maxlist, _SHOWN.maxdict = 3, 8, 8
-_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 100
-
-
-def shown(value: Any) -> str:
-    """A value as messages quote it: in Python's form, shortened if it is long."""
-    try:
-        return _SHOWN.repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
-
-
-def shortened(text: str) -> str:
-    """A message without the middle of what would fill a screen."""
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:400]} [...] {text[-200:]}"
 
 
 def check_range(name: str, value: int, least: int, most: int) -> None:
     """Raise ValueError, which names the key and what is allowed, for an integer below `least` or above `most`."""
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {shown(value)}.")
+        raise ValueError(f"{name} must be at least {least}, got {quoted(value)}.")
     if value > most:
-        raise ValueError(f"{name} must be at most {most:,}, got {shown(value)}.")
+        raise ValueError(f"{name} must be at most {most:,}, got {quoted(value)}.")
 
 
 def read_fields(cls: type[Fields], values: dict, where: str) -> Fields:
@@ -56,7 +39,7 @@ def read_fields(cls: type[Fields], values: dict, where: str) -> Fields:
         ValueError: for an unknown or missing key, or a value of another type.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{where or 'A recipe'} must be a mapping of keys to values, got {shown(values)}.")
+        raise ValueError(f"{where or 'A recipe'} must be a mapping of keys to values, got {quoted(values)}.")
     names = [field.name for field in fields(cls)]
     check_keys(values, names, where)
     for field in fields(cls):
@@ -72,7 +55,7 @@ def check_keys(values: Iterable[str], allowed: Iterable[str], where: str) -> Non
     for key in values:
         if key not in allowed:
             near = difflib.get_close_matches(str(key), allowed, n=3) or allowed
-            raise ValueError(f"{shown(full_key(where, key))} is no key of a recipe; did you mean {' or '.join(near)}?")
+            raise ValueError(f"{quoted(full_key(where, key))} is no key of a recipe; did you mean {' or '.join(near)}?")
 
 
 def full_key(where: str, key: str) -> str:
@@ -89,7 +72,7 @@ def _value(value: Any, hint: Any, name: str) -> Any:
     words = []
     for option in allowed:
         words += map(repr, get_args(option)) if get_origin(option) is Literal else [_NAMES.get(option, "null")]
-    raise ValueError(f"{name} must be {' or '.join(words)}, got {shown(value)}.")
+    raise ValueError(f"{name} must be {' or '.join(words)}, got {quoted(value)}.")
 
 
 def _matches(value: Any, option: Any) -> tuple[bool, Any]:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from transformers import AutoConfig
 
+from ..common.quoting import quoted, shortened
+from ..common.yaml_text import read_yaml
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .data import DataRecipe
-from .fields import check_keys, check_range, full_key, read_fields, shortened, shown
-from .yaml_text import read_yaml
+from .fields import check_keys, check_range, full_key, read_fields
 
 
 _PACKAGED = Path(__file__).parent / "recipes"
@@ -182,7 +183,7 @@ class Recipe:
             ValueError: for unknown or missing keys and for wrong values, of which the message quotes the first.
         """
         if not isinstance(values, dict):
-            raise ValueError(f"A recipe must be a mapping of keys to values, got {shown(values)}.")
+            raise ValueError(f"A recipe must be a mapping of keys to values, got {quoted(values)}.")
         check_keys(values, [field.name for field in fields(cls)], "")
         values = dict(values)
         name = values.setdefault("name", "run")
@@ -229,7 +230,7 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
     for override in overrides:
         key, found, text = override.partition("=")
         if not found or not key:
-            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {shown(override)}.")
+            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {quoted(override)}.")
         value = read_yaml(text, f"the value of {key}")
         for part in reversed(key.strip().split(".")):
             value = {part: value}
@@ -292,12 +293,12 @@ def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
     if values is None:
         raise ValueError(f"{str(file)!r} is empty; a recipe is a mapping of keys to values.")
     if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {shown(values)}.")
+        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {quoted(values)}.")
     base = values.pop("extends", None)
     if base is None:
         return values
     if not isinstance(base, str):
-        raise ValueError(f"extends must name one recipe, got {shown(base)} in {str(file)!r}.")
+        raise ValueError(f"extends must name one recipe, got {quoted(base)} in {str(file)!r}.")
     return merged(_read_extended(_find(base, file.parent), (*extending, file)), values)
 
 
@@ -332,14 +333,14 @@ def _check_model(model: dict) -> None:
     check_keys(model, [*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))], "model")
     if "preset" in model and "pretrained" in model:
         raise ValueError(
-            f"Give model.preset ({shown(model['preset'])}) or model.pretrained ({shown(model['pretrained'])}), not "
+            f"Give model.preset ({quoted(model['preset'])}) or model.pretrained ({quoted(model['pretrained'])}), not "
             "both."
         )
     presets = [name for cls in _CONFIG_CLASSES.values() for name in cls.presets()]
     if model.get("preset") not in (None, *presets):
-        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {shown(model['preset'])}.")
+        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {quoted(model['preset'])}.")
     if model.get("model_type") not in (None, *_CONFIG_CLASSES):
-        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {shown(model['model_type'])}.")
+        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {quoted(model['model_type'])}.")
     _check_integers(model, "model")
     if "pretrained" not in model:  # weights bring a configuration of their own, which is read when they are
         build_config(model)

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..common.yaml_text import write_yaml
 from .checkpoints import checkpoint_folders, checkpoint_names, remove_checkpoint, remove_incomplete, was_completed
 from .recipe import Recipe
-from .yaml_text import write_yaml
 
 
 try:

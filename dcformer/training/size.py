@@ -12,9 +12,9 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _BYTES = 4  # of a parameter in float32
 
 
-def count_parameters(config: DCFormerConfig) -> int | None:
+def count_parameters(config: DCFormerConfig) -> int:
     """
-    Parameters of a model, by the shapes of its first two layers alone; `None` if they are too many to be counted.
+    Parameters of a model, by the shapes of its first two layers alone.
 
     Args:
         config (`DCFormerConfig`): Of any architecture it covers; all of its layers have the same shapes.
@@ -22,11 +22,8 @@ def count_parameters(config: DCFormerConfig) -> int | None:
     counts = []
     for layers in (1, 2):
         values = {"num_hidden_layers": layers, "layer_types": (config.layer_types * 2)[:layers]}
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(type(config).from_dict({**config.to_dict(), **values}))
-        except (RuntimeError, OverflowError):
-            return None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(type(config).from_dict({**config.to_dict(), **values}))
         counts.append(sum(parameter.numel() for parameter in model.parameters()))
     return counts[0] + (counts[1] - counts[0]) * (config.num_hidden_layers - 1)
 
@@ -39,11 +36,11 @@ def check_size(config: PreTrainedConfig) -> None:
 
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     parameters = count_parameters(config)
-    if parameters is not None and parameters * _BYTES <= memory:
+    needed = parameters * _BYTES
+    if needed <= memory:
         return
-    number = "too many parameters to be counted" if parameters is None else f"{parameters:,} parameters"
-    need = "" if parameters is None else f", which take {parameters * _BYTES / 1e9:,.0f} GB in float32"
     sizes = ", ".join(f"model.{name} {getattr(config, name):,}" for name in _SIZES)
     raise ValueError(
-        f"A model with {sizes} has {number}{need}, and this machine has {memory / 1e9:,.0f} GB; lower the largest."
+        f"A model with {sizes} has {parameters:,} parameters, which take {needed / 1e9:,.0f} GB in float32, and this "
+        f"machine has {memory / 1e9:,.0f} GB; lower the largest."
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .fields import check_keys, check_range, read_fields, shown
+from ..common.quoting import quoted
+from .fields import check_keys, check_range, read_fields
 from .recipe import LARGEST_SEED, Recipe, merged
 
 
@@ -51,36 +52,36 @@ class SweepRecipe:
         """
         for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]")):
             if isinstance(values, dict) and values.get(key) is not None and not isinstance(values[key], list):
-                raise ValueError(f"sweep.{key} must be a list such as {example}, got {shown(values[key])}.")
+                raise ValueError(f"sweep.{key} must be a list such as {example}, got {quoted(values[key])}.")
         return read_fields(cls, values, "sweep")
 
     def __post_init__(self):
         for seed in self.seeds:
             if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-                raise ValueError(f"sweep.seeds must hold integers of at least 0, got {shown(seed)}.")
+                raise ValueError(f"sweep.seeds must hold integers of at least 0, got {quoted(seed)}.")
             check_range("sweep.seeds", seed, 0, LARGEST_SEED)
         for key in ("seeds", "variants"):
             if not getattr(self, key):
-                raise ValueError(f"sweep.{key} must not be empty, got {shown(getattr(self, key))}.")
+                raise ValueError(f"sweep.{key} must not be empty, got {quoted(getattr(self, key))}.")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"sweep.seeds must differ from each other, got {shown(self.seeds)}.")
+            raise ValueError(f"sweep.seeds must differ from each other, got {quoted(self.seeds)}.")
         for key, most in (("processes", _MOST_PROCESSES), ("evaluation_documents", _MOST_DOCUMENTS)):
             check_range(f"sweep.{key}", getattr(self, key), 1, most)
         for name, change in self.variants.items():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
                 raise ValueError(
-                    f"sweep.variants holds {shown(name)}; a name must be of letters, digits and . _ + - alone."
+                    f"sweep.variants holds {quoted(name)}; a name must be of letters, digits and . _ + - alone."
                 )
             if not isinstance(change, dict | None):
-                raise ValueError(f"sweep.variants.{name} must be a mapping of what it changes, got {shown(change)}.")
+                raise ValueError(f"sweep.variants.{name} must be a mapping of what it changes, got {quoted(change)}.")
             check_keys(change or {}, _VARIANT_KEYS, f"sweep.variants.{name}")
         for key in ("only", "published"):
             for name in getattr(self, key) or ():
                 if name not in list(self.variants):
-                    raise ValueError(f"sweep.{key} names {shown(name)}; the variants are {', '.join(self.variants)}.")
+                    raise ValueError(f"sweep.{key} names {quoted(name)}; the variants are {', '.join(self.variants)}.")
         for name, value in (self.published or {}).items():
             if not isinstance(value, int | float):
-                raise ValueError(f"sweep.published.{name} must be a number, got {shown(value)}.")
+                raise ValueError(f"sweep.published.{name} must be a number, got {quoted(value)}.")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recipes as YAML text: read with numbers as people write them, and refused where YAML would hide a mistake.
+"""YAML texts: read with numbers as people write them, and refused where YAML would hide a mistake.
 
 PyYAML reads YAML 1.1, in which `1e-3` is text and the last of two equal keys wins without a word.
 """
@@ -45,7 +45,8 @@ def read_yaml(text: str, what: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f"line {mark.line + 1}: "
-        raise ValueError(f"{what} is no YAML ({line}{getattr(error, 'problem', None) or error}).") from error
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise ValueError(f"{what} is no YAML ({line}{problem}).") from error
     except RecursionError as error:
         raise _too_deep(what) from error
     except _ConstructionError as error:
@@ -65,7 +66,7 @@ class _ConstructionError(Exception):
 
 
 def _import_yaml() -> ModuleType:
-    return import_optional("yaml", 'Recipes need PyYAML; install it with `pip install "dcformer[train]"`.')
+    return import_optional("yaml", 'Reading YAML needs PyYAML; install it with `pip install "dcformer[train]"`.')
 
 
 @cache
@@ -109,7 +110,7 @@ def _check_size(yaml: ModuleType, root: Any, what: str) -> None:
                 values, levels = values + of_child[0], max(levels, of_child[1])
             if values > _MOST_VALUES:
                 raise ValueError(
-                    f"{what} holds more than {_MOST_VALUES:,} values, aliases written out; a recipe has a few dozen."
+                    f"{what} holds more than {_MOST_VALUES:,} values, aliases written out; no configuration has."
                 )
             measured[id(node)] = values, levels + 1
         if depth + measured[id(node)][1] > _DEEPEST:
@@ -146,4 +147,4 @@ def _children(yaml: ModuleType, node: Any) -> list:
 
 
 def _too_deep(what: str) -> ValueError:
-    return ValueError(f"{what} nests more than {_DEEPEST} levels; a recipe has a few.")
+    return ValueError(f"{what} nests more than {_DEEPEST} levels; no configuration does.")
