@@ -57,6 +57,8 @@ _TRANSLATED_KEYS = (
     "rotary_pct",
     "window_type",
 )
+# Share of equal characters from which an unknown key counts as one of ours, misspelt: a letter or two are wrong.
+_MISSPELT = 0.9
 # Cached rows are multiples of so many channels, which keeps them 16-byte aligned in 16-bit types.
 CACHE_ROW_ALIGNMENT = 8
 # Sizes past which no model is, but with which a computation would take forever or overflow.
@@ -293,7 +295,7 @@ class DCFormerConfig(PreTrainedConfig):
         for key in kwargs:
             if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
                 continue
-            if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            if near := difflib.get_close_matches(key, known, n=1, cutoff=_MISSPELT):
                 raise ValueError(f"{key!r} is not a field of {type(self).__name__}; did you mean {near[0]!r}?")
 
     def _pattern_to_layer_types(self, pattern: str) -> list[str]:

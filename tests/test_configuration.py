@@ -255,8 +255,9 @@ def test_total_of_dcpythia_6_9b():
 
 
 def test_keys_of_others_are_kept_as_transformers_does():
-    config = DCFormerConfig(**TINY, trained_by="somebody", task_specific_params={"a": 1}, id2label={0: "no"})
-    assert config.trained_by == "somebody"
+    values = {"trained_by": "somebody", "num_dense_layers": 1, "mlp_only_layers": [0], "moe_layer_start_index": 1}
+    config = DCFormerConfig(**TINY, **values, task_specific_params={"a": 1}, id2label={0: "no"})
+    assert {name: getattr(config, name) for name in values} == values
 
 
 @pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])
