@@ -61,6 +61,7 @@ _TRANSLATED_KEYS = (
 _MISSPELT = 0.9
 # Cached rows are multiples of so many channels, which keeps them 16-byte aligned in 16-bit types.
 CACHE_ROW_ALIGNMENT = 8
+_SWITCHES = ("use_linear_bias", "query_wise", "use_dcmha", "mgate")
 # Sizes past which no model is, but with which a computation would take forever or overflow.
 _LARGEST_SIZES = {
     "vocab_size": 2**27,
@@ -306,6 +307,9 @@ class DCFormerConfig(PreTrainedConfig):
 
     def _translate_authors_keys(self, kwargs: dict) -> dict:
         """Turn the keys of the authors' `config.json` into ours; a file of theirs also brings their defaults."""
+        for key in _SWITCHES:
+            if not isinstance(kwargs.get(key), bool | None):
+                raise ValueError(f"{key} must be true or false, got {kwargs[key]!r}.")
         if any(key in kwargs for key in _AUTHORS_MARKERS):
             self._apply_authors_defaults(kwargs)
             for key in _DROPPED_KEYS:
@@ -334,7 +338,7 @@ class DCFormerConfig(PreTrainedConfig):
             kwargs.setdefault("partial_rotary_factor", kwargs.pop("rotary_pct"))
         if "window_type" in kwargs:
             window_type = kwargs.pop("window_type")
-            if window_type not in _WINDOW_PATTERNS:
+            if not isinstance(window_type, str | None) or window_type not in _WINDOW_PATTERNS:
                 raise ValueError(
                     f"window_type must be one of {_choices(_WINDOW_PATTERNS)}, got {window_type!r}; "
                     "for another pattern list every layer in layer_types."
@@ -455,6 +459,13 @@ class DCFormerConfig(PreTrainedConfig):
         for name in ("norm_eps", "qk_norm_eps", "compose_norm_eps"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must not be negative and must be at most 1, got {getattr(self, name)}.")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else [value]:
+                if token is not None and not -1 <= token < _LARGEST_SIZES["vocab_size"]:
+                    raise ValueError(f"{name} must be the number of a token, got {token}.")
+        if self.is_encoder_decoder:
+            raise ValueError("is_encoder_decoder must be false, got true: these models are decoders.")
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(f"initializer_range must be finite and not negative, got {self.initializer_range}.")
         if not 0 <= self.attention_dropout < 1:

@@ -195,6 +195,7 @@ MAXTEXT = {
     "zarray_no_shape": (set_zarray(MLP, shape=None), MLP),
     "zarray_wrong_chunks": (set_zarray(MLP, chunks=[16, 1, 12]), MLP),
     "zarray_larger_chunks": (set_zarray(MLP, chunks=[16, 1, 48]), MLP),
+    "zarray_endless_chunks": (set_zarray(MLP, chunks=[10**9, 1, 24]), MLP),
     "zarray_zero_chunks": (set_zarray(MLP, chunks=[16, 0, 24]), MLP),
     "zarray_too_few_chunks": (set_zarray(MLP, chunks=[16, 24]), MLP),
     "zarray_swapped_shape": (set_zarray(MLP, shape=[24, 1, 16]), MLP),

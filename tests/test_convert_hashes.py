@@ -251,3 +251,35 @@ def test_a_rewritten_folder_is_taken_and_has_the_right_hashes(work):
     report = convert_hub(work / "sharded", work / "out", dtype="bfloat16", max_shard_size="30KB")
     assert {record["dtype"] for record in report.tensors} == {"bfloat16"}
     assert verify_hashes(work / "out").same
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("damage", ["changed", "missing", "folder"])
+def test_the_other_files_are_checked_too(work, file, damage):
+    path = work / "single" / file
+    text = path.read_text()
+    path.unlink()
+    if damage == "changed":
+        path.write_text(text.replace("0", "1", 1))
+    elif damage == "folder":
+        path.mkdir()
+    problems = verify_hashes(work / "single").problems
+    assert [problem.file for problem in problems] == [file]
+
+
+def test_files_that_to_maxtext_wrote_are_checked_as_they_are_converted(work):
+    options = {"train_config": work / "run" / "train_config.yml"}
+    convert_maxtext(work / "run", work / "before", **options)
+    flip_last_bit(work / "run" / RUN_CHUNK)
+    with pytest.raises(ValueError, match=r"mlp_0\.wo\.kernel/0\.0\.0 has another SHA-256"):
+        convert_maxtext(work / "run", work / "after", **options)
+    assert not (work / "after").exists()
+
+
+@pytest.mark.parametrize("source", [{"step": "x"}, {"step": -5}, {"step": 3.5}, {"layers_per_block": 0}], ids=str)
+def test_a_report_with_a_wrong_step_is_refused(work, source):
+    report = json.loads((work / "single" / "conversion_report.json").read_text())
+    report["source"] |= source
+    (work / "single" / "conversion_report.json").write_text(json.dumps(report))
+    with pytest.raises(ValueError, match=r"source in .*conversion_report.json is not what a conversion writes"):
+        convert_to_maxtext(work / "single", work / "again")

@@ -277,3 +277,14 @@ def test_an_interrupted_comparison_says_that_nothing_is_kept(tmp_path, monkeypat
     stopped = CliRunner().invoke(app, ["eval", "--suite", "composition", "--output", str(tmp_path / "out")])
     assert stopped.exit_code == 130 and "nothing was written" in stopped.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [("1.0", "0.7"), ('"num_documents": 3', '"num_documents": 2')], ids=["metric", "count"]
+)
+def test_a_number_that_was_changed_in_a_record_is_damage(tmp_path, change):
+    path = write_record(tmp_path, make_record(), SAMPLES)
+    assert read_record(path).metrics["acc"]["value"] == 1.0
+    path.write_text(path.read_text().replace(*change, 1))
+    with pytest.raises(DamagedResult, match="its values are not those that were written"):
+        read_record(path)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from ..configuration_dcformer import DCFormerConfig
 from .destination import Destination, with_number
-from .hash_check import check_while_reading
+from .hash_check import check_run_files, check_while_reading
 from .hub import local_folder, plan_hub
 from .maxtext import plan_maxtext
 from .maxtext_architecture import TrainConfig
@@ -26,6 +26,7 @@ from .plan import Origin, Plan, listed, meta_model
 from .report import ConversionReport, tensor_records, write_model_card
 from .report_file import remembered_source
 from .shard_writer import INDEX_FILE, ShardWriter, Written
+from .stores import is_remote
 from .verification import LOGIT_TOLERANCE, load_reference, verify_folder
 
 
@@ -73,6 +74,8 @@ def convert_maxtext(
     """
     _first_checks(source, destination, options)
     plan = plan_maxtext(source, step=step, train_config=train_config, dtype=dtype)
+    if not is_remote(source):
+        check_run_files(Path(plan.source["location"]))
     train = TrainConfig(None if train_config is None else Path(train_config))
     return write_plan(plan, source, destination, train_values=train.values, **options)
 

@@ -18,7 +18,7 @@ from .hub import local_folder
 from .leaves import Leaf
 from .pieces import STRIP_BYTES, Box, dtype_name
 from .plan import UNUSED_FILE, Plan
-from .report_file import REPORT_FILE, read_report
+from .report_file import REPORT_FILE, file_digest, read_report
 from .weights_folder import list_safetensors, weight_files
 
 
@@ -85,7 +85,7 @@ def verify_hashes(
             f"{str(folder)!r} has no {REPORT_FILE} with hashes to check: dcformer did not convert it. Give a second "
             "checkpoint to compare it with."
         )
-    if isinstance(report.get("files"), dict):
+    if "tensors" not in report and isinstance(report.get("files"), dict):
         return _check_files(folder, report["files"], progress)
     expected = _expected_tensors(report)
     if not expected:
@@ -103,8 +103,42 @@ def verify_hashes(
             problems.append(HashProblem(Path(leaf.where).name, leaf.name, _OTHER_HASH))
 
     _in_threads(check, leaves)
+    problems += _other_files(folder, report)
     problems.sort(key=lambda problem: (problem.file, problem.tensor))
     return HashCheck(str(folder), len(leaves), sum(leaf.nbytes for leaf in leaves), problems=problems)
+
+
+def _other_files(folder: Path, report: dict[str, Any]) -> list[HashProblem]:
+    """What is wrong with the files beside the weights; reports of earlier versions do not list them."""
+    files = report.get("files", {})
+    problems = []
+    for name, digest in files.items() if isinstance(files, dict) else ():
+        if digest is None:
+            continue
+        path = folder / Path(name).name
+        if not path.is_file():
+            problems.append(HashProblem(name, "", "is missing"))
+        elif file_digest(path) != digest:
+            problems.append(HashProblem(name, "", _OTHER_HASH))
+    return problems
+
+
+def check_run_files(item: Path) -> None:
+    """
+    Check the files of a MaxText item against the report in its run folder, if `to-maxtext` wrote one there.
+
+    Raises:
+        ValueError: if a file is missing or has changed.
+    """
+    run = item.parent.parent
+    files = (read_report(run) or {}).get("files")
+    if not isinstance(files, dict):
+        return
+    below = f"{item.relative_to(run).as_posix()}/"
+    for problem in _check_files(
+        run, {name: digest for name, digest in files.items() if name.startswith(below)}
+    ).problems:
+        raise ValueError(_refusal("A file", run / problem.file, problem.problem))
 
 
 def check_while_reading(plan: Plan, folder: Path) -> None:
@@ -224,7 +258,9 @@ def _differences(expected: dict[str, dict[str, Any]], found: dict[str, Leaf]) ->
     return problems
 
 
-def _check_files(folder: Path, files: dict[str, str], progress) -> HashCheck:
+def _check_files(
+    folder: Path, files: dict[str, str], progress: Callable = lambda total: lambda nbytes: None
+) -> HashCheck:
     """A MaxText checkpoint: its files, and whether its step holds others."""
     for name in files:
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -250,16 +286,6 @@ def file_digests(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = _in_threads(file_digest, files)
     return {path.relative_to(folder).as_posix(): digest for path, digest in zip(files, digests)}
-
-
-def file_digest(path: Path, advance: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while strip := file.read(STRIP_BYTES):
-            digest.update(strip)
-            advance(len(strip))
-    return digest.hexdigest()
 
 
 def _in_threads(function: Callable, things: Iterable) -> list:

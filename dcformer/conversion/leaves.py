@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.json_text import parse_json
+from ..common.quoting import quoted
 from .pieces import Box
 from .stores import Store, first_sentence, import_tensorstore
 
@@ -31,6 +32,8 @@ _ZARR_DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
+# Chunks up to this may be larger than their array.
+_SMALL_CHUNK_BYTES = 2**24
 # Chunks are read together until they come to this much.
 _CELL_BYTES = 320 * 2**20
 
@@ -144,6 +147,12 @@ class ZarrLeaf(Leaf):
             valid = False
         if not valid:
             raise ValueError(f"{self.metadata_file} has no valid chunk shape; copy the checkpoint again.")
+        # A chunk is decoded as a whole, whatever part of it is in the array.
+        if math.prod(chunks) * self.dtype.itemsize > max(2 * self.nbytes, _SMALL_CHUNK_BYTES):
+            raise ValueError(
+                f"{self.metadata_file} gives chunks of {quoted(list(chunks))}, far larger than the array, which is "
+                f"{list(self.shape)}; copy the checkpoint again."
+            )
         return chunks
 
     def _chunk_files(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .pieces import dtype_name
 from .plan import Origin, Plan
-from .report_file import REPORT_FILE
+from .report_file import REPORT_FILE, file_digest
 from .shard_writer import Written
 
 
@@ -28,7 +28,7 @@ class ConversionReport:
             the largest absolute rounding error of a cast.
         ignored: Source arrays that were not converted, with the reason.
         verification: What was checked after writing, with figures.
-        files: Names of all files of the folder.
+        files: The SHA-256 of every file of the folder; null for weights, whose tensors have theirs, and the report.
         destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): Of this run; not in the
             file, which is the same however often the run was interrupted.
     """
@@ -39,7 +39,7 @@ class ConversionReport:
     ignored: dict[str, str]
     verification: dict[str, Any]
     versions: dict[str, str]
-    files: list[str] = field(default_factory=list)
+    files: dict[str, str | None] = field(default_factory=dict)
     destination: str = field(default="", compare=False)
     seconds: float = field(default=0.0, compare=False)
     source_bytes: int = field(default=0, compare=False)
@@ -54,7 +54,10 @@ class ConversionReport:
 
     def save(self, folder: Path) -> None:
         """Write the report, after all other files."""
-        self.files = sorted({*(path.name for path in folder.iterdir()), REPORT_FILE})
+        (folder / REPORT_FILE).unlink(missing_ok=True)  # of a run that ended before the renaming
+        others = sorted(path for path in folder.iterdir() if path.suffix != ".safetensors")
+        self.files = dict.fromkeys(sorted({*(path.name for path in folder.iterdir()), REPORT_FILE}))
+        self.files |= {path.name: file_digest(path) for path in others}
         text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
         (folder / REPORT_FILE).write_text(text, encoding="utf-8")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 REPORT_FILE = "conversion_report.json"
+_BUFFER_BYTES = 2**22
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -27,7 +30,9 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     if not isinstance(report, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(report).__name__}; copy it again or remove it.")
     is_valid = {
-        "source": isinstance(report.get("source", {}), dict),
+        "source": isinstance(source := report.get("source", {}), dict)
+        and _is_number(source.get("step"), 0)
+        and _is_number(source.get("layers_per_block"), 1),
         "tensors": _is_list_of(report.get("tensors", []), "parameter", "file"),
         "leaves": _is_list_of(report.get("leaves", []), "name"),
         "files": isinstance(files := report.get("files", []), list | dict) and all(isinstance(f, str) for f in files),
@@ -42,6 +47,20 @@ def remembered_source(folder: Path) -> dict[str, Any]:
     """What the report of a folder knows of the checkpoint at the origin: `step` and `layers_per_block`, if known."""
     source = (read_report(folder) or {}).get("source", {})
     return {name: source[name] for name in ("step", "layers_per_block") if isinstance(source.get(name), int)}
+
+
+def file_digest(path: Path, advance: Callable[[int], None] = lambda nbytes: None) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while strip := file.read(_BUFFER_BYTES):
+            digest.update(strip)
+            advance(len(strip))
+    return digest.hexdigest()
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= least)
 
 
 def _is_list_of(value: Any, *keys: str) -> bool:

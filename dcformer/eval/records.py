@@ -56,6 +56,7 @@ class Record:
             if all but the git revision are the same.
         timings: Seconds, requests, tokens; no part of the result.
         samples_sha256 (`str`, *optional*): Of the file of samples; unknown in results of the first format.
+        values_sha256 (`str`, *optional*): Of what was measured and of what; unknown in results of the first format.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Record:
     settings: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     samples_sha256: str | None = None
+    values_sha256: str | None = None
 
     @property
     def is_partial(self) -> bool:
@@ -93,6 +95,7 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples).encode()
     whole = replace(record, samples_sha256=hashlib.sha256(lines).hexdigest())
+    whole = replace(whole, values_sha256=_digest_of_values(whole))
     write_whole(samples_path(path), lines)
     text = json.dumps({"format": RECORD_FORMAT, **asdict(whole)}, indent=2, ensure_ascii=False) + "\n"
     write_whole(path, text.encode())
@@ -138,9 +141,18 @@ def read_record(path: Path) -> Record:
         problem = _problem(record)
     except (TypeError, AttributeError, KeyError) as error:
         raise _damaged(path, "fields are missing, too many or of another kind") from error
+    if not problem and number > 1 and record.values_sha256 != _digest_of_values(record):
+        problem = "its values are not those that were written"
     if problem:
         raise _damaged(path, problem)
     return record
+
+
+def _digest_of_values(record: Record) -> str:
+    """The SHA-256 of what was measured; settings are compared with those of a run anyway."""
+    names = ("task", "num_fewshot", "metrics", "num_samples", "num_documents", "limit", "samples_sha256")
+    values = json.dumps({name: getattr(record, name) for name in names}, sort_keys=True)
+    return hashlib.sha256(values.encode()).hexdigest()
 
 
 def _damaged(path: Path, problem: str) -> DamagedResult:
