@@ -22,7 +22,7 @@ from dcformer.conversion.training_yaml import READ_KEYS
 
 
 # An alias bomb or a billion layers take gigabytes and minutes if they are expanded.
-SOON_SECONDS = 20
+SOON_SECONDS = 60
 NESTED = 10**5
 
 
