@@ -133,7 +133,8 @@ def test_key_range_of_a_band_is_the_smallest(case):
 def test_key_range_of_packed_documents_leaves_out_the_others():
     documents = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8, [0] * 3 + [1] * 10 + [2] * 7])
     visibility = Visibility(20, 20, sequence_ids=documents)
-    assert visibility.key_range(14, 18) == (3, 18)
+    assert visibility.key_range(14, 18) == (12, 18)
+    assert visibility.key_range(12, 16) == (3, 16)
     only_first_row = Visibility(20, 20, sequence_ids=documents[:1])
     assert only_first_row.key_range(6, 9) == (5, 9)
     assert only_first_row.key_range(3, 7) == (0, 7)
