@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dcformer import DCFormerConfig, DCFormerModel, composed_attention, composed_attention_reference, modeling_dcformer
+from dcformer import DCFormerConfig, DCFormerModel
 
 
 try:
@@ -20,7 +20,7 @@ except ImportError:  # run as a file, not as a module of the package
     import common
 
 
-_FORMS = {"chunked": composed_attention, "reference": composed_attention_reference}
+_FORMS = {"chunked": "eager", "reference": "dcmha_reference"}
 _DIVISORS = (8, 4, 2, 1)
 _WARM_UP_LENGTH = 16
 _WANTED_RATIO = 8
@@ -44,8 +44,8 @@ def make_model(args: argparse.Namespace) -> DCFormerModel:
 @torch.no_grad()
 def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
     """Bytes that one forward call of the layer needs at its peak, over those in use before it."""
-    modeling_dcformer.composed_attention = _FORMS[form]
     model = make_model(args)
+    model.set_attn_implementation(_FORMS[form])
     generator = torch.Generator(args.device).manual_seed(1)
 
     def random_states(positions):

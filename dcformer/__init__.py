@@ -2,16 +2,18 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPTNeoXTokenizer
 
-from .attention_visibility import Visibility
-from .cache_layout import cache_bytes_per_token
-from .composition import (
+from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .dcmha import (
     ComposeSide,
     ComposeWeights,
     compose,
     composed_attention,
     composed_attention_reference,
+    implementations,
+    register_implementation,
 )
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .dcmha_cache import cache_bytes_per_token
+from .dcmha_mask import Visibility
 from .modeling_dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
 from .pretrained import pretrained_path
 
@@ -41,5 +43,7 @@ __all__ = [
     "compose",
     "composed_attention",
     "composed_attention_reference",
+    "implementations",
     "pretrained_path",
+    "register_implementation",
 ]

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
-from .cache_layout import compose_channels
 from .configuration_dcformer import DCFormerConfig
+from .dcmha_cache import compose_channels
 
 
 logger = logging.get_logger(__name__)

@@ -29,16 +29,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_visibility import Visibility
-from .cache_layout import pack, unpack
-from .composition import (
-    ComposeSide,
-    ComposeWeights,
-    composed_attention,
-    composed_attention_reference,
-    map_tensors,
-)
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .dcmha import ComposeSide, ComposeWeights, checked_implementation, composed_attention_forward
+from .dcmha_cache import pack, unpack
+from .dcmha_factors import map_tensors
+from .dcmha_mask import Visibility
 from .input_checks import (
     KeySizes,
     check_cache,
@@ -219,37 +214,6 @@ class DCFormerCompose(nn.Module):
         return gates.permute(3, 0, 2, 4, 1).flatten(2, 3).unbind(0)
 
 
-def composed_eager_attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: "Tensor | Visibility | None",
-    scaling: float,
-    dropout: float = 0.0,
-    pre: ComposeWeights | None = None,
-    post: ComposeWeights | None = None,
-    output_attentions: bool = False,
-    sliding_window: int | None = None,
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    """Composed attention in chunks; with `output_attentions` in one piece, which keeps the weights of every head."""
-    # A mask made elsewhere says all there is to say: causality and window are in it.
-    is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
-    options = {
-        "scaling": scaling,
-        "is_causal": module.is_causal and not is_whole,
-        "sliding_window": None if is_whole else sliding_window,
-        "attention_mask": attention_mask,
-        "dropout": dropout,
-    }
-    if output_attentions:
-        output, weights = composed_attention_reference(query, key, value, pre, post, return_weights=True, **options)
-    else:
-        output, weights = composed_attention(query, key, value, pre, post, **options), None
-    return output.transpose(1, 2).contiguous(), weights
-
-
 def eager_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -325,8 +289,8 @@ class DCFormerAttention(nn.Module):
 
         eager = eager_attention_forward
         if self.compose is not None:
-            _checked_implementation(self.config._attn_implementation)
-            eager = composed_eager_attention_forward
+            checked_implementation(self.config._attn_implementation)
+            eager = composed_attention_forward
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
@@ -355,19 +319,6 @@ class DCFormerAttention(nn.Module):
             None if stage is None else stage._replace(key=side) for stage, side in ((pre, pre_side), (post, post_side))
         )
         return key, value, pre, post
-
-
-def _checked_implementation(name: str) -> str:
-    """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
-    if name == "eager":
-        return name
-    known = [kernel for kernel in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in kernel]
-    if name not in known and "|" not in name and "/" not in name and not name.startswith("flash_attention"):
-        raise ValueError(f"attn_implementation={name!r} is not an attention implementation; use 'eager' (the default).")
-    raise ValueError(
-        f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
-        "once; use attn_implementation='eager' (the default) or switch composition off."
-    )
 
 
 def _allocated_widths(cache: Cache, layer_idx: int) -> tuple[int, int]:
@@ -469,7 +420,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if not self.config.composes_heads:
             self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
             return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        return _checked_implementation(requested_attention or "eager")
+        return checked_implementation(requested_attention or "eager")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):

@@ -6,17 +6,15 @@ list of visible keys; it shares nothing with the package but the shapes.
 
 from collections.abc import Callable
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dcformer import composition
-from dcformer.composition import ComposeSide, ComposeWeights, compose
+from dcformer.dcmha import ComposeSide, ComposeWeights, compose, composed_attention, explain_choice
 
 
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
-FORMS = ("vectorised", "head_loop")
+FORMS = ("chunked", "cpu")
 
 
 class Inputs(NamedTuple):
@@ -322,13 +320,15 @@ VECTORISED_CASES = {
 
 
 def attend(form: str, *arguments, **options) -> Tensor:
-    """`composed_attention` in one of its two forms, whatever the length; a call that takes the other form fails."""
-    other = "head_loop_attention" if form == "vectorised" else "_attend"
-    with (
-        mock.patch.object(composition, other, side_effect=AssertionError(f"took {other}")),
-        mock.patch.object(torch.compiler, "is_compiling", return_value=form == "vectorised"),
-    ):
-        return composition.composed_attention(*arguments, **options)
+    """`composed_attention` in one of its implementations, whatever it would choose itself."""
+    return composed_attention(*arguments, implementation=form, **options)
+
+
+def choice_of(case: Case) -> str:
+    """The implementation that `composed_attention` chooses for a case."""
+    inputs, options = case.build()
+    options.pop("chunk_size", None)
+    return explain_choice(*inputs, **options)[-1][0]
 
 
 def value_and_gradients(function, inputs: Inputs, **options) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,7 +7,8 @@ import torch
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, compose, composed_attention_reference, modeling_dcformer
+from dcformer import DCFormerForCausalLM, DCFormerModel, compose, register_implementation
+from dcformer.dcmha_reference import reference_attention
 
 
 COMPOSING = [name for name in VARIANTS if tiny_config(name).composes_heads]
@@ -90,17 +91,16 @@ def test_attentions_are_the_composed_weights(variant):
 
 
 @pytest.mark.parametrize("variant", COMPOSING)
-def test_gradients_equal_those_of_the_reference(variant, monkeypatch):
+def test_gradients_equal_those_of_the_reference(variant):
     tokens = random_tokens(2, 23)
 
-    def gradients():
-        model = tiny_model(variant).double().train()
+    def gradients(implementation):
+        model = tiny_model(variant, attn_implementation=implementation).double().train()
         model(tokens, labels=tokens).loss.backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    ours = gradients()
-    monkeypatch.setattr(modeling_dcformer, "composed_attention", composed_attention_reference)
-    for name, expected in gradients().items():
+    ours = gradients("eager")
+    for name, expected in gradients("dcmha_reference").items():
         torch.testing.assert_close(ours[name], expected, atol=1e-10, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
 
 
@@ -135,18 +135,18 @@ def test_training_learns_a_sequence_by_heart():
     assert losses[-1] < 0.5
 
 
-def eager_16_bit_attention(query, key, value, pre, post, *, scaling, attention_mask, **kwargs):
+def eager_16_bit_attention(query, key, value, pre, post, *, scaling, mask, **options):
     """How an eager model of Transformers computes in 16 bits: every tensor rounded, the softmax in float32."""
     dtype = query.dtype
     scores = compose(query.matmul(key.transpose(-1, -2)) * scaling, pre)
-    hidden = attention_mask.hidden(0, query.shape[2], 0, key.shape[2])
+    hidden = mask.hidden(0, query.shape[2], 0, key.shape[2])
     weights = scores.masked_fill(hidden, torch.finfo(dtype).min).float().softmax(-1).to(dtype)
     return compose(weights, post).masked_fill(hidden, 0).matmul(value)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype, monkeypatch):
+def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
     torch.manual_seed(0)
     config = tiny_config(hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
     exact = DCFormerForCausalLM(config).eval().to(dtype).float()
@@ -154,31 +154,31 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype, monkeypatch
     expected = exact(tokens).logits
     rounded = exact.to(dtype)
     ours = (rounded(tokens).logits.float() - expected).abs().mean()
-    monkeypatch.setattr(modeling_dcformer, "composed_attention", eager_16_bit_attention)
+    register_implementation("eager_16_bit", eager_16_bit_attention)
+    rounded.set_attn_implementation("dcmha_eager_16_bit")
     eager = (rounded(tokens).logits.float() - expected).abs().mean()
     assert 0 < ours <= 2 * eager
 
 
-@pytest.mark.parametrize("length", [8, 40], ids=["vectorised", "head_loop"])
-def test_autocast_leaves_the_composition_in_float32(length, monkeypatch):
+@pytest.mark.parametrize("length", [8, 40], ids=["chunked", "cpu"])
+def test_autocast_leaves_the_composition_in_float32(length):
     """Only the linear layers round: the step is the same as with the operator run outside autocast."""
     tokens = random_tokens(2, length)
 
-    def step():
-        model = tiny_model().train()
+    def step(implementation):
+        model = tiny_model(attn_implementation=implementation).train()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(tokens, labels=tokens).loss
             loss.backward()
         return loss.detach(), [parameter.grad for parameter in model.parameters()]
 
-    loss, gradients = step()
-
-    def outside(*args, **kwargs):
+    def outside(*arguments, chunk_size=None, **options):
         with torch.autocast("cpu", enabled=False):
-            return composed_attention_reference(*args, **kwargs)
+            return reference_attention(*arguments, **options)[0]
 
-    monkeypatch.setattr(modeling_dcformer, "composed_attention", outside)
-    expected_loss, expected = step()
+    register_implementation("outside_autocast", outside)
+    loss, gradients = step("eager")
+    expected_loss, expected = step("dcmha_outside_autocast")
     torch.testing.assert_close(loss, expected_loss, atol=2e-3, rtol=0)
     for gradient, other in zip(gradients, expected):
         assert gradient.dtype == torch.float32

@@ -150,15 +150,22 @@ class Visibility:
         if self.sliding_window is not None:
             first = max(first, start + self.query_offset - self.sliding_window + 1)
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
-        # Finding the range of a dense mask reads its values: not while tracing, nor where it spares nothing.
-        if self.dense is not None and self.query_length > 1 and not (self.dense.is_meta or is_tracing(self.dense)):
-            seen = (
-                (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0).nonzero()
-            )  # (seen keys, 1)
-            if len(seen) > 0:
-                first, last = max(first, int(seen[0])), min(last, int(seen[-1]) + 1)
+        # Finding the range of what is in a tensor reads its values: not while tracing, nor where it spares nothing.
+        for tensor, seen_by in ((self.dense, self._seen_by_dense), (self.sequence_ids, self._seen_by_sequence)):
+            if tensor is not None and self.query_length > 1 and not (tensor.is_meta or is_tracing(tensor)):
+                seen = seen_by(start, stop).nonzero()  # (seen keys, 1)
+                if len(seen) > 0:
+                    first, last = max(first, int(seen[0])), min(last, int(seen[-1]) + 1)
         first = min(max(first, 0), self.key_length - 1)
         return first, max(last, first + 1)
+
+    def _seen_by_dense(self, start: int, stop: int) -> Tensor:
+        """(key,) boolean: whether the dense mask shows a key to any of these queries."""
+        return (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0)
+
+    def _seen_by_sequence(self, start: int, stop: int) -> Tensor:
+        """(key,) boolean: whether a key is in a packed sequence of any of these queries."""
+        return (self.sequence_ids[:, start:stop, None] == self.sequence_ids[:, None, :]).flatten(0, 1).any(0)
 
     def hidden(self, start: int, stop: int, first: int, last: int, device=None) -> Tensor | None:
         """

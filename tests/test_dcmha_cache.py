@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache, StaticCache
 
 from dcformer import DCFormerConfig
-from dcformer.cache_layout import cache_bytes_per_token, compose_channels, pack, unpack
-from dcformer.composition import ComposeSide
+from dcformer.dcmha import ComposeSide
+from dcformer.dcmha_cache import cache_bytes_per_token, compose_channels, pack, unpack
 from dcformer.modeling_dcformer import DCFormerCompose
 
 

@@ -17,6 +17,7 @@ from operator_inputs import (
     attend,
     boolean_mask,
     boolean_mask_per_head,
+    choice_of,
     explicit_attention,
     explicit_compose,
     float_mask,
@@ -29,16 +30,22 @@ from operator_inputs import (
     value_and_gradients,
     visible_keys,
 )
+from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
+from transformers import StaticCache
 
-from dcformer.attention_visibility import Visibility
-from dcformer.composition import (
+from dcformer.dcmha import (
     ComposeSide,
     ComposeWeights,
     compose,
     composed_attention,
     composed_attention_reference,
+    explain_choice,
+    implementations,
+    register_implementation,
 )
+from dcformer.dcmha_mask import Visibility
+from dcformer.dcmha_reference import reference_attention, reference_compose
 
 
 # float64 against float64: sums of some hundred terms of order 1 to 10 in another order.
@@ -58,7 +65,11 @@ def by_name(cases: dict[str, Case]):
 def test_compose_equals_one_explicit_map_per_query_and_key(groups, rank):
     weights = make_weights(queries=5, keys=6, rank=rank, groups=groups)
     attention = torch.randn(2, 4, 5, 6, dtype=torch.float64)
-    assert_close(compose(attention, weights), explicit_compose(attention, weights), **EXACT)
+    for form in (compose, reference_compose):
+        assert_close(form(attention, weights), explicit_compose(attention, weights), **EXACT)
+    one_query = attention[:, :, :1]
+    weights = make_weights(queries=1, keys=6, rank=rank, groups=groups)
+    assert_close(compose(one_query, weights), explicit_compose(one_query, weights), **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +194,13 @@ def test_output_and_gradients_equal_the_reference(case, form):
 
 
 @by_name(VECTORISED_CASES)
-def test_short_or_per_head_problems_take_the_vectorised_form_and_equal_the_reference(case, monkeypatch):
-    monkeypatch.delattr("dcformer.composition.head_loop_attention")
+def test_short_or_per_head_problems_take_the_chunked_form_and_equal_the_reference(case):
+    assert choice_of(case) == "chunked"
     assert_value_and_gradients_equal_the_reference(composed_attention, case)
 
 
-def test_sixteen_queries_take_the_head_loop(monkeypatch):
-    monkeypatch.delattr("dcformer.composition._attend")
+def test_sixteen_queries_on_a_cpu_take_its_form():
+    assert choice_of(Case()) == "cpu"
     assert composed_attention(*make_inputs(queries=16)).isfinite().all()
 
 
@@ -199,7 +210,7 @@ def problems(draw):
     form = draw(st.sampled_from(FORMS))
     groups, per_group = draw(st.sampled_from([(1, 1), (1, 4), (2, 2), (2, 3), (3, 1)]))
     heads = groups * per_group
-    queries = draw(st.integers(16 if form == "head_loop" else 1, 40))
+    queries = draw(st.integers(16 if form == "cpu" else 1, 40))
     branches = st.none() | st.lists(st.sampled_from(BRANCHES), unique=True).map(tuple)
     shape = {
         "heads": heads,
@@ -365,7 +376,7 @@ def test_scores_are_scaled_before_they_can_leave_the_range_of_float16():
     outputs = {form: attend(form, query, key, value, None, None, scaling=1 / 32) for form in FORMS}
     for output in outputs.values():
         assert torch.isfinite(output).all()
-    assert_close(outputs["vectorised"], outputs["head_loop"], atol=2e-3, rtol=2e-3)
+    assert_close(outputs["chunked"], outputs["cpu"], atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -383,7 +394,7 @@ def test_empty_inputs_give_zeros_of_the_right_shape(shape, output_shape):
         assert_close(attention(*inputs), torch.zeros(output_shape, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("queries", [8, 20], ids=["vectorised", "head_loop"])
+@pytest.mark.parametrize("queries", [8, 20], ids=["chunked", "cpu"])
 def test_mixed_types_are_computed_in_the_wider_one(queries):
     inputs = make_inputs(queries=queries)
     narrow = inputs.query.to(torch.bfloat16)
@@ -429,3 +440,46 @@ def test_a_mask_of_another_size_is_refused(mask, message):
 def test_a_chunk_size_below_1_is_refused(chunk_size):
     with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
         composed_attention(*make_inputs(), chunk_size=chunk_size)
+
+
+def doubled(*arguments, chunk_size=None, **options):
+    """An implementation from outside: twice what is right, so that its use shows."""
+    return 2 * reference_attention(*arguments, **options)[0]
+
+
+def not_beyond_30_keys(query, key, value, pre, post, *, mask, dropout):
+    return None if key.shape[2] <= 30 else f"it takes 30 keys at most, and there are {key.shape[2]}"
+
+
+def test_an_implementation_from_outside_is_chosen_by_name_in_the_operator_and_in_models():
+    register_implementation("doubled", doubled, not_beyond_30_keys, "to be seen")
+    inputs = make_inputs(queries=20)
+    expected = composed_attention(*inputs)
+    assert_close(composed_attention(*inputs, implementation="doubled"), 2 * expected, atol=1e-6, rtol=0)
+    assert_close(composed_attention(*inputs), expected, atol=0, rtol=0)  # it is not automatic
+    model, tokens = tiny_model(), random_tokens(2, 20)
+    as_always = model(tokens).logits
+    model.set_attn_implementation("dcmha_doubled")
+    assert not torch.allclose(model(tokens).logits, as_always, atol=1e-2)
+    named = tiny_model(attn_implementation="dcmha_doubled")
+    assert torch.equal(named(tokens).logits, model(tokens).logits)
+    static = StaticCache(config=named.config, max_cache_len=24)  # its mask is a tensor, by Transformers' mask interface
+    assert_close(named(tokens, past_key_values=static).logits, named(tokens).logits, atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match=r"'doubled' cannot run here: it takes 30 keys at most, and there are 31"):
+        named(random_tokens(2, 31))
+
+
+def test_an_unknown_implementation_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"implementation must be one of reference, chunked, cpu.*got 'gpu'"):
+        composed_attention(*make_inputs(queries=4), implementation="gpu")
+    with pytest.raises(ValueError, match=r"'cpu' cannot run here: it pays from 16 queries on, and there are 4"):
+        composed_attention(*make_inputs(queries=4), implementation="cpu")
+
+
+def test_the_choice_is_explained():
+    short, long = (explain_choice(*make_inputs(queries=queries)) for queries in (4, 20))
+    assert short == [
+        ("cpu", "it pays from 16 queries on, and there are 4"),
+        ("chunked", implementations()["chunked"].purpose),
+    ]
+    assert [name for name, _ in long] == ["cpu"]

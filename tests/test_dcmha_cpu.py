@@ -18,8 +18,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcformer import head_loop
-from dcformer.composition import composed_attention, composed_attention_reference
+from dcformer import dcmha_cpu
+from dcformer.dcmha import composed_attention, composed_attention_reference
 
 
 # float64 against float64, as in test_composition.
@@ -40,14 +40,14 @@ any_groups = pytest.mark.parametrize("groups", [1, 2], ids="{}_groups".format)
 def test_results_do_not_depend_on_what_the_buffers_held(groups, options, monkeypatch):
     inputs = make_inputs(groups=groups)
     expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
-    take = head_loop._Workspace.take
+    take = dcmha_cpu._Workspace.take
 
     def poisoned_take(workspace, name, *shape):
         take(workspace, name, *shape)
         workspace.buffers[name].fill_(torch.nan)
         return take(workspace, name, *shape)
 
-    monkeypatch.setattr(head_loop._Workspace, "take", poisoned_take)
+    monkeypatch.setattr(dcmha_cpu._Workspace, "take", poisoned_take)
     output, gradients = value_and_gradients(composed_attention, inputs, **options)
     assert torch.equal(output, expected)
     assert all(torch.equal(gradients[name], expected_gradients[name]) for name in gradients)
@@ -59,40 +59,40 @@ def test_results_do_not_depend_on_what_the_buffers_held(groups, options, monkeyp
 def test_results_do_not_depend_on_how_many_heads_one_operation_treats(groups, options, heads_at_once, monkeypatch):
     inputs = make_inputs(heads=8, key_value_heads=2, groups=groups)
     expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
-    monkeypatch.setattr(head_loop, "_head_blocks", lambda attention: heads_at_once)
+    monkeypatch.setattr(dcmha_cpu, "_head_blocks", lambda attention: heads_at_once)
     output, gradients = value_and_gradients(composed_attention, inputs, **options)
     assert_close(output, expected, **EXACT)
     assert_close(gradients, expected_gradients, **EXACT)
 
 
 def test_an_operation_treats_no_more_elements_than_allowed(monkeypatch):
-    monkeypatch.setattr(head_loop, "_ELEMENTS_PER_OPERATION", 3 * 2 * 20 * 20)
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_OPERATION", 3 * 2 * 20 * 20)
     attention = torch.empty(8, 2, 20, 20)
-    assert [head_loop._head_blocks(part) for part in (attention, attention[:2])] == [3, 2]
+    assert [dcmha_cpu._head_blocks(part) for part in (attention, attention[:2])] == [3, 2]
 
 
 def test_long_rows_make_the_chunks_shorter(monkeypatch):
-    monkeypatch.setattr(head_loop, "_ELEMENTS_PER_CHUNK", 4 * 2 * 100 * 32)
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_CHUNK", 4 * 2 * 100 * 32)
     inputs = make_inputs(queries=100)
     lengths = []
-    scores = head_loop._Problem.scores
+    scores = dcmha_cpu._Problem.scores
 
     def recorded_scores(problem, block):
         lengths.append(block[1] - block[0])
         return scores(problem, block)
 
-    monkeypatch.setattr(head_loop._Problem, "scores", recorded_scores)
+    monkeypatch.setattr(dcmha_cpu._Problem, "scores", recorded_scores)
     output = composed_attention(*inputs)
     assert lengths == [32, 32, 32, 4]
     assert_close(output, composed_attention_reference(*inputs), **EXACT)
 
 
 GRADCHECKS = {
-    "vectorised": ("vectorised", {"queries": 3, "keys": 4}, {}),
-    "vectorised_recomputed_in_chunks": ("vectorised", {"queries": 3}, {"chunk_size": 2}),
-    "vectorised_window": ("vectorised", {"queries": 3}, {"sliding_window": 2, "chunk_size": 2}),
-    "head_loop": ("head_loop", {"queries": 16}, {}),
-    "head_loop_in_chunks": ("head_loop", {"queries": 17}, {"sliding_window": 5, "chunk_size": 6}),
+    "chunked": ("chunked", {"queries": 3, "keys": 4}, {}),
+    "vectorised_recomputed_in_chunks": ("chunked", {"queries": 3}, {"chunk_size": 2}),
+    "vectorised_window": ("chunked", {"queries": 3}, {"sliding_window": 2, "chunk_size": 2}),
+    "cpu": ("cpu", {"queries": 16}, {}),
+    "head_loop_in_chunks": ("cpu", {"queries": 17}, {"sliding_window": 5, "chunk_size": 6}),
 }
 
 
@@ -107,7 +107,7 @@ def test_gradients_equal_finite_differences(form, shape, options):
         return attend(form, *inputs.map(lambda tensor: by_identity[id(tensor)]), **options)
 
     # The fast mode checks one random direction: enough for the head loop's hundreds of inputs.
-    assert torch.autograd.gradcheck(function, tuple(inputs.tensors().values()), fast_mode=form == "head_loop")
+    assert torch.autograd.gradcheck(function, tuple(inputs.tensors().values()), fast_mode=form == "cpu")
 
 
 @pytest.mark.parametrize("form", FORMS)

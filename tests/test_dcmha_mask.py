@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from operator_inputs import make_inputs, make_weights, visible_keys
 
-from dcformer.attention_visibility import Visibility
-from dcformer.composition import ComposeSide, composed_attention, composed_attention_reference
+from dcformer.dcmha import ComposeSide, composed_attention, composed_attention_reference
+from dcformer.dcmha_mask import Visibility
 
 
 exhaustive = settings(derandomize=True, deadline=None, max_examples=300)
@@ -128,6 +128,18 @@ def test_key_range_of_a_band_is_the_smallest(case):
     seen = definition(visibility)[0, 0, start:stop].any(0).nonzero().flatten().tolist()
     first, last = visibility.key_range(start, stop)
     assert (first, last) == (seen[0], seen[-1] + 1) if seen else last == first + 1
+
+
+def test_key_range_of_packed_documents_leaves_out_the_others():
+    documents = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8, [0] * 3 + [1] * 10 + [2] * 7])
+    visibility = Visibility(20, 20, sequence_ids=documents)
+    assert visibility.key_range(14, 18) == (12, 18)
+    assert visibility.key_range(12, 16) == (3, 16)
+    only_first_row = Visibility(20, 20, sequence_ids=documents[:1])
+    assert only_first_row.key_range(6, 9) == (5, 9)
+    assert only_first_row.key_range(3, 7) == (0, 7)
+    both_ways = Visibility(20, 20, is_causal=False, sequence_ids=documents[:1])
+    assert both_ways.key_range(6, 9) == (5, 12)
 
 
 def test_key_range_of_a_dense_mask_leaves_out_what_nobody_sees():

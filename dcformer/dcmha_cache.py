@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .composition import ComposeSide
 from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
+from .dcmha_factors import ComposeSide
 
 
 def compose_channels(config: DCFormerConfig) -> tuple[int, int]:

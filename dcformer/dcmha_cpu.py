@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_visibility import Visibility
+from .dcmha_mask import Visibility
 
 
 # One operation on so many elements keeps both the call overhead and the working set small (measured on 2 cores).
@@ -60,19 +60,22 @@ class _Stage(NamedTuple):
         return _Stage(query, key, static, 1)
 
 
-def head_loop_attention(query, key, value, pre, post, scaling: float, visibility: Visibility, chunk_size: int | None):
-    """
-    [`composed_attention`] for blocks of queries on a CPU; same shapes. Second derivatives are not supported.
-
-    Args:
-        pre, post: `ComposeWeights` or None.
-        scaling (`float`): Factor of the scores.
-        visibility (`Visibility`): The mask; the same for all heads.
-        chunk_size (`int`, *optional*): Queries computed at once.
-    """
+def head_loop_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre,
+    post,
+    *,
+    scaling: float,
+    mask: Visibility,
+    dropout: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """As every implementation in the table, without dropout; pre and post are `ComposeWeights` or None."""
     weights = [tensor for stage in (pre, post) for tensor in _flatten(stage)]
     groups = tuple(None if stage is None else stage.groups for stage in (pre, post))
-    return _HeadLoop.apply(query, key, value, scaling, visibility, chunk_size, groups, *weights)
+    return _HeadLoop.apply(query, key, value, scaling, mask, chunk_size, groups, *weights)
 
 
 def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
@@ -145,8 +148,8 @@ class _HeadLoop(torch.autograd.Function):
     def backward(ctx, output_gradient):
         if torch.is_grad_enabled():
             raise ValueError(
-                "Second derivatives (create_graph=True) are not in the closed form of composed attention; use "
-                "composed_attention_reference for them."
+                "Second derivatives (create_graph=True) are not in the closed form of composed attention on CPUs; use "
+                "attn_implementation='dcmha_chunked' in a model, or implementation='chunked'."
             )
         query, key, value, *weights = ctx.saved_tensors
         problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups)
