@@ -172,14 +172,16 @@ def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -
             )
         for name, width in zip(("keys", "values"), widths):
             _widen(layer, name, width, config.head_dim, index)
-        room = getattr(layer, "max_cache_len", None)
-        if room is None or layer.is_sliding or not values_are_known(layer.keys):
-            continue
-        if int(layer.get_seq_length()) + length > room:
-            raise ValueError(
-                f"past_key_values has room for {room} tokens and holds {int(layer.get_seq_length())}, so {length} more "
-                "do not fit; create it with a larger max_cache_len."
-            )
+    # One layer stands for all: reading the length of a static one waits for the device.
+    static = next((layer for layer in layers if hasattr(layer, "max_cache_len") and not layer.is_sliding), None)
+    if static is None or not (values_are_known(static.keys) if static.is_initialized else not is_tracing()):
+        return
+    past_length = int(static.get_seq_length())
+    if past_length + length > static.max_cache_len:
+        raise ValueError(
+            f"past_key_values has room for {static.max_cache_len} tokens and holds {past_length}, so {length} more do "
+            "not fit; create it with a larger max_cache_len."
+        )
 
 
 def _widen(layer, name: str, width: int, head_dim: int, index: int) -> None:

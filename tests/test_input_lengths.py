@@ -239,6 +239,8 @@ def test_a_full_static_cache_is_refused_before_it_is_overrun():
     for model_name in ("dcformer", "plain_gated_transformer"):
         model, tokens = tiny_model(model_name), random_tokens(2, PAST + LENGTH)
         cache = StaticCache(config=model.config, max_cache_len=PAST + 2)
+        with pytest.raises(ValueError, match=r"has room for 7 tokens and holds 0, so 13 more do not fit"):
+            model(tokens, past_key_values=cache)
         model(tokens[:, :PAST], past_key_values=cache)
         with pytest.raises(ValueError, match=r"has room for 7 tokens and holds 5, so 8 more do not fit.*max_cache_len"):
             model(tokens[:, PAST:], past_key_values=cache)
