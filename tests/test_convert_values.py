@@ -151,9 +151,17 @@ def test_steps_that_do_not_fit_are_refused(tmp_path, step):
 
 def test_a_step_in_a_report_that_does_not_fit_is_not_used(tmp_path):
     save(tmp_path / "model")
-    for step in (-3, 10**25, "five", 2.5, None):
+    for step in (10**25, None):
         (tmp_path / "model" / "conversion_report.json").write_text(json.dumps({"source": {"step": step}}))
         assert convert_to_maxtext(tmp_path / "model", tmp_path / f"out {step}").step == 0
+
+
+@pytest.mark.parametrize("step", [-3, "five", 2.5, True])
+def test_a_step_in_a_report_that_is_none_is_refused(tmp_path, step):
+    save(tmp_path / "model")
+    (tmp_path / "model" / "conversion_report.json").write_text(json.dumps({"source": {"step": step}}))
+    with pytest.raises(ValueError, match=r"source in .*conversion_report.json is not what a conversion writes"):
+        convert_to_maxtext(tmp_path / "model", tmp_path / "out")
 
 
 def test_models_that_compute_nan_are_compared_by_their_tensors(tmp_path):

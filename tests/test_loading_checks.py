@@ -22,9 +22,11 @@ def folder(tmp_path):
 def reports(caplog):
     """What Transformers logs, which it keeps from the root logger."""
     logger = logging.getLogger("transformers")
+    propagates, logger.propagate = logger.propagate, False  # other tests may have let it go on to the root logger
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+    logger.propagate = propagates
 
 
 def without(folder, *parts):

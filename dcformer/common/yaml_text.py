@@ -74,6 +74,17 @@ def _loader_class() -> type:
     yaml = _import_yaml()
 
     class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent, index):
+            # What is nested without end would take long before it could be measured.
+            self.depth += 1
+            if self.depth > _DEEPEST + 1:
+                raise RecursionError
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
         def construct_object(self, node, deep=False):
             try:
                 return super().construct_object(node, deep)
