@@ -281,10 +281,12 @@ class DCFormerAttention(nn.Module):
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
         pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
         if past_key_values is not None:
-            key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
+            key_length = None
+            if self.sliding_window == 1:
+                # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
+                key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
             key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
-            # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
-            if self.sliding_window == 1 and (unseen := key.shape[2] - key_length) > 0:
+            if key_length is not None and (unseen := key.shape[2] - key_length) > 0:
                 key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
 
         eager = eager_attention_forward

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common.digests import file_digest
 from .hub import local_folder
 from .leaves import Leaf
 from .pieces import STRIP_BYTES, Box, dtype_name
 from .plan import UNUSED_FILE, Plan
-from .report_file import REPORT_FILE, file_digest, read_report
+from .report_file import REPORT_FILE, read_report
 from .weights_folder import list_safetensors, weight_files
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..common.digests import file_digest
 from .pieces import dtype_name
 from .plan import Origin, Plan
-from .report_file import REPORT_FILE, file_digest
+from .report_file import REPORT_FILE
 from .shard_writer import Written
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 REPORT_FILE = "conversion_report.json"
-_BUFFER_BYTES = 2**22
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -47,16 +44,6 @@ def remembered_source(folder: Path) -> dict[str, Any]:
     """What the report of a folder knows of the checkpoint at the origin: `step` and `layers_per_block`, if known."""
     source = (read_report(folder) or {}).get("source", {})
     return {name: source[name] for name in ("step", "layers_per_block") if isinstance(source.get(name), int)}
-
-
-def file_digest(path: Path, advance: Callable[[int], None] = lambda nbytes: None) -> str:
-    """The SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while strip := file.read(_BUFFER_BYTES):
-            digest.update(strip)
-            advance(len(strip))
-    return digest.hexdigest()
 
 
 def _is_number(value: Any, least: int) -> bool:

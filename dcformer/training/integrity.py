@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-
-_BUFFER_BYTES = 2**20
+from ..common.digests import file_digest
 
 
 def describe_files(folder: Path, leave_out: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
@@ -53,13 +51,3 @@ def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | N
         if digest != expected["sha256"]:
             return f"{name} has another SHA-256 than when it was written"
     return None
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
