@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from orbax_writer import maxtext_leaves, write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_golden import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from transformers import AutoModelForCausalLM
 
 from dcformer.conversion import convert_hub, convert_maxtext, convert_pax

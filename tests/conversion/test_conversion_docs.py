@@ -8,7 +8,7 @@ import pytest
 from dcformer.conversion.mapping import MAXTEXT_ROWS, PAX_ROWS
 
 
-DOCS = Path(__file__).parent.parent / "docs" / "conversion.md"
+DOCS = Path(__file__).parents[2] / "docs" / "conversion.md"
 
 
 def rendered(rows) -> str:

@@ -474,7 +474,7 @@ def test_the_ablation_has_the_rows_of_table_9():
 
 
 def test_the_committed_ablation_is_of_the_packaged_recipe_and_in_the_docs():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     results = read_results(root / "benchmarks" / "results" / "composition-ablation.json")
     expected = load_recipe("composition-ablation").to_mapping()
     del expected["output"], expected["sweep"]["processes"]

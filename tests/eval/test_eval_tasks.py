@@ -440,6 +440,6 @@ def test_the_fingerprint_of_published_data_names_them(monkeypatch, tmp_path):
 
 
 if __name__ == "__main__":
-    folder = Path(os.environ.get("DCFORMER_FIXTURES", Path(__file__).resolve().parents[2] / "shared")) / "benchdata"
+    folder = Path(os.environ.get("DCFORMER_FIXTURES", Path(__file__).resolve().parents[3] / "shared")) / "benchdata"
     expected = {name.removeprefix("dcformer_"): rendered(task) for name, task in load_group(folder)["tasks"].items()}
     EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")

@@ -6,23 +6,11 @@ Float32 against float32: the references differ from a float64 run by up to 2.2e-
 import numpy as np
 import pytest
 import torch
+from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from jax_loader import load_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 
-TOLERANCE = 2e-4
-# Folder of the weights -> folder of info.json; the variants are the same run written in other formats.
-JAX_RUNS = {name: name for name in ("A1", "A2", "A3", "A4", "A5", "A6")} | {
-    "A1_param_only": "A1",
-    "A3_default": "A3",
-    "A3_ocdbt": "A3",
-    "A3_sharded": "A3",
-}
-TORCH_RUNS = {
-    "B1_dcformer_9769ae6": "logits_decode_short",
-    "B2_dcpythia": "logits_decode_short",
-    "B3_dcformer_head": "logits_train_f32_winexact",
-}
 CACHES = {
     "dynamic": lambda model, length: DynamicCache(config=model.config),
     "dynamic_without_config": lambda model, length: DynamicCache(),

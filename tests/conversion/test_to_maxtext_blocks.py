@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import yaml
+from golden_runs import JAX_RUNS
 from orbax_writer import maxtext_leaves, write_checkpoint
-from test_golden import JAX_RUNS
 from test_to_maxtext import assert_identical, read_params
 
 from dcformer.conversion import convert_hub, convert_maxtext, convert_to_maxtext

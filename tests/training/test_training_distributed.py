@@ -138,7 +138,7 @@ def test_launchers_start_the_command(launcher, tmp_path):
     finished = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", "dcformer.training", str(recipe)],
         env=environment,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,7 +11,7 @@ from dcformer import pretrained
 from dcformer.tasks import build_tokenizer
 
 
-DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
+DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
 @pytest.fixture
