@@ -49,7 +49,7 @@ setup(
     package_data={
         "dcformer": ["presets/*.json", "model_cards/*.md"],
         "dcformer.pretrained": ["*.json", "*/*"],
-        "dcformer.tasks": ["vocabulary.json", "authors_lines.bin"],
+        "dcformer.head_tasks": ["vocabulary.json", "authors_lines.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },

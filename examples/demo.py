@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipe
 from transformers.utils import logging
 
 import dcformer
-from dcformer.eval.composition import BOXED_MODEL, compare_models
-from dcformer.eval.composition_report import print_comparison, write_comparison
-from dcformer.tasks import composition_documents
+from dcformer.head_tasks import generate_documents
+from dcformer.head_tasks.comparison import BOXED_MODEL, compare_models
+from dcformer.head_tasks.report import print_comparison, write_comparison
 from dcformer.terminal import make_console, one_line_errors
 
 
@@ -30,7 +30,7 @@ def ask_questions() -> list[tuple[str, str]]:
     """(text up to the last answer, that answer) of lines that are kept from training."""
     questions = []
     for kind, lines in QUESTIONS.items():
-        document = composition_documents(1, QUESTIONS_SEED, "test", (lines, lines), (kind,))[0]
+        document = generate_documents(1, QUESTIONS_SEED, "test", (lines, lines), (kind,))[0]
         start, end = document["answers"][-1]
         questions.append((document["text"][:start].lstrip(), document["text"][start:end].strip()))
     return questions

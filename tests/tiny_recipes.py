@@ -16,8 +16,8 @@ TINY_RECIPE = {
         "num_attention_heads": 2,
         "sliding_window": 6,
     },
-    "tokenizer": "composition",
-    "data": {"source": "composition", "documents": 40, "sequence_length": 16, "evaluation": {"documents": 4}},
+    "tokenizer": "head_tasks",
+    "data": {"source": "head_tasks", "documents": 40, "sequence_length": 16, "evaluation": {"documents": 4}},
     "training": {
         "max_steps": 6,
         "batch_tokens": 64,

@@ -14,6 +14,7 @@ from ..terminal import leaving_process_group, make_console, one_line_errors, pro
 
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
+_TOLD_ON_STDERR = ("dcformer.eval", "dcformer.head_tasks")
 _GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
 _START_AGAIN = "Interrupted; nothing was written, run the same command to start again."
 
@@ -26,13 +27,15 @@ def eval_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help="Folders or names on the Hub; for composition, also names of models in the box."
+            metavar="MODEL...", help="Folders or names on the Hub; for head_tasks, also names of models in the box."
         ),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="table4, synthetic, perplexity, wikitext2 or all; or some: a,b; or composition.")
+        str, typer.Option(help="table4, head_tasks_authors, perplexity, wikitext2 or all; or some: a,b; or head_tasks.")
     ] = "table4",
-    tasks: Annotated[str | None, typer.Option(help="Tasks or suites to run instead: piqa,race_high,synthetic.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks or suites to run instead: piqa,pile_ppl,head_tasks_authors.")
+    ] = None,
     num_fewshot: Annotated[str, typer.Option(help="Examples before a question, such as 0,5.")] = "0",
     output: Output = "results",
     limit: Annotated[int | None, typer.Option(help="Only so many documents of every task.")] = None,
@@ -40,7 +43,7 @@ def eval_command(
     batch_size: Annotated[str, typer.Option(help="Inputs in a forward pass, or auto.")] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Of the parameters; bfloat16 if not given, for composition float32."),
+        typer.Option(help="Of the parameters; bfloat16 if not given, for head_tasks float32."),
     ] = None,
     baseline: Baseline = None,
     max_length: Annotated[
@@ -61,27 +64,27 @@ def eval_command(
     seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 1234,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the models.")] = False,
     authors: Annotated[
-        bool, typer.Option("--authors/--no-authors", help="For composition: the authors' 888 texts too.")
+        bool, typer.Option("--authors/--no-authors", help="For head_tasks: the authors' 888 texts too.")
     ] = True,
     debug: Debug = False,
 ) -> None:
     """Run models through the tasks of the paper's tables, and print the tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
-    from .suites import COMPOSITION
+    from .suites import HEAD_TASKS
 
-    is_composition = suite.strip() == COMPOSITION
-    interrupted = _START_AGAIN if is_composition else _GO_ON
+    is_head_tasks = suite.strip() == HEAD_TASKS
+    interrupted = _START_AGAIN if is_head_tasks else _GO_ON
     with one_line_errors(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
         shots = _numbers(num_fewshot)
-        if is_composition:
+        if is_head_tasks:
             if is_first:
-                _compare_on_composition(models or [], shots, authors, dtype or "float32", **options)
+                _compare_on_head_tasks(models or [], shots, authors, dtype or "float32", **options)
             return
         if not models:
-            raise ValueError(f"No model is named; give a folder or a Hub id, or --suite {COMPOSITION}.")
+            raise ValueError(f"No model is named; give a folder or a Hub id, or --suite {HEAD_TASKS}.")
         if not authors:
-            raise ValueError(f"--no-authors is for --suite {COMPOSITION} only; leave it out.")
+            raise ValueError(f"--no-authors is for --suite {HEAD_TASKS} only; leave it out.")
         from .runner import evaluate
 
         with _progress() as on_progress:
@@ -124,7 +127,7 @@ def tasks_command() -> None:
     typer.echo(tasks_folder())
 
 
-def _compare_on_composition(
+def _compare_on_head_tasks(
     models: list[str],
     shots: tuple[int, ...],
     authors: bool,
@@ -140,7 +143,7 @@ def _compare_on_composition(
     seed: int,
     **options,
 ) -> None:
-    """The suite composition, which needs no lm-eval."""
+    """The suite head_tasks, which needs no lm-eval."""
     meaningless = {
         "--tasks": tasks is not None,
         "--num-fewshot": shots != (0,),
@@ -150,8 +153,9 @@ def _compare_on_composition(
     for name, is_given in meaningless.items():
         if is_given:
             raise ValueError(f"{name} has no meaning for --suite {suite}; leave it out.")
-    from .composition import BATCH_SIZE, HELD_OUT_DOCUMENTS, compare_models
-    from .composition_report import print_comparison, reserved_output, write_comparison
+    from ..head_tasks.comparison import compare_models
+    from ..head_tasks.report import print_comparison, reserved_output, write_comparison
+    from ..head_tasks.suite import BATCH_SIZE, HELD_OUT_DOCUMENTS
     from .options import check_options
 
     check_options(limit=limit, batch_size=batch_size, dtype=dtype, seed=seed)
@@ -212,17 +216,19 @@ class _OnStderr(logging.Handler):
 @contextlib.contextmanager
 def _log_on_stderr() -> Iterator[None]:
     """What the evaluation tells besides its progress: the device it has chosen, results that are run again."""
-    logger = logging.getLogger(__package__)
-    handler, level, propagates = _OnStderr(), logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    loggers = [logging.getLogger(name) for name in _TOLD_ON_STDERR]
+    handler, before = _OnStderr(), [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates
+        for logger, (level, propagates) in zip(loggers, before):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagates
 
 
 @contextlib.contextmanager

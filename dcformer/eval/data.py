@@ -48,7 +48,7 @@ class Source:
         return self.path if self.name is None else f"{self.path} ({self.name})"
 
 
-SYNTHETIC_REVISION = "f908c732040aa446c909e14b08427cab713d832d"
+AUTHORS_TEXTS_REVISION = "f908c732040aa446c909e14b08427cab713d832d"
 LOGIQA_REVISION = "ff6c4cbca47627b3ac2da94a29fa28204a167b41"
 
 # By the name of a folder below `data_dir`.
@@ -71,8 +71,8 @@ SOURCES = {
     "race_high": Source("ehovy/race", "high"),
     "synthetic": Source(
         "Caiyun-AI/DCFormer",
-        revision=SYNTHETIC_REVISION,
-        address=f"https://raw.githubusercontent.com/Caiyun-AI/DCFormer/{SYNTHETIC_REVISION}/data",
+        revision=AUTHORS_TEXTS_REVISION,
+        address=f"https://raw.githubusercontent.com/Caiyun-AI/DCFormer/{AUTHORS_TEXTS_REVISION}/data",
     ),
     "pile": Source("EleutherAI/pile_val_test"),
     # 350,023 examples drawn by others from the Flan Collection; the whole collection has hundreds of gigabytes.
@@ -81,7 +81,7 @@ SOURCES = {
 }
 # Folders of the tasks that are not called like theirs; the first that holds files is read.
 _FOLDERS = {
-    **{f"synthetic_k{shots}": ("synthetic",) for shots in range(2, 8)},
+    **{f"head_tasks_authors_k{shots}": ("synthetic",) for shots in range(2, 8)},
     "pile_ppl": ("pile", "pile_sample"),
     "flan_ppl": ("flan",),
     "wikitext2_ppl": ("wikitext2",),
@@ -240,7 +240,7 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
 
     Args:
         data_dir: The folder given to the task, or `None`.
-        column (`str`): Name of a task without prefix, such as `"piqa"`, `"synthetic_k2"` or `"pile_ppl"`.
+        column (`str`): Name of a task without prefix, such as `"piqa"`, `"head_tasks_authors_k2"` or `"pile_ppl"`.
 
     Returns:
         `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, where the

@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ..plotting import check_plot_path, draw_rows, picture
-from .published import AVERAGE, paper_accuracies, paper_synthetic
-from .report_tables import SYNTHETIC_ALL, SYNTHETIC_HEADINGS
+from .published import AVERAGE, paper_accuracies, paper_authors_texts
+from .report_tables import AUTHORS_ALL, AUTHORS_HEADINGS
 from .table4_tasks import TABLE4_COLUMNS
 
 
@@ -27,7 +27,8 @@ def plot_deltas(report: Report, path: str | os.PathLike) -> None:
     """
     Write the differences in accuracy to the baseline, in percentage points with 95 % intervals, of all models.
 
-    A panel for every number of shots, and one for the synthetic tasks; partial results are marked at the task's name.
+    A panel for every number of shots, and one for the authors' texts of head tasks; partial results are marked at the
+    task's name.
 
     Args:
         report (`Report`): With a baseline.
@@ -63,7 +64,7 @@ def _panels(report: Report) -> list[tuple[str, int, list[str]]]:
     all_shots = sorted({shots for _, shots in present})
     panels = [
         (title.format(shots), shots, [task for task in order if (task, shots) in present])
-        for title, order in (("{}-shot", (*TABLE4_COLUMNS, AVERAGE)), ("synthetic, K-shot", tuple(SYNTHETIC_HEADINGS)))
+        for title, order in (("{}-shot", (*TABLE4_COLUMNS, AVERAGE)), ("head tasks, K-shot", tuple(AUTHORS_HEADINGS)))
         for shots in all_shots
     ]
     return [panel for panel in panels if panel[2]]
@@ -89,14 +90,14 @@ def _draw(axis, report: Report, models: list[str], shots: int, tasks: list[str])
                 axis.plot(value, height, marker, color="black", markerfacecolor=grey, markersize=5, zorder=3)
     axis.axvline(0, color="black", linewidth=0.8, zorder=1)
     axis.set_xlabel("percentage points")
-    if tasks[-1] in (AVERAGE, SYNTHETIC_ALL):
+    if tasks[-1] in (AVERAGE, AUTHORS_ALL):
         axis.axhline(len(tasks) - 1.5, color="black", linewidth=0.8)
 
 
 def _task_label(report: Report, shots: int, task: str) -> str:
     cells = [cell for (_, name, at, metric), cell in report.cells.items() if (name, at, metric) == (task, shots, "acc")]
     partial = next((cell for cell in cells if cell.is_partial), None)
-    name = SYNTHETIC_HEADINGS.get(task, task)
+    name = AUTHORS_HEADINGS.get(task, task)
     return name if partial is None else f"{name}\nPARTIAL {partial.num_samples}/{partial.num_documents}"
 
 
@@ -105,7 +106,7 @@ def _published_difference(report: Report, model: str, shots: int, task: str) -> 
     values = []
     for each in (model, report.baseline):
         row = report.rows.get(each)
-        value = paper_synthetic(row).get("acc") if task == SYNTHETIC_ALL else paper_accuracies(row, shots).get(task)
+        value = paper_authors_texts(row).get("acc") if task == AUTHORS_ALL else paper_accuracies(row, shots).get(task)
         if value is None:
             return None
         values.append(value)

@@ -88,12 +88,12 @@ def paper_perplexities(row: str | None) -> dict[str, float]:
     return {f"{name}_ppl": value for name, value in _numbers("paper")["perplexity"].get(row, {}).items()}
 
 
-def paper_synthetic(row: str | None) -> dict[str, float]:
+def paper_authors_texts(row: str | None) -> dict[str, float]:
     """
     Table 5 of a row by our metrics: over 2 to 7 shots together. The paper does not say whether an answer counts by its
     first token or as a whole, so both of our accuracies, and all of our perplexities, have the same number.
     """
-    cells = _numbers("paper")["synthetic"].get(row)
+    cells = _numbers("paper")["table5"].get(row)
     if cells is None:
         return {}
     accuracies = dict.fromkeys(("acc", "acc_first_token"), cells["accuracy"] / 100)

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..common.renamed import RENAMED
+
 
 RECORD_FORMAT = 2
 # The first had no checksum of the samples.
@@ -45,7 +47,8 @@ class Record:
     """
     Attributes:
         model (`str`): Name of the model as it was given: a Hub id or a folder.
-        task (`str`): Column of the paper's table (`"piqa"`) or another task of ours (`"synthetic_k2"`, `"pile_ppl"`).
+        task (`str`): Column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks_authors_k2"`,
+            `"pile_ppl"`).
         num_fewshot (`int`): Examples before every question.
         metrics: Name -> `{"value": float, "stderr": float or None}`; accuracies are fractions.
         num_samples (`int`): Documents that were scored.
@@ -145,6 +148,11 @@ def read_record(path: Path) -> Record:
         problem = "its values are not those that were written"
     if problem:
         raise _damaged(path, problem)
+    if (new := RENAMED["task"].get(record.task)) is not None:
+        raise ValueError(
+            f"{str(path)!r} is a result of {record.task!r}, which is called {new!r} now; move it to another folder and "
+            "run the task by its new name."
+        )
     return record
 
 

@@ -27,8 +27,8 @@ from .bootstrap import (
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
 from .records import Record, model_folder, read_records, read_samples, record_path, samples_path
-from .report_tables import SYNTHETIC_ALL, SYNTHETIC_METRICS, Cell, Key, Report
-from .suites import PERPLEXITY_TASKS, SYNTHETIC_TASKS
+from .report_tables import AUTHORS_ALL, AUTHORS_METRICS, Cell, Key, Report
+from .suites import AUTHORS_TASKS, PERPLEXITY_TASKS
 from .table4_tasks import TABLE4_COLUMNS
 
 
@@ -105,7 +105,7 @@ class _Builder:
         self.notes: list[str] = []
 
     def build(self) -> Report:
-        order = {task: place for place, task in enumerate((*TABLE4_COLUMNS, *SYNTHETIC_TASKS))}
+        order = {task: place for place, task in enumerate((*TABLE4_COLUMNS, *AUTHORS_TASKS))}
         for model in self.models:
             mine = [record for record in self.records.values() if record.model == model]
             mine.sort(key=lambda record: (record.num_fewshot, order.get(record.task, len(order)), record.task))
@@ -114,7 +114,7 @@ class _Builder:
                     if record.num_fewshot == shots:
                         self._add_record(record)
                 self._add_average(model, shots)
-                self._add_synthetic_all(model, shots)
+                self._add_authors_all(model, shots)
         return Report(
             cells=self.cells,
             models=self.models,
@@ -184,25 +184,25 @@ class _Builder:
             )
         )
 
-    def _add_synthetic_all(self, model: str, shots: int) -> None:
+    def _add_authors_all(self, model: str, shots: int) -> None:
         """Table 5's mixture of 2 to 7 shots, over all answers; texts are resampled whole, with their six answers."""
-        records = [self.records.get((model, task, shots)) for task in SYNTHETIC_TASKS]
+        records = [self.records.get((model, task, shots)) for task in AUTHORS_TASKS]
         if None in records:
             return
         reason = self._reason_against_pooling(records)
         if reason:
-            self.notes.append(f"No synthetic result over all K for {self.names[model]}: {reason}.")
+            self.notes.append(f"No result of the authors' texts over all K for {self.names[model]}: {reason}.")
             return
         texts = self._texts(records)
         for metric in texts[0]["metrics"]:
-            cells = [self.cells[model, task, shots, metric] for task in SYNTHETIC_TASKS]
-            value, stderr = metric_and_stderr(texts, metric, task=SYNTHETIC_ALL)
+            cells = [self.cells[model, task, shots, metric] for task in AUTHORS_TASKS]
+            value, stderr = metric_and_stderr(texts, metric, task=AUTHORS_ALL)
             delta = None
             if all(cell.delta for cell in cells):
-                others = self._texts([self.records[self.baseline, task, shots] for task in SYNTHETIC_TASKS])
-                delta = paired_difference(texts, others, metric, task=SYNTHETIC_ALL, **self.bootstrap)
+                others = self._texts([self.records[self.baseline, task, shots] for task in AUTHORS_TASKS])
+                delta = paired_difference(texts, others, metric, task=AUTHORS_ALL, **self.bootstrap)
             counts = sum(cell.num_samples for cell in cells), sum(cell.num_documents for cell in cells)
-            self._add(Cell(model, SYNTHETIC_ALL, shots, metric, value, _finite(stderr), *counts, delta))
+            self._add(Cell(model, AUTHORS_ALL, shots, metric, value, _finite(stderr), *counts, delta))
 
     def _reason_against_pooling(self, records: Sequence[Record]) -> str:
         for record in records:
@@ -212,11 +212,11 @@ class _Builder:
         return "" if all(ids == texts[0] for ids in texts) else "its tasks were not run on the same texts"
 
     def _texts(self, records: Sequence[Record]) -> list[dict]:
-        """One sample for each text of the synthetic tasks: the metrics that all have, as sums over its answers."""
+        """One sample for each of the authors' texts: the metrics that all have, as sums over its answers."""
         by_text = [{sample["doc_id"]: sample for sample in self._samples(record)} for record in records]
         shared = [
             metric
-            for metric in SYNTHETIC_METRICS
+            for metric in AUTHORS_METRICS
             if all(metric in record.metrics for record in records)
             and all(metric in sample["metrics"] for samples in by_text for sample in samples.values())
         ]
@@ -235,8 +235,8 @@ class _Builder:
         """With the paper's number and the verdict on it."""
         row = self.rows.get(cell.model)
         numbers = {}
-        if cell.task == SYNTHETIC_ALL:
-            numbers = {cell.task: published.paper_synthetic(row).get(cell.metric)}
+        if cell.task == AUTHORS_ALL:
+            numbers = {cell.task: published.paper_authors_texts(row).get(cell.metric)}
         elif cell.metric == "acc":
             numbers = published.paper_accuracies(row, cell.num_fewshot)
         elif cell.metric == "token_perplexity" and self._window(cell) == PAPER_WINDOW:
@@ -348,10 +348,10 @@ class _Builder:
             if model in compared:
                 notes.append(f"{self.names[model]} is compared with the paper's row {self.rows[model]}.")
         tasks = {cell.task for cell in self.cells.values() if cell.paper is not None}
-        if SYNTHETIC_ALL in tasks:
+        if AUTHORS_ALL in tasks:
             notes.append(
-                "The paper does not say whether its synthetic results are by first token or whole answer, by token or "
-                "by answer; all of them stand beside its two numbers."
+                "The paper does not say whether its results of head tasks are by first token or whole answer, by token "
+                "or by answer; all of them stand beside its two numbers."
             )
         notes += self._window_notes()
         if "flan_ppl" in tasks:

@@ -16,19 +16,19 @@ from dataclasses import dataclass, field
 
 from .bootstrap import Difference
 from .published import AVERAGE
-from .suites import SYNTHETIC_TASKS
+from .suites import AUTHORS_TASKS
 from .table4_tasks import TABLE4_COLUMNS
 
 
-SYNTHETIC_ALL = "synthetic_all"
-SYNTHETIC_METRICS = (
+AUTHORS_ALL = "head_tasks_authors_all"
+AUTHORS_METRICS = (
     "acc",
     "acc_first_token",
     "token_perplexity",
     "answer_perplexity",
     "first_token_perplexity",
 )
-SYNTHETIC_HEADINGS = {task: f"K={task[-1]}" for task in SYNTHETIC_TASKS} | {SYNTHETIC_ALL: "all K"}
+AUTHORS_HEADINGS = {task: f"K={task[-1]}" for task in AUTHORS_TASKS} | {AUTHORS_ALL: "all K"}
 CSV_COLUMNS = (
     "model",
     "task",
@@ -46,7 +46,7 @@ CSV_COLUMNS = (
 )
 
 _PERPLEXITY_METRICS = ("token_perplexity", "bits_per_byte")
-_KINDS = ("table4", "synthetic", "perplexity", "other")
+_KINDS = ("table4", "authors", "perplexity", "other")
 _KIND_TITLES = {"perplexity": "Perplexity", "other": "Other results"}
 _ABSENT = "-"
 _LONGEST_LABEL, _LONGEST_HEADING = 36, 13
@@ -115,7 +115,7 @@ class Section:
 class Report:
     """
     Attributes:
-        cells: By model, task, shots and metric; `"average"` and `"synthetic_all"` are tasks here.
+        cells: By model, task, shots and metric; `"average"` and `"head_tasks_authors_all"` are tasks here.
         models: In the order of the rows: the baseline, then the paper's order, then by name.
         names: Model -> what the tables call it.
         policies: Model -> what happened to ids outside its embedding.
@@ -201,11 +201,13 @@ class Report:
             if kind == "table4":
                 columns = [(task, task, "acc") for task in (*TABLE4_COLUMNS, AVERAGE) if (task, "acc") in pairs]
                 yield self._section(f"Accuracy in percent, {shots}-shot", shots, columns)
-            elif kind == "synthetic":
+            elif kind == "authors":
                 tasks, metrics = ({pair[place] for pair in pairs} for place in (0, 1))
-                columns = [(heading, task, "") for task, heading in SYNTHETIC_HEADINGS.items() if task in tasks]
-                metrics = [metric for metric in SYNTHETIC_METRICS if metric in metrics]
-                yield self._section(f"Synthetic tasks, accuracy in percent{with_shots}", shots, columns, metrics)
+                columns = [(heading, task, "") for task, heading in AUTHORS_HEADINGS.items() if task in tasks]
+                metrics = [metric for metric in AUTHORS_METRICS if metric in metrics]
+                yield self._section(
+                    f"Head tasks, the authors' texts, accuracy in percent{with_shots}", shots, columns, metrics
+                )
             else:
                 columns = [(f"{task} {metric}", task, metric) for task, metric in pairs]
                 yield self._section(_KIND_TITLES[kind] + with_shots, shots, columns)
@@ -235,8 +237,8 @@ def _kind(task: str, metric: str) -> str:
     """The table that a number belongs to."""
     if metric == "acc" and task in (*TABLE4_COLUMNS, AVERAGE):
         return "table4"
-    if metric in SYNTHETIC_METRICS and task in SYNTHETIC_HEADINGS:
-        return "synthetic"
+    if metric in AUTHORS_METRICS and task in AUTHORS_HEADINGS:
+        return "authors"
     return "perplexity" if metric in _PERPLEXITY_METRICS and task.endswith("_ppl") else "other"
 
 

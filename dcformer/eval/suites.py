@@ -7,24 +7,25 @@ go without it.
 import difflib
 from collections.abc import Iterable, Sequence
 
-from . import synthetic
+from ..common.renamed import refuse_old_name
 from .table4_tasks import TABLE4_COLUMNS
 
 
 PREFIX = "dcformer_"
-SYNTHETIC_TASKS = tuple(f"synthetic_k{shots}" for shots in synthetic.SHOTS)
+# The authors' texts of head tasks, with so many examples before the answer.
+AUTHORS_TASKS = tuple(f"head_tasks_authors_k{shots}" for shots in range(2, 8))
 
 SUITES = {
     "table4": TABLE4_COLUMNS,
-    "synthetic": SYNTHETIC_TASKS,
+    "head_tasks_authors": AUTHORS_TASKS,
     "perplexity": ("pile_ppl", "flan_ppl"),
     "wikitext2": ("wikitext2_ppl",),
 }
 PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
 SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
 TASKS = SUITES["all"]
-# It has no tasks of lm-eval and runs alone, see composition.py.
-COMPOSITION = "composition"
+# It has no tasks of lm-eval and runs alone, see dcformer/head_tasks.
+HEAD_TASKS = "head_tasks"
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
@@ -45,10 +46,11 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
     else:
         names = _split(suite)
         groups = [SUITES.get(name, ()) for name in names]
-        kind, known = "suite", (*SUITES, COMPOSITION)
+        kind, known = "suite", (*SUITES, HEAD_TASKS)
     for name in names:
-        if name == COMPOSITION:
-            raise ValueError(f"The suite {COMPOSITION!r} is run alone; give --suite {COMPOSITION} and no --tasks.")
+        refuse_old_name(kind, name)
+        if name == HEAD_TASKS:
+            raise ValueError(f"The suite {HEAD_TASKS!r} is run alone; give --suite {HEAD_TASKS} and no --tasks.")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" did you mean {close[0]!r}?" if close else ""

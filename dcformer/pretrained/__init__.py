@@ -1,4 +1,4 @@
-"""The models in the box: trained by a recipe of this package on the head-composition tasks, a folder each."""
+"""The models in the box: trained by a recipe of this package on the head tasks, a folder each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seed_results() -> dict[str, Any]:
 
     Returns:
         `recipe` and `runs`: rows of `variant`, `seed`, `parameters`, `training` and `evaluation`, the last as
-        [`dcformer.eval.composition.evaluate_composition`] returns it. Without a file of results there are no runs.
+        [`dcformer.head_tasks.suite.evaluate_head_tasks`] returns it. Without a file of results there are no runs.
     """
     file = _FOLDER / _SEEDS
     if not file.is_file():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def pack_model(source: str | Path, destination: str | Path) -> None:
     """
-    Save a model of the head-composition tasks as the box has it: bfloat16, and generation that ends with the line.
+    Save a model of the head tasks as the box has it: bfloat16, and generation that ends with the line.
 
     Args:
         source: Folder `final` of a run, with model and tokenizer.

@@ -1,4 +1,4 @@
-"""Documents from files, the Hub or the generator of composition tasks, tokenised and packed into rows of one length.
+"""Documents from files, the Hub or the generator of head tasks, tokenised and packed into rows of one length.
 
 A row holds pieces of documents one behind the other. Position ids restart at 0 with every piece, which is how
 Transformers (and our own masks) know that a token sees its own document only; the label of a piece's first token is
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..common.quoting import quoted
-from .documents import COMPOSITION, check_documents, described, document_batches, import_datasets, load_documents
+from ..common.renamed import refuse_old_name
+from .documents import HEAD_TASKS, check_documents, described, document_batches, import_datasets, load_documents
 from .fields import check_range, read_fields
 
 
@@ -43,7 +44,7 @@ class DataRecipe:
     Where documents come from and how they become rows: the `data` mapping of a recipe.
 
     Args:
-        source (`str`): `"composition"` for generated head-composition tasks; a file (.jsonl, .json, .txt with a
+        source (`str`): `"head_tasks"` for generated head tasks; a file (.jsonl, .json, .txt with a
             document per line, .parquet, .csv), a folder of such files or of `Dataset.save_to_disk`; or a data set on
             the Hub.
         configuration (`str`, *optional*): Configuration of a data set on the Hub.
@@ -57,9 +58,9 @@ class DataRecipe:
             `"none"` gives every document a row. Documents longer than a row are cut in any case.
         loss_on (`str`, defaults to `"all"`): `"all"` tokens, or those that lie in the character spans of the column
             `answers` (`"answers"`).
-        documents (`int`, *optional*): How many composition documents to generate; otherwise the most to take, from the
-            start of the source.
-        lines (`list[int]`, *optional*): Least and most examples in a composition document, `[1, 8]` if not given.
+        documents (`int`, *optional*): How many documents of head tasks to generate; otherwise the most to take, from
+            the start of the source.
+        lines (`list[int]`, *optional*): Least and most examples in a document of head tasks, `[1, 8]` if not given.
         evaluation (`DataRecipe`, *optional*): What the evaluation loss is measured on, in the given order.
 
     Source: section 4.1 of the paper for the context length; packing is ours.
@@ -81,7 +82,7 @@ class DataRecipe:
     def from_mapping(cls, mapping: Mapping, name: str = "data") -> DataRecipe:
         """
         The recipe that a mapping describes. Keys that `evaluation` lacks are those of the training data, but for the
-        split of composition tasks, which is `"validation"`.
+        split of head tasks, which is `"validation"`.
 
         Args:
             mapping (`Mapping`): Keys are the fields above.
@@ -106,7 +107,7 @@ class DataRecipe:
                 f"{name}.evaluation.evaluation must be left out, got {quoted(evaluation['evaluation'])}; an evaluation "
                 "has none of its own."
             )
-        if evaluation.get("source", recipe.source) == COMPOSITION:
+        if evaluation.get("source", recipe.source) == HEAD_TASKS:
             values = {**values, "split": "validation"}
         else:
             values = {key: value for key, value in values.items() if key != "lines"}
@@ -123,22 +124,23 @@ class DataRecipe:
         return self.source, self.configuration, self.split
 
     def _check_values(self, name: str) -> None:
+        refuse_old_name(f"{name}.source", self.source)
         if not self.source:
-            raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {COMPOSITION!r}.")
+            raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {HEAD_TASKS!r}.")
         check_range(f"{name}.sequence_length", self.sequence_length, 2, _LONGEST_ROW)
         if self.documents is not None:
-            most = _MOST_GENERATED if self.source == COMPOSITION else _MOST_DOCUMENTS
+            most = _MOST_GENERATED if self.source == HEAD_TASKS else _MOST_DOCUMENTS
             check_range(f"{name}.documents", self.documents, 1, most)
         if self.lines is not None:
-            if self.source != COMPOSITION:
+            if self.source != HEAD_TASKS:
                 raise ValueError(
-                    f"{name}.lines is for source {COMPOSITION!r} alone, got {quoted(self.lines)}; set it null."
+                    f"{name}.lines is for source {HEAD_TASKS!r} alone, got {quoted(self.lines)}; set it null."
                 )
             if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
                 raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
             check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
-        if self.source == COMPOSITION and self.documents is None:
-            raise ValueError(f"{name}.documents is missing; say how many {COMPOSITION} documents to generate.")
+        if self.source == HEAD_TASKS and self.documents is None:
+            raise ValueError(f"{name}.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
 
 
 def build_datasets(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .data import DataRecipe
 
 
-COMPOSITION = "composition"  # the source that is generated
+HEAD_TASKS = "head_tasks"  # the source that is generated
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel
@@ -37,7 +37,7 @@ def load_documents(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
         FileNotFoundError: if a path does not exist, or the Hub does not answer.
         ValueError: for a damaged or empty file, or a split that is missing.
     """
-    documents = _composition_documents(recipe, seed) if recipe.source == COMPOSITION else _read_documents(recipe)
+    documents = _generated_documents(recipe, seed) if recipe.source == HEAD_TASKS else _read_documents(recipe)
     if recipe.streaming and isinstance(documents, import_datasets().Dataset):
         return documents.to_iterable_dataset()
     return documents
@@ -81,11 +81,11 @@ def import_datasets():
     return import_optional("datasets", 'Reading training data needs datasets: pip install "dcformer[train]".')
 
 
-def _composition_documents(recipe: DataRecipe, seed: int) -> Dataset:
-    from ..tasks import composition_documents
+def _generated_documents(recipe: DataRecipe, seed: int) -> Dataset:
+    from ..head_tasks import generate_documents
 
     lines = {} if recipe.lines is None else {"lines": tuple(recipe.lines)}
-    documents = composition_documents(recipe.documents, seed, split=recipe.split, **lines)
+    documents = generate_documents(recipe.documents, seed, split=recipe.split, **lines)
     if recipe.split == "train":
         # The line feed behind an answer is learned with it, so that generation ends there.
         for document in documents:

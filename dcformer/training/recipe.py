@@ -16,6 +16,7 @@ from typing import Any, Literal
 from transformers import AutoConfig
 
 from ..common.quoting import quoted, shortened
+from ..common.renamed import refuse_old_name
 from ..common.yaml_text import read_yaml
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .data import DataRecipe
@@ -158,7 +159,7 @@ class Recipe:
         name (`str`): Of the run, for logs and plots.
         output (`str`): Folder of the run.
         model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, and fields of the configuration.
-        tokenizer (`str`): Folder or name on the Hub; `"composition"` for the tokenizer of the composition tasks.
+        tokenizer (`str`): Folder or name on the Hub; `"head_tasks"` for the tokenizer of the head tasks.
         data (`DataRecipe`): Training and evaluation data.
         training (`TrainingRecipe`): Optimiser, schedule, precision, and what is logged and kept.
         seed (`int`, defaults to 0): Of the initialisation and the order of the data.
@@ -194,6 +195,7 @@ class Recipe:
             values["data"] = DataRecipe.from_mapping(values["data"])
         values["training"] = read_fields(TrainingRecipe, values["training"], "training")
         recipe = read_fields(cls, values, "")
+        refuse_old_name("tokenizer", recipe.tokenizer)
         check_range("seed", recipe.seed, 0, LARGEST_SEED)
         _check_model(recipe.model)
         attention = recipe.model.get("attn_implementation") or ""
@@ -322,6 +324,7 @@ def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
     packaged = _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
     if packaged.parent == _PACKAGED and packaged.is_file():
         return packaged
+    refuse_old_name("recipe", packaged.stem)
     if file.is_dir():
         raise FileNotFoundError(f"{str(file)!r} is a folder; name the YAML file of a recipe.")
     raise FileNotFoundError(

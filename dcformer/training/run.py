@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from ..common.renamed import with_current_names
 from ..optional import import_optional
 from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
@@ -31,7 +32,7 @@ from .run_folder import FINAL, check_folder, locked_folder, prepare_folder
 from .size import check_size
 
 
-COMPOSITION = "composition"
+HEAD_TASKS = "head_tasks"
 # What may change between the parts of a run: none of it moves a loss.
 _FREE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
@@ -151,11 +152,11 @@ def _by_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
 
 
 def build_tokenizer(name: str):
-    """The tokenizer of a recipe: a folder, a name on the Hub, or `"composition"`."""
-    if name == COMPOSITION:
-        from ..tasks import build_tokenizer as build_composition_tokenizer
+    """The tokenizer of a recipe: a folder, a name on the Hub, or `"head_tasks"`."""
+    if name == HEAD_TASKS:
+        from ..head_tasks import build_tokenizer as build_word_tokenizer
 
-        return build_composition_tokenizer()
+        return build_word_tokenizer()
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -213,7 +214,7 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
                 f"{str(checkpoint)!r} is of another architecture: {key} is {found.get(key)!r} there and "
                 f"{wanted[key]!r} in the recipe; {advice}."
             )
-    marker = read_marker(checkpoint)["recipe"]
+    marker = with_current_names(read_marker(checkpoint)["recipe"])
     # A budget in tokens and one in steps may be the same.
     steps = {"training.steps": Recipe.from_mapping(marker).training.steps}, {"training.steps": recipe.training.steps}
     if differs := difference(marker | steps[0], recipe.to_mapping() | steps[1], _FREE):

@@ -28,6 +28,7 @@ import typer
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..common.renamed import with_current_names
 from ..signals import signals_as_interruptions, without_ctrl_c
 from ..terminal import make_console, one_line_errors, progress_bar
 from .checkpoints import DamagedCheckpointError
@@ -155,7 +156,7 @@ def _run_all(
 def _scoring(sweep: SweepRecipe, data_dir: str | None) -> _Scoring:
     if sweep.evaluation is None:
         return _Scoring(0, False, None)
-    from ..eval.composition import authors_documents
+    from ..head_tasks.suite import authors_documents
 
     try:
         authors_documents(data_dir)
@@ -174,7 +175,9 @@ def _finished(recipe: Recipe, sweep: SweepRecipe) -> dict[tuple[str, int], dict[
         for file in (Path(recipe.output) / variant).glob(f"seed-*/{RESULT}"):
             result = _read_result(file)
             seed = result["run"]["seed"]
-            _check_same(file, result["recipe"], make_run(recipe, sweep, variant, seed).recipe.to_mapping())
+            _check_same(
+                file, with_current_names(result["recipe"]), make_run(recipe, sweep, variant, seed).recipe.to_mapping()
+            )
             found[variant, seed] = result
     return found
 
@@ -216,9 +219,9 @@ def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnP
         model = AutoModelForCausalLM.from_pretrained(trained["folder"], dtype=torch.float32).to(device).eval()
         evaluation = None
         if scoring.documents > 0:
-            from ..eval.composition import evaluate_composition
+            from ..head_tasks.suite import evaluate_head_tasks
 
-            evaluation = evaluate_composition(
+            evaluation = evaluate_head_tasks(
                 model,
                 AutoTokenizer.from_pretrained(trained["folder"]),
                 data_dir=scoring.data_dir,

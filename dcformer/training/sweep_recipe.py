@@ -28,7 +28,7 @@ class SweepRecipe:
             first one is what the others are compared with.
         seeds (`list[int]`): Of initialisation, order of the data, and generated documents.
         processes (`int`, defaults to 1): Runs side by side, each in a process of its own with its share of the threads.
-        evaluation (`str`, *optional*): `"composition"`: accuracy on the head-composition tasks; otherwise only losses.
+        evaluation (`str`, *optional*): `"head_tasks"`: accuracy on the head tasks; otherwise only losses.
         evaluation_documents (`int`, defaults to 1000): Held-out documents of it.
         data_dir (`str`, *optional*): Folder that holds `synthetic/` with the authors' texts; fetched if not given.
         only (`list[str]`, *optional*): Variants to run now.
@@ -38,7 +38,7 @@ class SweepRecipe:
     variants: dict
     seeds: list
     processes: int = 1
-    evaluation: Literal["composition"] | None = None
+    evaluation: Literal["head_tasks"] | None = None
     evaluation_documents: int = 1000
     data_dir: str | None = None
     only: list | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..eval.composition import seed_interval
+from ..head_tasks.intervals import seed_interval
 
 
 @dataclass(frozen=True)

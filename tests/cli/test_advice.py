@@ -25,7 +25,7 @@ COMMANDS = {
     "eval/records.py": ("eval", "report"),
     "eval/plot.py": ("report",),
     "eval": ("eval",),
-    "tasks": ("eval",),
+    "head_tasks": ("eval",),
     "conversion": ("convert maxtext", "convert pax", "convert hub", "convert to-maxtext", "inspect", "verify"),
     "training": ("train",),
     "": _ALL,

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import tiny_model
 
 from dcformer import pretrained
-from dcformer.tasks import build_tokenizer
+from dcformer.head_tasks import build_tokenizer
 
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"

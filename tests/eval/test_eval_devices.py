@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.eval import devices
-from dcformer.eval.composition import compare_models
 from dcformer.eval.devices import available_devices, choose_device, describe_device
+from dcformer.head_tasks.comparison import compare_models
 
 
 @pytest.fixture
@@ -110,10 +110,10 @@ def test_a_device_in_words(two_gpus):
     assert describe_device("cpu").startswith("cpu, ") and describe_device("mps") == "mps"
 
 
-@pytest.mark.parametrize("suite", ["table4", "composition"])
+@pytest.mark.parametrize("suite", ["table4", "head_tasks"])
 @pytest.mark.parametrize("asked", ["banana", "cuda:9"])
 def test_the_command_refuses_before_it_looks_at_the_model(suite, asked, no_gpu, tmp_path):
-    if suite != "composition":
+    if suite != "head_tasks":
         pytest.importorskip("lm_eval")
     arguments = ["eval", "/nowhere/at/all", "--baseline", "/nor/here/either", "--suite", suite, "--device", asked]
     failed = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "out")])

@@ -127,13 +127,13 @@ def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path):
         check_places([tmp_path / "piqa-0shot.json"])
 
 
-@pytest.mark.parametrize("suite", ["table4", "composition"])
+@pytest.mark.parametrize("suite", ["table4", "head_tasks"])
 def test_the_command_finds_out_before_it_reads_anything(suite, tmp_path, monkeypatch):
-    if suite != "composition":
+    if suite != "head_tasks":
         pytest.importorskip("lm_eval")
         from dcformer.eval import provenance as room
     else:
-        from dcformer.eval import composition as room
+        from dcformer.head_tasks import comparison as room
     monkeypatch.setattr(room, "find_model", None)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "model.safetensors", "out"):
@@ -145,13 +145,13 @@ def test_the_command_finds_out_before_it_reads_anything(suite, tmp_path, monkeyp
 
 
 def test_a_file_that_is_no_comparison_is_not_overwritten(tmp_path, monkeypatch):
-    from dcformer.eval.composition_report import reserved_output
+    from dcformer.head_tasks.report import reserved_output
 
-    file = tmp_path / "composition.json"
+    file = tmp_path / "head_tasks.json"
     for text, is_refused in (('{"scores": [1]}', True), ("[]", True), ('{"settings"', False), ("", False)):
         file.write_text(text)
         if is_refused:
-            with pytest.raises(ValueError, match=r"composition\.json' is no comparison"), reserved_output(tmp_path):
+            with pytest.raises(ValueError, match=r"head_tasks\.json' is no comparison"), reserved_output(tmp_path):
                 pass
         else:
             with reserved_output(tmp_path):
@@ -273,8 +273,8 @@ def test_an_interrupted_comparison_says_that_nothing_is_kept(tmp_path, monkeypat
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dcformer.eval.composition.document_sets", stop)
-    stopped = CliRunner().invoke(app, ["eval", "--suite", "composition", "--output", str(tmp_path / "out")])
+    monkeypatch.setattr("dcformer.head_tasks.comparison.document_sets", stop)
+    stopped = CliRunner().invoke(app, ["eval", "--suite", "head_tasks", "--output", str(tmp_path / "out")])
     assert stopped.exit_code == 130 and "nothing was written" in stopped.stderr
     assert not (tmp_path / "out").exists()
 

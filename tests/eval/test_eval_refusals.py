@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.eval import provenance, runner
-from dcformer.eval.composition import compare_models
 from dcformer.eval.report import build_report
 from dcformer.eval.runner import evaluate
+from dcformer.head_tasks.comparison import compare_models
 
 
 TENSOR = "model.layers.0.mlp.down_proj.weight"
@@ -139,7 +139,7 @@ def test_a_wrong_path_of_a_later_model_is_told_before_the_first_is_read(where, r
     monkeypatch.setattr(provenance, "find_model", None)
     with pytest.raises(FileNotFoundError, match=rf"There is no model folder '{where}'|'{where}' is a file"):
         run(model, where)
-    monkeypatch.setattr("dcformer.eval.composition.find_model", None)
+    monkeypatch.setattr("dcformer.head_tasks.comparison.find_model", None)
     with pytest.raises(FileNotFoundError, match=rf"There is no model folder '{where}'|'{where}' is a file"):
         compare_models([where], str(model))
 
@@ -161,7 +161,7 @@ def no_network(monkeypatch, tmp_path):
         monkeypatch.setattr(huggingface_hub.constants, name, str(tmp_path / "cache"), raising=False)
 
 
-@pytest.mark.parametrize("suite", ["table4", "composition"])
+@pytest.mark.parametrize("suite", ["table4", "head_tasks"])
 @pytest.mark.parametrize(
     "options", [("somebody/model",), ("--tokenizer", "somebody/tokenizer")], ids=["model", "tokenizer"]
 )

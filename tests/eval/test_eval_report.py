@@ -59,7 +59,7 @@ def write_table4(output, model, accuracies, **options):
         write_accuracy(output, model, task, accuracies[task], shift=number, **options)
 
 
-def write_synthetic(output, model, seed, texts=60):
+def write_authors(output, model, seed, texts=60):
     """Answers of one or two tokens; returns the log-likelihoods and tokens, `(6, texts)` each."""
     generator = np.random.default_rng(seed)
     log_likelihoods = -generator.gamma(2.0, 1.0, size=(6, texts))
@@ -80,9 +80,11 @@ def write_synthetic(output, model, seed, texts=60):
         ]
         metrics = {}
         for metric in samples[0]["metrics"]:
-            value, stderr = metric_and_stderr(samples, metric, task="synthetic")
+            value, stderr = metric_and_stderr(samples, metric, task="head_tasks_authors")
             metrics[metric] = {"value": value, "stderr": stderr}
-        write_record(output, Record(model, f"synthetic_k{shots}", 0, metrics, texts, texts, None, SETTINGS), samples)
+        write_record(
+            output, Record(model, f"head_tasks_authors_k{shots}", 0, metrics, texts, texts, None, SETTINGS), samples
+        )
     return log_likelihoods, tokens
 
 
@@ -185,7 +187,7 @@ def test_published_numbers_are_those_of_the_sources(fixtures):
             assert percent == expected
         perplexities = {f"{name}_ppl": value for name, value in table["perplexity"][row].items()}
         assert published.paper_perplexities(row) == perplexities
-        ours = published.paper_synthetic(row)
+        ours = published.paper_authors_texts(row)
         assert (ours.get("acc", 0) * 100, ours.get("token_perplexity")) == (
             pytest.approx(synthetic.get(row, {}).get("acc", 0)),
             synthetic.get(row, {}).get("ppl"),
@@ -229,7 +231,7 @@ def test_a_row_may_be_chosen_or_refused():
 def test_what_is_not_published_is_empty():
     assert published.paper_accuracies("Pythia-2.8B", 3) == {} == published.paper_accuracies(None, 0)
     assert published.eleuther_accuracies("DCPythia-2.8B", 0) == {} == published.eleuther_accuracies("Pythia-2.8B", 3)
-    assert published.paper_synthetic("Pythia-2.8B") == {} == published.paper_perplexities(None)
+    assert published.paper_authors_texts("Pythia-2.8B") == {} == published.paper_perplexities(None)
 
 
 # Standard errors and intervals
@@ -405,13 +407,13 @@ def test_verdict_on_the_papers_number(tmp_path):
     assert cell_of(report, DCPYTHIA, "piqa").paper == 0.76
 
 
-def test_synthetic_tasks_over_all_shots(tmp_path):
+def test_the_authors_texts_over_all_shots(tmp_path):
     model, baseline = "models/DCPythia-6.9B", "EleutherAI/pythia-6.9b"
-    log_likelihoods, tokens = write_synthetic(tmp_path, model, 0)
-    others, _ = write_synthetic(tmp_path, baseline, 1)
+    log_likelihoods, tokens = write_authors(tmp_path, model, 0)
+    others, _ = write_authors(tmp_path, baseline, 1)
     report = report_of(tmp_path, baseline=baseline)
     total = {
-        metric: cell_of(report, model, "synthetic_all", 0, metric)
+        metric: cell_of(report, model, "head_tasks_authors_all", 0, metric)
         for metric in ("acc", "token_perplexity", "answer_perplexity")
     }
     assert total["acc"].value == pytest.approx((log_likelihoods > -1).mean())
@@ -605,7 +607,7 @@ def test_csv_holds_every_number_at_full_precision(tmp_path):
 def test_markdown_and_html_hold_the_same_cells(tmp_path):
     write_table4(tmp_path, PYTHIA, published.paper_accuracies("Pythia-2.8B", 0))
     write_table4(tmp_path, DCPYTHIA, published.paper_accuracies("DCPythia-2.8B", 0))
-    write_synthetic(tmp_path, DCPYTHIA, 0)
+    write_authors(tmp_path, DCPYTHIA, 0)
     report = report_of(tmp_path, baseline=PYTHIA)
     expected = []
     for section in report.sections():

@@ -104,7 +104,9 @@ def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures, folders, 
     config = json.loads((tmp_path / "long" / "config.json").read_text())
     (tmp_path / "long" / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
     options = {"limit": 2, "data_dir": fixtures / "benchdata"}
-    answers, pile, wikitext = run("long", tasks="synthetic_k2,pile_ppl,wikitext2_ppl", num_fewshot=(5,), **options)
+    answers, pile, wikitext = run(
+        "long", tasks="head_tasks_authors_k2,pile_ppl,wikitext2_ppl", num_fewshot=(5,), **options
+    )
     assert (answers.num_samples, answers.num_documents, answers.num_fewshot) == (2, 888, 0)
     for record in (pile, wikitext):
         assert record.timings["input_tokens"] == 2 * 2048 and record.settings["max_length"] == 2048
@@ -237,9 +239,9 @@ def test_a_tokenizer_may_be_a_single_file(run, fixtures, folders):
 def test_names_of_tasks_and_suites():
     assert len(find_tasks()) == 11 and find_tasks("all") == TASKS and len(TASKS) == 20
     assert find_tasks(tasks="piqa, dcformer_sciq,piqa") == ("piqa", "sciq")
-    assert find_tasks(tasks="synthetic,pile_ppl") == (*SUITES["synthetic"], "pile_ppl")
-    assert find_tasks("synthetic,wikitext2")[-1] == "wikitext2_ppl"
-    assert shots_of("piqa", (0, 5, 5)) == (0, 5) and shots_of("synthetic_k2", (0, 5)) == (0,)
+    assert find_tasks(tasks="head_tasks_authors,pile_ppl") == (*SUITES["head_tasks_authors"], "pile_ppl")
+    assert find_tasks("head_tasks_authors,wikitext2")[-1] == "wikitext2_ppl"
+    assert shots_of("piqa", (0, 5, 5)) == (0, 5) and shots_of("head_tasks_authors_k2", (0, 5)) == (0,)
     with pytest.raises(ValueError, match="No task is named"):
         find_tasks(tasks=",")
 

@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import dcformer
-from dcformer.eval.composition import evaluate_composition
+from dcformer.head_tasks import build_tokenizer, generate_documents
+from dcformer.head_tasks.suite import evaluate_head_tasks
 from dcformer.pretrained import pretrained_names, seed_results
 from dcformer.pretrained.pack import pack_model
-from dcformer.tasks import build_tokenizer, composition_documents
 from dcformer.training import load_recipe
 
 
@@ -61,7 +61,7 @@ def test_they_are_what_their_recipes_describe(name, models):
 def test_their_tokenizer_is_that_of_the_tasks(name):
     saved = AutoTokenizer.from_pretrained(dcformer.pretrained_path(name))
     built = build_tokenizer()
-    text = composition_documents(1, seed=5)[0]["text"]
+    text = generate_documents(1, seed=5)[0]["text"]
     assert saved.get_vocab() == built.get_vocab()
     assert saved(text)["input_ids"] == built(text)["input_ids"]
     assert saved.padding_side == "left"
@@ -86,7 +86,7 @@ def test_scores_are_those_of_the_seed_that_is_in_the_box(models):
     accuracy = {}
     for name in NAMES:
         tokenizer = AutoTokenizer.from_pretrained(dcformer.pretrained_path(name))
-        summary = evaluate_composition(models[name], tokenizer, documents=300, with_authors=False)["held_out"]
+        summary = evaluate_head_tasks(models[name], tokenizer, documents=300, with_authors=False)["held_out"]
         recorded = next(
             run["evaluation"]["held_out"]
             for run in seed_results()["runs"]

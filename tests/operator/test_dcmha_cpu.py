@@ -22,7 +22,7 @@ from dcformer import dcmha_cpu
 from dcformer.dcmha import composed_attention, composed_attention_reference
 
 
-# float64 against float64, as in test_composition.
+# float64 against float64, as in test_dcmha.
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 PROBLEMS = {

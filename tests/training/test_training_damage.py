@@ -7,7 +7,7 @@ import shutil
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.tasks import build_tokenizer
+from dcformer.head_tasks import build_tokenizer
 from dcformer.training import train
 from dcformer.training.checkpoints import (
     MARKER,
@@ -240,7 +240,7 @@ RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 
 def make_quick(patch):
     """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
     patch.setattr("dcformer.training.final._plot", lambda *_: None)
-    patch.setattr("dcformer.tasks.build_tokenizer", lambda: TOKENIZER)
+    patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dcformer.tasks import build_tokenizer, composition_documents
+from dcformer.head_tasks import build_tokenizer, generate_documents
 from dcformer.training import data as training_data
 from dcformer.training.data import DataRecipe, build_datasets
 
@@ -224,25 +224,25 @@ def test_only_tokens_within_answers_are_scored(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "streaming"), [("words", False), ("words", True), ("pieces", False)], ids=["words", "stream", "pieces"]
 )
-def test_scored_tokens_of_composition_documents_are_answers_and_the_line_feeds_behind_them(kind, streaming, request):
+def test_scored_tokens_of_head_tasks_are_answers_and_the_line_feeds_behind_them(kind, streaming, request):
     tokenizer = build_tokenizer() if kind == "words" else request.getfixturevalue("tokenizer")
     built = recipe(
-        "composition", documents=40, sequence_length=400, packing="none", loss_on="answers", streaming=streaming
+        "head_tasks", documents=40, sequence_length=400, packing="none", loss_on="answers", streaming=streaming
     )
     rows = list(build_datasets(built, tokenizer, seed=5)[0])
 
     found = [tokenizer.decode([label for label in row["labels"] if label != -100]) for row in rows]
     expected = []
-    for document in composition_documents(40, 5):
+    for document in generate_documents(40, 5):
         answers = [document["text"][start:end].strip() + "\n" for start, end in document["answers"]]
         expected.append("".join(answers))
     assert len(rows) == 40
     assert sorted(text.strip(" ").replace("\n ", "\n") for text in found) == sorted(expected)
 
 
-def test_composition_documents_have_as_many_lines_as_the_recipe_says():
+def test_documents_of_head_tasks_have_as_many_lines_as_the_recipe_says():
     built = recipe(
-        "composition",
+        "head_tasks",
         documents=50,
         lines=[2, 3],
         sequence_length=120,
@@ -260,8 +260,8 @@ def test_composition_documents_have_as_many_lines_as_the_recipe_says():
     assert {lines(row) for row in evaluation} == {1}
 
 
-def test_composition_is_evaluated_on_the_same_documents_of_another_split_for_every_seed():
-    built = recipe("composition", documents=30, sequence_length=64, evaluation={"documents": 10})
+def test_head_tasks_are_evaluated_on_the_same_documents_of_another_split_for_every_seed():
+    built = recipe("head_tasks", documents=30, sequence_length=64, evaluation={"documents": 10})
     (train, evaluation), (other_train, other_evaluation) = (
         build_datasets(built, build_tokenizer(), seed) for seed in (0, 1)
     )
@@ -290,10 +290,10 @@ WRONG_RECIPES = {
     "unknown_packing": ({"source": "a", "packing": "tight"}, "'tight'"),
     "unknown_loss": ({"source": "a", "loss_on": "questions"}, "'questions'"),
     "not_a_mapping": (["a"], "data must be a mapping"),
-    "composition_without_number": ({"source": "composition"}, "data.documents is missing"),
-    "lines_of_a_file": ({"source": "a", "lines": [1, 2]}, "data.lines is for source 'composition' alone"),
-    "lines_as_a_number": ({"source": "composition", "documents": 9, "lines": 2}, "data.lines must be a list"),
-    "lines_in_the_wrong_order": ({"source": "composition", "documents": 9, "lines": [3, 2]}, "[3, 2]"),
+    "head_tasks_without_number": ({"source": "head_tasks"}, "data.documents is missing"),
+    "lines_of_a_file": ({"source": "a", "lines": [1, 2]}, "data.lines is for source 'head_tasks' alone"),
+    "lines_as_a_number": ({"source": "head_tasks", "documents": 9, "lines": 2}, "data.lines must be a list"),
+    "lines_in_the_wrong_order": ({"source": "head_tasks", "documents": 9, "lines": [3, 2]}, "[3, 2]"),
     "evaluation_no_mapping": ({"source": "a", "evaluation": True}, "data.evaluation must be a mapping"),
     "evaluation_key": ({"source": "a", "evaluation": {"spilt": "test"}}, "spilt"),
     "evaluation_on_training_data": ({"source": "a", "evaluation": {"documents": 5}}, "would read the training data"),

@@ -8,7 +8,7 @@ import signal
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.tasks import build_tokenizer
+from dcformer.head_tasks import build_tokenizer
 from dcformer.training import train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint, step_of
 
@@ -29,7 +29,7 @@ RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 
 def without_curves(monkeypatch):
     """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
     monkeypatch.setattr("dcformer.training.final._plot", lambda *_: None)
-    monkeypatch.setattr("dcformer.tasks.build_tokenizer", lambda: TOKENIZER)
+    monkeypatch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
 
 
 def killed_at(step, recipe, while_saving=False):

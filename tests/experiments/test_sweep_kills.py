@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_recipes import tiny_recipe
 
+from dcformer.head_tasks import build_tokenizer
 from dcformer.signals import Terminated
-from dcformer.tasks import build_tokenizer
 from dcformer.training import sweep
 from dcformer.training.sweep import run_sweep
 
@@ -24,7 +24,7 @@ TRAINING = {"max_steps": 3, "save_steps": 2, "evaluation_steps": 3, "logging_ste
 @pytest.fixture(autouse=True)
 def quick():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.tasks.build_tokenizer", lambda: TOKENIZER)
+        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
         patch.setattr("dcformer.training.final._plot", lambda *_: None)
         patch.setattr("dcformer.training.sweep._plot", lambda *_: None)
         yield
@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
     """The folder of a sweep that nothing stopped."""
     output = tmp_path_factory.mktemp("sweeps") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.tasks.build_tokenizer", lambda: TOKENIZER)
+        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
         patch.setattr("dcformer.training.final._plot", lambda *_: None)
         patch.setattr("dcformer.training.sweep._plot", lambda *_: None)
         run_sweep(recipe(output), on_progress=ignore)

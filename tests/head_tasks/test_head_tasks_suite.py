@@ -1,4 +1,4 @@
-"""`dcformer eval --suite composition`: its documents, intervals, comparison, command and plot, on tiny models."""
+"""`dcformer eval --suite head_tasks`: its documents, intervals, comparison, command and plot, on tiny models."""
 
 import json
 import math
@@ -13,23 +13,16 @@ from typer.testing import CliRunner
 import dcformer
 from dcformer import pretrained
 from dcformer.cli import app
-from dcformer.eval import composition
-from dcformer.eval.composition import (
-    authors_documents,
-    compare_models,
-    difference,
-    document_sets,
-    evaluate_composition,
-    held_out_documents,
-    seed_interval,
-)
-from dcformer.eval.synthetic import SHOTS, authors_texts, bracketed_answers
-from dcformer.tasks import TASK_KINDS, build_tokenizer
-from dcformer.tasks.composition import VOCABULARY
+from dcformer.head_tasks import TASK_KINDS, build_tokenizer, suite
+from dcformer.head_tasks.authors_texts import SHOTS, authors_texts, bracketed_answers
+from dcformer.head_tasks.comparison import compare_models, difference
+from dcformer.head_tasks.intervals import seed_interval
+from dcformer.head_tasks.kinds import VOCABULARY
+from dcformer.head_tasks.suite import authors_documents, document_sets, evaluate_head_tasks, held_out_documents
 
 
 def call(*arguments):
-    return CliRunner().invoke(app, ["eval", "--suite", "composition", *map(str, arguments)])
+    return CliRunner().invoke(app, ["eval", "--suite", "head_tasks", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +93,17 @@ def test_some_of_the_authors_texts_are_of_all_kinds(data_dir):
     assert list(document_sets(documents=3, with_authors=False)) == ["held_out"]
 
 
-def test_evaluate_composition(word_tokenizer, data_dir, monkeypatch):
+def test_evaluate_head_tasks(word_tokenizer, data_dir, monkeypatch):
     model = tiny_model(vocab_size=len(word_tokenizer), max_position_embeddings=512)
     seen = []
-    found = evaluate_composition(
+    found = evaluate_head_tasks(
         model, word_tokenizer, documents=6, with_authors=False, batch_size=4, on_progress=lambda *at: seen.append(at)
     )
     assert found["authors"] is None and found["held_out"]["answers"] == 48 and found["held_out"]["documents"] == 6
     assert seen == [(0, 6), (4, 6), (6, 6)]
     few = authors_documents(data_dir)[::222]
-    monkeypatch.setattr(composition, "authors_documents", lambda _: few)
-    both = evaluate_composition(model, word_tokenizer, data_dir, documents=6)
+    monkeypatch.setattr(suite, "authors_documents", lambda _: few)
+    both = evaluate_head_tasks(model, word_tokenizer, data_dir, documents=6)
     assert both["held_out"]["accuracy"] == found["held_out"]["accuracy"]
     assert both["authors"]["answers"] == 24 and set(both["authors"]["by_shots"]) == {str(shots) for shots in SHOTS}
     json.dumps(both, allow_nan=False)
@@ -149,7 +142,7 @@ def test_a_comparison_of_the_models_in_the_box(boxed):
     twin, model = found.models
     assert (twin.name, model.name, found.baseline) == ("transformer-tiny", "dcformer-tiny", "transformer-tiny")
     assert found.sets == ("held_out",)
-    alone = evaluate_composition(
+    alone = evaluate_head_tasks(
         tiny_model(vocab_size=len(build_tokenizer()), max_position_embeddings=512),
         build_tokenizer(),
         documents=8,
@@ -174,9 +167,9 @@ def test_the_command_without_models_prints_tables_and_writes_results_and_plot(bo
     assert "held-out tasks: 72 answers in 9 texts; authors' texts: 54 answers in 9 texts." in done.output
     assert "92.0±5.0" in done.output and "+10.0±2.5" in done.output  # 4.303 * 0.02 / sqrt(3); of 10, 9, 11
     assert "By pattern, authors' texts" in done.output and "By transformation, held-out tasks" in done.output
-    assert done.output.splitlines()[-1] == f"Plot: {tmp_path / 'out' / 'composition.png'}"
-    assert (tmp_path / "out" / "composition.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((tmp_path / "out" / "composition.json").read_text())
+    assert done.output.splitlines()[-1] == f"Plot: {tmp_path / 'out' / 'head_tasks.png'}"
+    assert (tmp_path / "out" / "head_tasks.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "out" / "head_tasks.json").read_text())
     assert results["settings"]["documents"] == {"held_out": 9, "authors": 9}
     assert results["settings"]["dtype"] == "float32"
     assert [model["name"] for model in results["models"]] == ["transformer-tiny", "dcformer-tiny"]
@@ -185,7 +178,7 @@ def test_the_command_without_models_prints_tables_and_writes_results_and_plot(bo
     assert len(results["differences"]) == 4
     # The same command line gives the same file.
     assert call("--limit", 9, "--data-dir", data_dir, "--output", tmp_path / "again").exit_code == 0
-    again = json.loads((tmp_path / "again" / "composition.json").read_text())
+    again = json.loads((tmp_path / "again" / "head_tasks.json").read_text())
     first, second = (each["models"][0]["evaluation"]["held_out"] for each in (results, again))
     assert first["accuracy"] == second["accuracy"]
     assert first["perplexity"] == pytest.approx(second["perplexity"], rel=1e-5)  # batches of 4 and of 32
@@ -195,7 +188,7 @@ def test_the_command_with_a_folder_and_a_name_of_the_box(boxed, tmp_path):
     shutil.copytree(boxed / "dcformer-tiny", tmp_path / "mine")
     done = call(tmp_path / "mine", "transformer-tiny", "--limit", 3, "--no-authors")
     assert done.exit_code == 0, done.output
-    results = json.loads((tmp_path / "results" / "composition.json").read_text())
+    results = json.loads((tmp_path / "results" / "head_tasks.json").read_text())
     assert [model["name"] for model in results["models"]] == [str(tmp_path / "mine"), "transformer-tiny"]
     assert results["baseline"] is None and results["differences"] == []
     assert "difference" not in done.stdout.replace("differences)", "") and "authors" not in done.stdout
@@ -215,7 +208,7 @@ def test_a_folder_of_that_name_goes_before_the_box(boxed, tmp_path):
     ("arguments", "message"),
     [
         (("nowhere/at/all",), "There is no model folder 'nowhere/at/all'"),
-        (("--tasks", "piqa"), "--tasks has no meaning for --suite composition"),
+        (("--tasks", "piqa"), "--tasks has no meaning for --suite head_tasks"),
         (("--num-fewshot", "5"), "--num-fewshot has no meaning"),
         (("--oov-policy", "clamp"), "--oov-policy has no meaning"),
         (("--limit", "0"), "limit must be at least 1, got 0"),
@@ -240,10 +233,10 @@ def test_an_empty_box_and_unreachable_texts(boxed, tmp_path, monkeypatch):
 
 def test_other_suites_need_a_model_and_none_is_run_beside_this_one(boxed):
     for arguments, message in (
-        ((), "No model is named; give a folder or a Hub id, or --suite composition."),
-        (("--suite", "table4,composition", "m"), "The suite 'composition' is run alone"),
-        (("--tasks", "composition", "m"), "The suite 'composition' is run alone"),
-        (("--no-authors", "m"), "--no-authors is for --suite composition only"),
+        ((), "No model is named; give a folder or a Hub id, or --suite head_tasks."),
+        (("--suite", "table4,head_tasks", "m"), "The suite 'head_tasks' is run alone"),
+        (("--tasks", "head_tasks", "m"), "The suite 'head_tasks' is run alone"),
+        (("--no-authors", "m"), "--no-authors is for --suite head_tasks only"),
     ):
         failed = CliRunner().invoke(app, ["eval", *arguments])
         assert failed.exit_code == 1 and message in failed.stderr, failed.stderr
@@ -252,7 +245,7 @@ def test_other_suites_need_a_model_and_none_is_run_beside_this_one(boxed):
 def test_without_matplotlib_the_tables_are_printed_and_the_reason_told(boxed, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = call("--limit", 2, "--no-authors")
-    assert done.exit_code == 0 and "Head-composition tasks" in done.stdout
+    assert done.exit_code == 0 and "Head tasks" in done.stdout
     assert "No plot was drawn. A plot needs matplotlib: pip install 'dcformer[eval]'." in done.stdout
 
 
@@ -264,7 +257,7 @@ from dcformer import pretrained
 pretrained._FOLDER = Path({str(box)!r})
 sys.modules["lm_eval"] = None
 from dcformer.cli import app
-app(["eval", "--suite", "composition", "--limit", "1", "--no-authors", "--output", {str(box / "out")!r}])
+app(["eval", "--suite", "head_tasks", "--limit", "1", "--no-authors", "--output", {str(box / "out")!r}])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""A tokenizer for the head-composition tasks: one token per word or mark, as the tasks are about words."""
+"""A tokenizer for the head tasks: one token per word or mark, as the tasks are about words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from .composition import TASK_KINDS, VOCABULARY, iterate_documents
+from .generator import iterate_documents
+from .kinds import TASK_KINDS, VOCABULARY
 
 
 END_OF_TEXT, PADDING, UNKNOWN = "<|endoftext|>", "<|padding|>", "<|unknown|>"

@@ -1,4 +1,4 @@
-"""The generator of composition tasks against the authors' 888 texts: templates, answers, what stays out of training."""
+"""The generator of head tasks against the authors' 888 texts: templates, answers, what stays out of training."""
 
 import itertools
 import json
@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 
-from dcformer.tasks import TASK_KINDS, build_tokenizer, composition_documents
-from dcformer.tasks.composition import VOCABULARY, authors_lines, line_digest
+from dcformer.head_tasks import TASK_KINDS, build_tokenizer, generate_documents
+from dcformer.head_tasks.generator import authors_lines, line_digest
+from dcformer.head_tasks.kinds import VOCABULARY
 
 
 MOST_DRAWS = 30_000
@@ -38,7 +39,7 @@ def authors(fixtures) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def generated() -> list[dict]:
-    return composition_documents(600, seed=11)
+    return generate_documents(600, seed=11)
 
 
 @cache
@@ -274,16 +275,16 @@ def test_the_digests_are_those_of_the_authors_lines(authors):
 
 def training_samples():
     """(name, documents): a sample, and the first documents that packaged recipes train on."""
-    yield "sample", composition_documents(4_000, seed=2)
+    yield "sample", generate_documents(4_000, seed=2)
     pytest.importorskip("yaml")
     from dcformer.training.recipe import load_recipe, packaged_recipes
 
     for name in packaged_recipes():
         recipe = load_recipe(name)
-        if recipe.data.source == "composition":
+        if recipe.data.source == "head_tasks":
             # The first of a larger number of documents are those of a smaller one.
             count = min(recipe.data.documents, 1_000)
-            yield name, composition_documents(count, recipe.seed, recipe.data.split)
+            yield name, generate_documents(count, recipe.seed, recipe.data.split)
 
 
 def test_no_line_of_the_authors_is_trained_on(authors):
@@ -300,11 +301,11 @@ def test_the_generator_would_say_lines_of_the_authors_if_it_were_allowed(authors
     held_out = {line for name in kinds for line in authors[name]}
 
     def lines():
-        documents = composition_documents(600, seed=2, kinds=kinds)
+        documents = generate_documents(600, seed=2, kinds=kinds)
         return {line for row in documents for line in row["text"].strip().split("\n")}
 
     assert not lines() & held_out
-    monkeypatch.setattr("dcformer.tasks.composition.authors_lines", frozenset)
+    monkeypatch.setattr("dcformer.head_tasks.generator.authors_lines", frozenset)
     assert len(lines() & held_out) > 5
 
 
@@ -321,7 +322,7 @@ def test_what_is_said_in_one_split_is_not_said_in_another():
     kinds = ("task61", "task71", "task73", "task69")
 
     def of(split, seed):
-        documents = composition_documents(300, seed, split, kinds=kinds)
+        documents = generate_documents(300, seed, split, kinds=kinds)
         return {(row["task"], line) for row in documents for line in said(row)}
 
     train, validation, test = (of(split, 1) for split in ("train", "validation", "test"))
@@ -341,10 +342,10 @@ def test_the_two_wordings_of_facts_belong_to_the_same_split(first):
 
 
 def test_the_same_seed_gives_the_same_documents_and_a_larger_count_goes_on():
-    few, many = composition_documents(20, seed=5), composition_documents(40, seed=5)
+    few, many = generate_documents(20, seed=5), generate_documents(40, seed=5)
     assert many[:20] == few
-    assert composition_documents(20, seed=6) != few
-    assert len({row["task"] for row in composition_documents(75, seed=5)}) == 75
+    assert generate_documents(20, seed=6) != few
+    assert len({row["task"] for row in generate_documents(75, seed=5)}) == 75
 
 
 @pytest.mark.parametrize(
@@ -359,7 +360,7 @@ def test_the_same_seed_gives_the_same_documents_and_a_larger_count_goes_on():
 )
 def test_errors_of_the_generator(arguments, message):
     with pytest.raises(ValueError, match=message):
-        composition_documents(**{"count": 1, "seed": 0, **arguments})
+        generate_documents(**{"count": 1, "seed": 0, **arguments})
 
 
 def test_every_word_has_its_token_and_text_survives(authors, generated):

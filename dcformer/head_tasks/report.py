@@ -1,4 +1,4 @@
-"""What a comparison on the composition tasks looks like: tables on a terminal, a JSON file and a plot."""
+"""What a comparison on the head tasks looks like: tables on a terminal, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .composition import AUTHORS, HELD_OUT, METRICS, Comparison, ModelResult, difference, seed_interval
-from .composition_plot import plot_composition
-from .output import check_places, locked_folders
-from .records import write_whole
+from ..eval.output import check_places, locked_folders
+from ..eval.records import write_whole
+from .comparison import METRICS, Comparison, ModelResult, difference
+from .intervals import seed_interval
+from .plot import plot_comparison
+from .suite import AUTHORS, HELD_OUT
 
 
 SET_TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
@@ -25,7 +27,7 @@ GROUPINGS = {"by_pattern": "pattern", "by_transformation": "transformation"}
 _LONGEST_HEADING = 12
 
 
-RESULTS, PLOT = "composition.json", "composition.png"
+RESULTS, PLOT = "head_tasks.json", "head_tasks.png"
 
 
 @contextlib.contextmanager
@@ -62,7 +64,7 @@ def _check_is_comparison(file: Path) -> None:
 
 def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[str]:
     """
-    Write `composition.json` and `composition.png`.
+    Write `head_tasks.json` and `head_tasks.png`.
 
     Args:
         comparison: What to write.
@@ -77,7 +79,7 @@ def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[
     write_whole(results, (json.dumps(comparison.to_dict(), indent=2) + "\n").encode())
     lines = [f"Results: {results}"]
     try:
-        plot_composition(comparison, plot)
+        plot_comparison(comparison, plot)
     except ImportError as error:
         return [*lines, f"No plot was drawn. {error}"]
     return [*lines, f"Plot: {plot}"]
@@ -112,7 +114,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _overall_table(comparison: Comparison) -> Table:
     """Both metrics with their intervals over documents and over training seeds."""
-    table = _table("Head-composition tasks", "", "accuracy %", "over\nseeds", "perplexity", "over\nseeds")
+    table = _table("Head tasks", "", "accuracy %", "over\nseeds", "perplexity", "over\nseeds")
     for name in comparison.sets:
         table.add_row(SET_TITLES[name], style="italic")
         for model in comparison.models:

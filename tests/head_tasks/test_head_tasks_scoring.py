@@ -1,16 +1,14 @@
-"""Scores of composition documents: many answers of one forward pass against one model call per answer."""
+"""Scores of documents of head tasks: many answers of one forward pass against one model call per answer."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from dcformer.tasks import build_tokenizer, composition_documents
-from dcformer.tasks.scoring import score_documents, summarise
+from dcformer.head_tasks import build_tokenizer, generate_documents
+from dcformer.head_tasks.scoring import score_documents, summarise
 
 
 # Kinds with answers of one and of several words, and texts of several lengths.
@@ -24,7 +22,7 @@ def word_tokenizer():
 
 @pytest.fixture(scope="module")
 def documents():
-    return composition_documents(12, seed=3, split="test", lines=(1, 4), kinds=KINDS)
+    return generate_documents(12, seed=3, split="test", lines=(1, 4), kinds=KINDS)
 
 
 def gpt_neox(vocab_size: int) -> GPTNeoXForCausalLM:
@@ -153,7 +151,7 @@ def test_a_batch_is_cut_where_logits_would_not_fit(word_tokenizer, documents, mo
         return forward(input_ids, attention_mask, logits_to_keep=logits_to_keep, use_cache=use_cache)
 
     monkeypatch.setattr(model, "forward", spy)
-    monkeypatch.setattr("dcformer.tasks.scoring._MOST_LOGITS", 2 * 100 * len(word_tokenizer))
+    monkeypatch.setattr("dcformer.head_tasks.scoring._MOST_LOGITS", 2 * 100 * len(word_tokenizer))
     cut = score_documents(model, word_tokenizer, documents)
     assert sum(seen) == len(documents) and max(seen) < len(documents)
     for first, second in zip(whole, cut, strict=True):
@@ -207,32 +205,3 @@ def test_errors(word_tokenizer, documents):
 def test_an_answer_at_the_start_of_a_text_without_a_first_token_is_refused(tokenizer):
     with pytest.raises(ValueError, match="has no token before it"):
         score_documents(gpt_neox(50304), tokenizer, [{"text": " violin", "answers": [[0, 7]]}])
-
-
-def test_the_data_set_equals_the_generator_and_is_found_again(tmp_path):
-    pytest.importorskip("datasets")
-    from dcformer.tasks.builder import CompositionTasks
-
-    settings = {"seed": 4, "train": 30, "validation": 5, "test": 0, "lines": (2, 3)}
-    builder = CompositionTasks(cache_dir=str(tmp_path), **settings)
-    builder.download_and_prepare()
-    built = builder.as_dataset()
-    assert set(built) == {"train", "validation"}
-    assert built["train"].to_list() == composition_documents(30, 4, "train", (2, 3))
-    streamed = builder.as_streaming_dataset()
-    assert list(streamed["validation"]) == composition_documents(5, 4, "validation", (2, 3))
-    again = CompositionTasks(cache_dir=str(tmp_path), **settings)
-    other = CompositionTasks(cache_dir=str(tmp_path), **{**settings, "seed": 5})
-    assert again.cache_dir == builder.cache_dir != other.cache_dir
-    other.download_and_prepare()
-    assert other.as_dataset(split="validation").to_list() == composition_documents(5, 5, "validation", (2, 3))
-    with pytest.raises(ValueError, match="train must be a number of documents, got -1"):
-        CompositionTasks(cache_dir=str(tmp_path), train=-1)
-    with pytest.raises(ValueError, match="All splits have 0 documents"):
-        CompositionTasks(cache_dir=str(tmp_path), train=0, validation=0, test=0)
-
-
-def test_without_datasets_the_error_names_the_extra():
-    code = "import sys; sys.modules['datasets'] = None\nimport dcformer.tasks\nimport dcformer.tasks.builder"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert 'pip install "dcformer[train]"' in run.stderr.splitlines()[-1]

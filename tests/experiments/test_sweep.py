@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.cli import app
-from dcformer.eval import composition
-from dcformer.tasks import build_tokenizer
+from dcformer.head_tasks import build_tokenizer, suite
 from dcformer.training import load_recipe, sweep
 from dcformer.training.recipe import build_config
 from dcformer.training.sweep import run_sweep
@@ -46,7 +45,7 @@ def offline(monkeypatch):
     def unreachable(data_dir=None):
         raise FileNotFoundError("There is no network.")
 
-    monkeypatch.setattr(composition, "authors_documents", unreachable)
+    monkeypatch.setattr(suite, "authors_documents", unreachable)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +53,9 @@ def finished(tmp_path_factory) -> Path:
     """The folder of a sweep that was scored."""
     output = tmp_path_factory.mktemp("sweeps") / "finished"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "authors_documents", lambda data_dir=None: [])
-        patch.setattr(composition, "evaluate_composition", _count_parameters)
-        run_sweep(sweep_recipe(output, evaluation="composition", evaluation_documents=7), on_progress=ignore)
+        patch.setattr(suite, "authors_documents", lambda data_dir=None: [])
+        patch.setattr(suite, "evaluate_head_tasks", _count_parameters)
+        run_sweep(sweep_recipe(output, evaluation="head_tasks", evaluation_documents=7), on_progress=ignore)
     return output
 
 
@@ -119,8 +118,8 @@ def test_finished_runs_are_taken_over(finished, tmp_path, monkeypatch):
     before = json.loads((output / "results.json").read_text())
     trained = []
     monkeypatch.setattr(sweep, "_train_and_score", lambda run, *_: trained.append(run.name) or before["runs"][3])
-    monkeypatch.setattr(composition, "authors_documents", lambda data_dir=None: [])
-    recipe = sweep_recipe(output, evaluation="composition", evaluation_documents=7)
+    monkeypatch.setattr(suite, "authors_documents", lambda data_dir=None: [])
+    recipe = sweep_recipe(output, evaluation="head_tasks", evaluation_documents=7)
     assert run_sweep(recipe, on_progress=ignore) == before
     assert trained == ["composed, seed 1"]
 
@@ -128,10 +127,10 @@ def test_finished_runs_are_taken_over(finished, tmp_path, monkeypatch):
 def test_other_settings_of_the_evaluation_score_without_training(finished, tmp_path, offline, monkeypatch):
     output = tmp_path / "finished"
     shutil.copytree(finished, output)
-    monkeypatch.setattr(composition, "evaluate_composition", _count_parameters)
+    monkeypatch.setattr(suite, "evaluate_head_tasks", _count_parameters)
     monkeypatch.setattr("dcformer.training.trainer.RecipeTrainer.train", lambda *_, **__: pytest.fail("trained again"))
     before = json.loads((output / "results.json").read_text())["runs"]
-    recipe = sweep_recipe(output, evaluation="composition", evaluation_documents=9, seeds=[0])
+    recipe = sweep_recipe(output, evaluation="head_tasks", evaluation_documents=9, seeds=[0])
     runs = run_sweep(recipe, on_progress=ignore)["runs"]
     assert [run["evaluation"]["held_out"]["documents"] for run in runs] == [9, 7, 9, 7]
     assert [run["training"] for run in runs] == [run["training"] for run in before]
@@ -170,7 +169,7 @@ def test_a_sweep_of_some_runs_keeps_the_others(finished, tmp_path):
 
 def test_authors_texts_that_cannot_be_reached_are_left_out(tmp_path, offline, caplog):
     recipe = sweep_recipe(
-        tmp_path, seeds=[0], variants={"composed": {}}, evaluation="composition", evaluation_documents=2
+        tmp_path, seeds=[0], variants={"composed": {}}, evaluation="head_tasks", evaluation_documents=2
     )
     run = run_sweep(recipe, on_progress=ignore)["runs"][0]
     assert run["evaluation"]["authors"] is None and run["evaluation"]["held_out"]["answers"] == 16
@@ -287,7 +286,7 @@ def test_a_process_that_dies_is_a_run_that_failed(tmp_path, monkeypatch):
         ({"published": {"b": 1}}, "sweep.published names 'b'"),
         ({"published": {"plain": "low"}}, "sweep.published.plain must be a number, got 'low'"),
         ({"processes": 0}, "sweep.processes must be at least 1, got 0"),
-        ({"evaluation": "table4"}, "sweep.evaluation must be 'composition' or null, got 'table4'"),
+        ({"evaluation": "table4"}, "sweep.evaluation must be 'head_tasks' or null, got 'table4'"),
         ({"repeats": 3}, "'sweep.repeats' is no key of a recipe"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -428,7 +427,7 @@ def test_the_command_runs_the_sweep_of_a_recipe(finished, tmp_path):
 
 def test_the_ablation_has_equal_parameters():
     """Table 9's rows differ by what composes, not by size; only the width of the MLP makes up for it."""
-    _, runs = plan_sweep(load_recipe("composition-ablation"))
+    _, runs = plan_sweep(load_recipe("head-tasks-ablation"))
     vocabulary = len(build_tokenizer())
 
     def parameters(run, **overrides) -> int:
@@ -447,7 +446,7 @@ def test_the_ablation_has_equal_parameters():
 
 
 def test_the_ablation_has_the_rows_of_table_9():
-    plan, runs = plan_sweep(load_recipe("composition-ablation"))
+    plan, runs = plan_sweep(load_recipe("head-tasks-ablation"))
     names = ("query", "key", "low_rank", "gate", "static", "pre", "post")
     active = {}
     for run in runs[: len(plan.variants)]:
@@ -475,8 +474,8 @@ def test_the_ablation_has_the_rows_of_table_9():
 
 def test_the_committed_ablation_is_of_the_packaged_recipe_and_in_the_docs():
     root = Path(__file__).parents[2]
-    results = read_results(root / "benchmarks" / "results" / "composition-ablation.json")
-    expected = load_recipe("composition-ablation").to_mapping()
+    results = read_results(root / "benchmarks" / "results" / "head-tasks-ablation.json")
+    expected = load_recipe("head-tasks-ablation").to_mapping()
     del expected["output"], expected["sweep"]["processes"]
     assert results["recipe"] == expected and results["failures"] == []
     seeds = {}

@@ -1,4 +1,4 @@
-"""Log-likelihood and accuracy of the answers in composition documents: one forward pass for all answers of a text."""
+"""Log-likelihood and accuracy of the answers in documents of head tasks: one forward pass for all answers of a text."""
 
 from __future__ import annotations
 

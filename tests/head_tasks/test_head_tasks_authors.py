@@ -1,19 +1,19 @@
-"""Table 5: the synthetic tasks as lm-eval runs them, against the authors' texts and against plain forward passes."""
+"""Table 5: the head tasks as lm-eval runs them, against the authors' texts and against plain forward passes."""
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from dcformer.eval import synthetic
+from dcformer.eval.table4_tasks import tasks_folder
+from dcformer.head_tasks import authors_texts
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-TASKS = Path(synthetic.__file__).parent / "tasks"
+TASKS = tasks_folder()
 FIRST_CONTEXT = (
     "\n< Elizabeth has jeans. Steven has strawberries. Steven has a fox. >. Steven does not have a kind of clothing"
     "\n< Karen has a taxi. Karen has a pig. Paul has a cocktail. >. Karen does not have a kind of drink"
@@ -25,8 +25,8 @@ SECOND_LINE = " vehicle\n< Ruth has cake. Ruth has a pineapple. Mark has a mosqu
 @pytest.fixture(scope="module")
 def all_shots(data_dir, tokenizer):
     return {
-        shots: synthetic.load_synthetic(shots, data_dir=data_dir, tokenizer=tokenizer)["test"]
-        for shots in synthetic.SHOTS
+        shots: authors_texts.load_authors_texts(shots, data_dir=data_dir, tokenizer=tokenizer)["test"]
+        for shots in authors_texts.SHOTS
     }
 
 
@@ -51,7 +51,7 @@ def test_the_first_text(all_shots):
 
 
 def test_brackets_can_be_kept(data_dir, tokenizer):
-    row = synthetic.load_synthetic(3, data_dir=data_dir, tokenizer=tokenizer, brackets=True)["test"][0]
+    row = authors_texts.load_authors_texts(3, data_dir=data_dir, tokenizer=tokenizer, brackets=True)["test"][0]
     assert row["context"] == FIRST_CONTEXT + " [" + SECOND_LINE.replace(" vehicle", " vehicle ]") + " ["
     assert row["continuations"] == [" insect"]
 
@@ -67,7 +67,7 @@ def test_context_and_answer_have_the_tokens_of_the_whole_text(brackets, fixtures
     for line in lines:
         text = json.loads(line)["texts"]
         whole = tokenizer(text if brackets else text.replace(" [", "").replace(" ]", ""))["input_ids"]
-        for context, answer in synthetic.bracketed_answers(text, brackets).values():
+        for context, answer in authors_texts.bracketed_answers(text, brackets).values():
             joined = tokenizer(context)["input_ids"] + tokenizer(answer)["input_ids"]
             assert joined == whole[: len(joined)]
 
@@ -86,8 +86,8 @@ def test_scores_equal_plain_forward_passes(fixtures, tokenizer, tokenizer_folder
 
     data_dir = few_texts(fixtures, tmp_path)
     rows = {
-        shots: synthetic.load_synthetic(shots, data_dir=data_dir, tokenizer=tokenizer)["test"]
-        for shots in synthetic.SHOTS
+        shots: authors_texts.load_authors_texts(shots, data_dir=data_dir, tokenizer=tokenizer)["test"]
+        for shots in authors_texts.SHOTS
     }
     model = tiny_model(vocab_size=50304, max_position_embeddings=512, seed=6)
     # Only first tokens of answers get logits, so that a random model is sometimes right; with this seed it is.
@@ -117,12 +117,12 @@ def test_scores_equal_plain_forward_passes(fixtures, tokenizer, tokenizer_folder
     metadata = {"tokenizer": tokenizer_folder, "data_dir": data_dir}
     output = lm_eval.simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, backend="causal"),
-        tasks=["dcformer_synthetic"],
+        tasks=["dcformer_head_tasks_authors"],
         task_manager=TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata),
         num_fewshot=5,
     )
     for shots, scores in expected.items():
-        found = output["results"][f"dcformer_synthetic_k{shots}"]
+        found = output["results"][f"dcformer_head_tasks_authors_k{shots}"]
         n = len(scores["acc"])
         assert found["acc,none"] == sum(scores["acc"]) / n
         assert found["acc_first_token,none"] == sum(scores["acc_first_token"]) / n
@@ -135,30 +135,30 @@ def test_scores_equal_plain_forward_passes(fixtures, tokenizer, tokenizer_folder
     both = [sum(sum(scores[name]) for scores in expected.values()) for name in ("acc", "acc_first_token")]
     assert 0 < both[0] < both[1] < 36
     # `num_fewshot=5` adds nothing: the lines before an answer are its examples.
-    assert output["samples"]["dcformer_synthetic_k2"][0]["arguments"][0][0] == rows[2][0]["context"]
+    assert output["samples"]["dcformer_head_tasks_authors_k2"][0]["arguments"][0][0] == rows[2][0]["context"]
     mean = sum(sum(scores["acc"]) / len(scores["acc"]) for scores in expected.values()) / 6
-    group = output["groups"]["dcformer_synthetic"]
+    group = output["groups"]["dcformer_head_tasks_authors"]
     assert group["acc,none"] == pytest.approx(mean)
     assert not any("perplexity" in name for name in group)
 
 
 def test_errors(data_dir, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="shots must be one of 2, 3, 4, 5, 6, 7, got 8"):
-        synthetic.load_synthetic(8, data_dir=data_dir, tokenizer=tokenizer)
+        authors_texts.load_authors_texts(8, data_dir=data_dir, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="give `pretrained` or `tokenizer`"):
-        synthetic.load_synthetic(2, data_dir=data_dir)
+        authors_texts.load_authors_texts(2, data_dir=data_dir)
     with pytest.raises(ValueError, match="There is no tokenizer in 'nowhere/at/all'"):
-        synthetic.load_synthetic(2, data_dir=data_dir, tokenizer="nowhere/at/all")
+        authors_texts.load_authors_texts(2, data_dir=data_dir, tokenizer="nowhere/at/all")
     with pytest.raises(FileNotFoundError, match=r"synthetic_dataset\.jsonl'; put data/synthetic_dataset\.jsonl of"):
-        synthetic.load_synthetic(2, data_dir=str(tmp_path), tokenizer=tokenizer)
+        authors_texts.load_authors_texts(2, data_dir=str(tmp_path), tokenizer=tokenizer)
     file = tmp_path / "synthetic" / "synthetic_dataset.jsonl"
     file.parent.mkdir()
     file.write_text('{"task_id": "task0", "texts": "\\na\\nb [ c ]\\n"}\n')
-    with pytest.raises(ValueError, match="Text 1 of the synthetic data must have one answer in brackets"):
-        synthetic.load_synthetic(2, data_dir=str(tmp_path), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="Text 1 of the authors' texts must have one answer in brackets"):
+        authors_texts.load_authors_texts(2, data_dir=str(tmp_path), tokenizer=tokenizer)
     file.write_text('{"task_id": "task0"}\n')
     with pytest.raises(ValueError, match=r'Line 1 of .* is not a JSON object with "task_id" and "texts"'):
-        synthetic.load_synthetic(2, data_dir=str(tmp_path), tokenizer=tokenizer)
+        authors_texts.load_authors_texts(2, data_dir=str(tmp_path), tokenizer=tokenizer)
 
 
 def test_a_first_token_that_is_half_a_character_is_refused(fixtures, tokenizer, tmp_path):
@@ -166,7 +166,7 @@ def test_a_first_token_that_is_half_a_character_is_refused(fixtures, tokenizer, 
     (tmp_path / "synthetic").mkdir()
     (tmp_path / "synthetic" / "synthetic_dataset.jsonl").write_text(json.dumps({"task_id": "t", "texts": text}))
     with pytest.raises(ValueError, match="The first token of the answer ' 🦤' is"):
-        synthetic.load_synthetic(2, data_dir=str(tmp_path), tokenizer=tokenizer)
+        authors_texts.load_authors_texts(2, data_dir=str(tmp_path), tokenizer=tokenizer)
 
 
 def test_without_network_the_error_names_the_folder(tokenizer, monkeypatch):
@@ -177,4 +177,4 @@ def test_without_network_the_error_names_the_folder(tokenizer, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(FileNotFoundError, match=r"check the network, or give --data-dir with a folder that holds"):
-        synthetic.load_synthetic(2, tokenizer=tokenizer)
+        authors_texts.load_authors_texts(2, tokenizer=tokenizer)

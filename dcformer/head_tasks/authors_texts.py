@@ -1,5 +1,5 @@
 r"""
-Table 5 and Figure 6: the authors' synthetic tasks of head composition.
+Table 5 and Figure 6: the authors' texts of head tasks, as lm-evaluation-harness reads and scores them.
 
 The data are 888 texts of 74 tasks. A text has eight lines, each an example of the same task, and the answers of lines 3
 to 8 are in brackets:
@@ -32,8 +32,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import SOURCES, import_datasets
-from .perplexity import continuation_ids, encode, existing_file, jsonl_fields, load_tokenizer
+from ..eval.data import SOURCES, import_datasets
+from ..eval.perplexity import continuation_ids, encode, existing_file, jsonl_fields, load_tokenizer
 
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ SHOTS = (2, 3, 4, 5, 6, 7)
 _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
 
 
-def load_synthetic(
+def load_authors_texts(
     shots: int, data_dir: str | None = None, brackets: bool = False, **settings: Any
 ) -> dict[str, Dataset]:
     """
@@ -100,7 +100,7 @@ def authors_answers(
         answers = bracketed_answers(text, brackets)
         if list(answers) != list(SHOTS):
             raise ValueError(
-                f"Text {number} of the synthetic data must have one answer in brackets on each of its lines 3 to 8; "
+                f"Text {number} of the authors' texts must have one answer in brackets on each of its lines 3 to 8; "
                 "use the authors' file."
             )
         yield task, answers
@@ -132,7 +132,7 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
     Scores of one answer; perplexities as `(log-likelihood in nats, weight)`, to be divided after all were added up.
 
     Args:
-        doc: A row of [`load_synthetic`].
+        doc: A row of [`load_authors_texts`].
         results: `(log-likelihood, is most probable)` of the answer and, if it has several tokens, of its first.
     """
     log_likelihood, is_greedy = results[0]
@@ -170,7 +170,7 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, str]]:
         rows = import_datasets().load_dataset("json", data_files={"test": AUTHORS_FILE}, split="test")
     except OSError as error:
         raise FileNotFoundError(
-            f"The synthetic data cannot be read from {AUTHORS_FILE} ({type(error).__name__}); check the network, or "
+            f"The authors' texts cannot be read from {AUTHORS_FILE} ({type(error).__name__}); check the network, or "
             "give --data-dir with a folder that holds synthetic/synthetic_dataset.jsonl."
         ) from error
     return ((row["task_id"], row["texts"]) for row in rows)

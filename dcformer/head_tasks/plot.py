@@ -1,4 +1,4 @@
-"""Accuracy of models on the composition tasks, per pattern and per transformation, as bars that need no colour."""
+"""Accuracy of models on the head tasks, per pattern and per transformation, as bars that need no colour."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 from ..plotting import check_plot_path, draw_rows, picture
-from .composition import AUTHORS, HELD_OUT, seed_interval
+from .intervals import seed_interval
+from .suite import AUTHORS, HELD_OUT
 
 
 if TYPE_CHECKING:
-    from .composition import Comparison
+    from .comparison import Comparison
 
 _FILLS = (("0.8", ""), ("0.3", ""), ("white", "///"), ("0.6", "xx"), ("white", "..."))
 _GROUPINGS = ("by_pattern", "by_transformation")
@@ -18,7 +19,7 @@ _TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
 _INCHES_PER_BAR = 0.11
 
 
-def plot_composition(comparison: Comparison, path: str | os.PathLike) -> None:
+def plot_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
     """
     Write bars of accuracy in percent: a column of panels per set of documents, patterns above transformations.
 
@@ -98,5 +99,5 @@ def _add_legend(figure, comparison: Comparison) -> None:
     if seeds:
         label = f"mean of {min(seeds)} training seeds, 95 % interval"
         handles.append(Line2D([], [], color="black", linewidth=1.2, marker="|", label=label))
-    figure.suptitle("Head-composition tasks")
+    figure.suptitle("Head tasks")
     figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)

@@ -1,10 +1,4 @@
-"""
-Models on the head-composition tasks: held-out generated ones, and the authors' 888 texts.
-
-Every answer is scored given all of the text before it, the earlier examples included, in one forward pass per batch of
-documents. Accuracy and perplexity are of whole answers. lm-evaluation-harness takes no part in this: it would read a
-text again for each of its answers.
-"""
+"""Models side by side on the suite of head tasks, with intervals over documents and over training seeds."""
 
 from __future__ import annotations
 
@@ -20,162 +14,23 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from ..eval.bootstrap import Difference, paired_difference
+from ..eval.devices import choose_device, describe_device
+from ..eval.model_files import check_complete, check_path
+from ..eval.provenance import find_model
+from ..eval.report import short_names
 from ..pretrained import pretrained_names, pretrained_path, seed_results
-from ..tasks.composition import TASK_KINDS, composition_documents
-from ..tasks.scoring import score_documents, summarise
-from .bootstrap import Difference, paired_difference
-from .devices import choose_device, describe_device
-from .model_files import check_complete, check_path
-from .provenance import find_model
-from .report import short_names
-from .synthetic import SHOTS, authors_answers
+from .intervals import seed_interval
+from .scoring import summarise
+from .suite import BATCH_SIZE, HELD_OUT_DOCUMENTS, HELD_OUT_SEED, document_sets, score_sets
 
 
 logger = logging.getLogger(__name__)
 
 BOXED_MODEL, BOXED_BASELINE = "dcformer-tiny", "transformer-tiny"
-HELD_OUT_SEED = 1234
-HELD_OUT_DOCUMENTS = 1000
-BATCH_SIZE = 32
 METRICS = ("accuracy", "perplexity")
-HELD_OUT, AUTHORS = "held_out", "authors"
 
 _RESAMPLES = 2_000
-# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-_T_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-_Z = 1.960
-
-
-def held_out_documents(documents: int = HELD_OUT_DOCUMENTS, seed: int = HELD_OUT_SEED) -> list[dict[str, Any]]:
-    """Generated documents of the test split, of eight examples each and of all kinds alike."""
-    return composition_documents(documents, seed, split="test", lines=(8, 8))
-
-
-def authors_documents(data_dir: str | os.PathLike | None = None) -> list[dict[str, Any]]:
-    """
-    The authors' 888 texts without their brackets, in the rows of [`dcformer.tasks.composition_documents`].
-
-    Args:
-        data_dir (*optional*): Folder with `synthetic/synthetic_dataset.jsonl`; the authors' repository if not given.
-
-    Returns:
-        Rows that have, besides, `shots`: the examples before each answer, 2 to 7, as lines 1 and 2 are not scored.
-
-    Raises:
-        FileNotFoundError: if the file is not there or cannot be reached.
-        ValueError: if a text has another form or a task is not one of the 74.
-    """
-    rows = []
-    for number, (task, answers) in enumerate(
-        authors_answers(None if data_dir is None else os.fspath(data_dir)), start=1
-    ):
-        if task not in TASK_KINDS:
-            raise ValueError(f"Text {number} of the synthetic data is of {task!r}, which is no task; use task0 to 73.")
-        kind = TASK_KINDS[task]
-        rows.append(
-            {
-                "text": "".join(answers[SHOTS[-1]]) + "\n",
-                "task": task,
-                "pattern": kind.pattern,
-                "transformation": kind.transformation,
-                "answers": [[len(context), len(context) + len(answer)] for context, answer in answers.values()],
-                "shots": list(answers),
-            }
-        )
-    return rows
-
-
-def evaluate_composition(
-    model,
-    tokenizer,
-    data_dir: str | os.PathLike | None = None,
-    documents: int = HELD_OUT_DOCUMENTS,
-    seed: int = HELD_OUT_SEED,
-    with_authors: bool = True,
-    batch_size: int = BATCH_SIZE,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> dict[str, dict[str, Any] | None]:
-    """
-    Accuracy and perplexity of one model.
-
-    Args:
-        model, tokenizer: As [`dcformer.tasks.scoring.score_documents`] takes them.
-        data_dir (*optional*): Of [`authors_documents`].
-        documents (defaults to 1,000), seed (defaults to 1234): Of [`held_out_documents`].
-        with_authors (defaults to `True`): Score the authors' texts too.
-        batch_size (defaults to 32): Documents in a forward pass.
-        on_progress (*optional*): Called with the numbers of documents done and in all.
-
-    Returns:
-        `held_out` and `authors`, each as [`dcformer.tasks.scoring.summarise`] returns it; `authors` is `None` if it
-        was left out.
-
-    Raises:
-        FileNotFoundError, ValueError: as the functions named above.
-    """
-    sets = document_sets(data_dir, documents, seed, with_authors)
-    scores = _score_sets(model, tokenizer, sets, batch_size, on_progress)
-    summaries = {name: summarise(sets[name], scores[name]) for name in sets}
-    return {HELD_OUT: summaries[HELD_OUT], AUTHORS: summaries.get(AUTHORS)}
-
-
-def document_sets(
-    data_dir: str | os.PathLike | None = None,
-    documents: int = HELD_OUT_DOCUMENTS,
-    seed: int = HELD_OUT_SEED,
-    with_authors: bool = True,
-    most_authors: int | None = None,
-) -> dict[str, list[dict[str, Any]]]:
-    """
-    The documents that models are scored on.
-
-    Args:
-        data_dir, documents, seed, with_authors: As [`evaluate_composition`] takes them.
-        most_authors (*optional*): Take only so many of the authors' texts, spread evenly over the file.
-
-    Returns:
-        `held_out` and, unless they are left out, `authors`.
-
-    Raises:
-        FileNotFoundError, ValueError: as [`authors_documents`].
-    """
-    sets = {HELD_OUT: held_out_documents(documents, seed)}
-    if with_authors:
-        try:
-            rows = authors_documents(data_dir)
-        except FileNotFoundError as error:
-            hint = "or leave the authors' texts out by --no-authors (with_authors=False)"
-            raise FileNotFoundError(f"{str(error).rstrip('.')}, {hint}.") from error
-        count = min(most_authors or len(rows), len(rows))
-        sets[AUTHORS] = [rows[place * len(rows) // count] for place in range(count)]
-    return sets
-
-
-def seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """
-    Mean and half the width of its 95 % interval by Student's t, `nan` for a single value.
-
-    Args:
-        values: One per training seed.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    count = len(values)
-    if count == 0:
-        raise ValueError("There are no values to average; give one per training seed.")
-    mean = math.fsum(values) / count
-    if count == 1:
-        return mean, math.nan
-    freedom = count - 1
-    # Beyond the table, the first terms of the quantile's expansion in 1 / freedom; its error is below 0.003.
-    quantile = _T_QUANTILES[freedom - 1] if freedom <= len(_T_QUANTILES) else _Z + (_Z**3 + _Z) / (4 * freedom)
-    variance = math.fsum((value - mean) ** 2 for value in values) / freedom
-    return mean, quantile * math.sqrt(variance / count)
 
 
 @dataclass
@@ -187,7 +42,7 @@ class ModelResult:
         name: As it was given.
         label: What tables call it: of a path, what tells it from the others.
         parameters: How many it has.
-        summaries: Set -> [`dcformer.tasks.scoring.summarise`].
+        summaries: Set -> [`dcformer.head_tasks.scoring.summarise`].
         samples: Set -> documents with `metrics`, each a sum and what it is over, as bootstrap.py reads them.
         seed_evaluations: Seed -> set -> summary, for all training seeds of a model in the box.
     """
@@ -304,7 +159,7 @@ def compare_models(
         models: Folders, names on the Hub, or names of models in the box; by default `dcformer-tiny` in the box against
             `transformer-tiny`.
         baseline (*optional*): A further model that the others are compared with.
-        data_dir, documents, seed, with_authors, most_authors: Of [`document_sets`].
+        data_dir, documents, seed, with_authors, most_authors: Of [`dcformer.head_tasks.suite.document_sets`].
         batch_size (defaults to 32): Documents in a forward pass.
         device (*optional*): As [`dcformer.eval.devices.choose_device`] takes it.
         dtype (defaults to `"float32"`): Of the parameters.
@@ -331,7 +186,7 @@ def compare_models(
     for name, model in zip(names, found):
         network = _load(model, dtype).to(device).eval()
         named = None if on_progress is None else lambda done, total, name=name: on_progress(name, done, total)
-        scores = _score_sets(network, model.tokenizer, sets, batch_size, named)
+        scores = score_sets(network, model.tokenizer, sets, batch_size, named)
         _check_numbers(scores, name)
         # Only the name of a model in the box stands for another path.
         own_runs = [run for run in runs if run["variant"] == name and model.name != name]
@@ -379,18 +234,6 @@ def _load(model, dtype: str):
             transformers_logging.enable_progress_bar()
 
 
-def _score_sets(model, tokenizer, sets, batch_size, on_progress) -> dict[str, list[dict]]:
-    """Scores of every set, with one count of documents for all of them."""
-    total, done, scores = sum(map(len, sets.values())), 0, {}
-    if on_progress is not None:
-        on_progress(0, total)
-    for name, rows in sets.items():
-        counted = None if on_progress is None else lambda count, _, before=done: on_progress(before + count, total)
-        scores[name] = score_documents(model, tokenizer, rows, batch_size, counted)
-        done += len(rows)
-    return scores
-
-
 def _check_numbers(scores: Mapping[str, Sequence[Mapping]], name: str) -> None:
     for which, answers in scores.items():
         for score in answers:
@@ -420,7 +263,7 @@ def _samples(documents: Sequence[Mapping], scores: Sequence[Mapping]) -> list[di
 
 
 def _difference(samples: list[dict], baseline: list[dict], metric: str) -> Difference:
-    return paired_difference(samples, baseline, metric, task="composition", resamples=_RESAMPLES)
+    return paired_difference(samples, baseline, metric, task="head_tasks", resamples=_RESAMPLES)
 
 
 def _plain_interval(values: Mapping[int, float]) -> dict[str, Any] | None:
