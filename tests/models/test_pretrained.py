@@ -1,5 +1,6 @@
 """The models in the box: they load offline by the Auto classes, are true twins, and score what their card says."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import dcformer
 from dcformer.head_tasks import build_tokenizer, generate_documents
 from dcformer.head_tasks.suite import evaluate_head_tasks
 from dcformer.pretrained import pretrained_names, seed_results
-from dcformer.pretrained.pack import pack_model
 from dcformer.training import load_recipe
 
 
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pack_pretrained.py"
 NAMES = ("dcformer-tiny", "transformer-tiny")
 
 
@@ -100,7 +101,15 @@ def test_scores_are_those_of_the_seed_that_is_in_the_box(models):
     assert accuracy["dcformer-tiny"] > accuracy["transformer-tiny"] + 0.02
 
 
-def test_packing_keeps_the_weights_and_a_card(tmp_path, models):
+@pytest.fixture
+def pack_model():
+    spec = importlib.util.spec_from_file_location("pack_pretrained", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.pack_model
+
+
+def test_packing_keeps_the_weights_and_a_card(pack_model, tmp_path, models):
     (tmp_path / "README.md").write_text("card")
     pack_model(dcformer.pretrained_path("dcformer-tiny"), tmp_path)
     packed = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
