@@ -39,7 +39,7 @@ def train_command(
         if output is not None:
             loaded = replace(loaded, output=output)
         if loaded.sweep is not None:
-            from .sweep import run_sweep
+            from ..experiments.runner import run_sweep
 
             run_sweep(loaded, resume=resume)
             return

@@ -28,6 +28,7 @@ COMMANDS = {
     "head_tasks": ("eval",),
     "conversion": ("convert maxtext", "convert pax", "convert hub", "convert to-maxtext", "inspect", "verify"),
     "training": ("train",),
+    "experiments": ("train",),
     "": _ALL,
 }
 

@@ -1,4 +1,4 @@
-"""Old names of recipes, suites and data are refused with the new one; what was written under them is still understood."""
+"""Old names of recipes, suites and data are refused with the new one; runs that were written under them are resumed."""
 
 import json
 
@@ -10,6 +10,7 @@ from dcformer.cli import app
 from dcformer.common.renamed import with_current_names
 from dcformer.eval.records import Record, read_record, write_record
 from dcformer.eval.suites import SUITES, find_tasks
+from dcformer.experiments import plan_sweep
 from dcformer.training import Recipe, load_recipe, packaged_recipes, train
 from dcformer.training.checkpoints import mark_complete, newest_checkpoint, read_marker
 
@@ -69,7 +70,10 @@ def test_the_command_refuses_an_old_suite_in_one_line():
     ("sections", "message"),
     [
         ({"tokenizer": "composition"}, "^The tokenizer 'composition' is called 'head_tasks' now; give that name.$"),
-        ({"data": {"source": "composition"}}, "^data.source 'composition' is called 'head_tasks' now; give that name.$"),
+        (
+            {"data": {"source": "composition"}},
+            "^data.source 'composition' is called 'head_tasks' now; give that name.$",
+        ),
         (
             {"data": {"evaluation": {"source": "composition"}}},
             "^data.evaluation.source 'composition' is called 'head_tasks' now; give that name.$",
@@ -83,9 +87,7 @@ def test_old_data_and_tokenizers_are_refused_with_the_new_name(sections, message
 
 
 def test_the_old_evaluation_of_a_sweep_is_refused_with_the_new_name(tmp_path):
-    from dcformer.training.sweep_recipe import plan_sweep
-
-    with pytest.raises(ValueError, match="sweep.evaluation must be 'head_tasks' or null, got 'composition'"):
+    with pytest.raises(ValueError, match=r"sweep.evaluation must be 'head_tasks' or null, got 'composition'"):
         plan_sweep(Recipe.from_mapping(tiny_sweep(tmp_path)))
 
 

@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.cli import app
+from dcformer.experiments import runner
+from dcformer.experiments.plot import plot_sweep
+from dcformer.experiments.recipe import plan_sweep
+from dcformer.experiments.report import agreement, print_report, read_results, summarise_variants
+from dcformer.experiments.runner import run_sweep
 from dcformer.head_tasks import build_tokenizer, suite
-from dcformer.training import load_recipe, sweep
+from dcformer.training import load_recipe
 from dcformer.training.recipe import build_config
-from dcformer.training.sweep import run_sweep
-from dcformer.training.sweep_plot import plot_sweep
-from dcformer.training.sweep_recipe import plan_sweep
-from dcformer.training.sweep_report import agreement, print_report, read_results, summarise_variants
 
 
 PLAIN = {"model": {"compose_pre": False, "compose_post": False, "intermediate_size": 26}}
@@ -117,7 +118,7 @@ def test_finished_runs_are_taken_over(finished, tmp_path, monkeypatch):
     (output / "composed/seed-1/result.json").unlink()
     before = json.loads((output / "results.json").read_text())
     trained = []
-    monkeypatch.setattr(sweep, "_train_and_score", lambda run, *_: trained.append(run.name) or before["runs"][3])
+    monkeypatch.setattr(runner, "_train_and_score", lambda run, *_: trained.append(run.name) or before["runs"][3])
     monkeypatch.setattr(suite, "authors_documents", lambda data_dir=None: [])
     recipe = sweep_recipe(output, evaluation="head_tasks", evaluation_documents=7)
     assert run_sweep(recipe, on_progress=ignore) == before
@@ -264,7 +265,7 @@ def test_a_process_that_dies_is_a_run_that_failed(tmp_path, monkeypatch):
         Process = Dying
         Pipe = staticmethod(torch.multiprocessing.Pipe)
 
-    monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda method: Context)
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context)
     with pytest.raises(RuntimeError, match=r"4 of 4 runs failed. plain, seed 0: Its process ended with status -9"):
         run_sweep(sweep_recipe(tmp_path, processes=2), on_progress=ignore)
 
@@ -374,18 +375,15 @@ def test_the_table_tells_means_differences_and_ranks(capsys):
     assert "Order by evaluation loss: 0 of 1 pairs as published (Kendall's tau -1.00)" in text
 
 
-def test_the_report_is_made_again_from_the_file(finished, tmp_path):
-    runner = CliRunner()
-    from typer import Typer
-
-    command = Typer()
-    command.command()(sweep.report_command)
+def test_the_report_is_made_again_from_the_file(finished, tmp_path, capsys):
+    results = read_results(finished / "results.json")
+    print_report(results, Console(width=160))
+    assert "composed" in capsys.readouterr().out
     image = tmp_path / "again.png"
-    result = runner.invoke(command, [str(finished / "results.json"), "--plot", str(image)])
-    assert result.exit_code == 0 and "composed" in result.stdout
+    plot_sweep(results, image)
     assert image.read_bytes() == (finished / "sweep.png").read_bytes()
-    result = runner.invoke(command, [str(tmp_path / "missing.json")])
-    assert result.exit_code == 1 and "There is no file" in result.output
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        read_results(tmp_path / "missing.json")
 
 
 @pytest.mark.parametrize("text", ["[", "{}", '{"runs": [{}], "recipe": {"sweep": {"variants": {}}}}', "[]"])

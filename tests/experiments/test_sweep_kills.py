@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_recipes import tiny_recipe
 
+from dcformer.experiments import runner
+from dcformer.experiments.runner import run_sweep
 from dcformer.head_tasks import build_tokenizer
 from dcformer.signals import Terminated
-from dcformer.training import sweep
-from dcformer.training.sweep import run_sweep
 
 
 TOKENIZER = build_tokenizer()
@@ -26,7 +26,7 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
         patch.setattr("dcformer.training.final._plot", lambda *_: None)
-        patch.setattr("dcformer.training.sweep._plot", lambda *_: None)
+        patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
         yield
 
 
@@ -53,7 +53,7 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
         patch.setattr("dcformer.training.final._plot", lambda *_: None)
-        patch.setattr("dcformer.training.sweep._plot", lambda *_: None)
+        patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
         run_sweep(recipe(output), on_progress=ignore)
     return output
 
@@ -163,8 +163,8 @@ def test_processes_of_a_sweep_that_is_terminated_end_with_it(tmp_path, monkeypat
     def terminated(receivers):
         raise Terminated(signal.SIGTERM)
 
-    monkeypatch.setattr(sweep.multiprocessing, "get_context", lambda method: Context)
-    monkeypatch.setattr(sweep, "wait", terminated)
+    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context)
+    monkeypatch.setattr(runner, "wait", terminated)
     with pytest.raises(Terminated):
         run_sweep(recipe(tmp_path, processes=2), on_progress=ignore)
     runs = ["plain, seed 0", "composed, seed 0"]

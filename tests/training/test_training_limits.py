@@ -11,10 +11,10 @@ from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM
 
 from dcformer.common.yaml_text import read_yaml, write_yaml
+from dcformer.experiments.recipe import SweepRecipe, plan_sweep
 from dcformer.training import Recipe, load_recipe, train
 from dcformer.training.recipe import build_config
 from dcformer.training.size import check_size, count_parameters
-from dcformer.training.sweep_recipe import SweepRecipe, plan_sweep
 
 
 HUGE = 10**30

@@ -10,9 +10,9 @@ from tiny_recipes import tiny_mapping, tiny_recipe
 from typer.testing import CliRunner
 
 from dcformer.cli import app
+from dcformer.experiments.runner import run_sweep
 from dcformer.training import train
 from dcformer.training.run_folder import LOCK, locked_folder
-from dcformer.training.sweep import run_sweep
 
 
 SWEEP = {"seeds": [0], "variants": {"plain": {}}}

@@ -205,7 +205,7 @@ def test_the_command_trains_and_says_where_the_model_is(tmp_path):
 def test_the_command_hands_sweeps_over(tmp_path, monkeypatch):
     sweeps = []
     monkeypatch.setattr(
-        "dcformer.training.sweep.run_sweep", lambda recipe, resume: sweeps.append((recipe.sweep, resume))
+        "dcformer.experiments.runner.run_sweep", lambda recipe, resume: sweeps.append((recipe.sweep, resume))
     )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(tmp_path, sweep={"seeds": [0, 1]})))

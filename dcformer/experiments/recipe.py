@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..common.quoting import quoted
-from .fields import check_keys, check_range, read_fields
-from .recipe import LARGEST_SEED, Recipe, merged
+from ..training.fields import check_keys, check_range, read_fields
+from ..training.recipe import LARGEST_SEED, Recipe, merged
 
 
 # What a variant may change; all of them train on the same data.

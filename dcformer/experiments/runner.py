@@ -21,22 +21,21 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..common.renamed import with_current_names
 from ..signals import signals_as_interruptions, without_ctrl_c
-from ..terminal import make_console, one_line_errors, progress_bar
-from .checkpoints import DamagedCheckpointError
-from .recipe import Recipe, difference
-from .run import train
-from .run_folder import locked_folder
-from .sweep_recipe import Run, SweepRecipe, make_run, plan_sweep
-from .trainer import LOG_FILE
+from ..terminal import make_console, progress_bar
+from ..training.checkpoints import DamagedCheckpointError
+from ..training.recipe import Recipe, difference
+from ..training.run import train
+from ..training.run_folder import locked_folder
+from ..training.trainer import LOG_FILE
+from .recipe import Run, SweepRecipe, make_run, plan_sweep
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
@@ -144,7 +143,7 @@ def _run_all(
     if rows:
         _plot(results, output / PLOT)
         if is_shown:
-            from .sweep_report import print_report
+            from .report import print_report
 
             print_report(results, make_console(pipe_width=160))
     if failures:
@@ -210,7 +209,7 @@ def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[d
 
 def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     """A row of the results, which is on the disk when this returns."""
-    from .command import without_other_bars
+    from ..training.command import without_other_bars
 
     on_progress(run.name, 0, run.recipe.training.steps, {})
     with without_other_bars():
@@ -368,7 +367,7 @@ def _lines(value: Any) -> str:
 
 def _plot(results: dict[str, Any], path: Path) -> None:
     try:
-        from .sweep_plot import plot_sweep
+        from .plot import plot_sweep
 
         plot_sweep(results, path)
     except ImportError as error:
@@ -390,31 +389,3 @@ def _progress(runs: int) -> Iterator[OnProgress]:
             bar.update(row, completed=sum(done.values()), description=f"{name} ({len(done)} of {runs}){loss}")
 
         yield update
-
-
-def report_command(
-    results: Annotated[str, typer.Argument(metavar="RESULTS", help="results.json of a sweep.")],
-    plot: Annotated[str | None, typer.Option(help="Image to write.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Print the table of a sweep, and draw its plot."""
-    with one_line_errors(debug):
-        from .sweep_report import print_report, read_results
-
-        values = read_results(results)
-        print_report(values, make_console(pipe_width=160))
-        if plot is not None:
-            from .sweep_plot import plot_sweep
-
-            plot_sweep(values, plot)
-
-
-def main() -> None:
-    """Entry point of `python -m dcformer.training.sweep`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(report_command)
-    app(prog_name="python -m dcformer.training.sweep")
-
-
-if __name__ == "__main__":
-    main()

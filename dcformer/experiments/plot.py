@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..plotting import check_plot_path, draw_rows, picture
-from .sweep_report import METRICS, VariantSummary, measured, summarise_variants
+from .report import METRICS, VariantSummary, measured, summarise_variants
 
 
 def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
