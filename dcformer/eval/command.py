@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from ..common.renamed import refuse_old_name
 from ..terminal import leaving_process_group, make_console, one_line_errors, progress_bar
 
 
@@ -77,6 +78,7 @@ def eval_command(
     interrupted = _START_AGAIN if is_head_tasks else _GO_ON
     with one_line_errors(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
         shots = _numbers(num_fewshot)
+        refuse_old_name("suite", suite.strip())
         if is_head_tasks:
             if is_first:
                 _compare_on_head_tasks(models or [], shots, authors, dtype or "float32", **options)

@@ -60,10 +60,10 @@ def test_old_suites_and_tasks_are_refused_with_the_new_name(option, old, new):
 
 
 def test_the_command_refuses_an_old_suite_in_one_line():
-    for arguments in (("--suite", "composition", "model"), ("--suite", "synthetic", "model")):
-        failed = CliRunner().invoke(app, ["eval", *arguments])
+    for old, *models in (("composition",), ("composition", "model"), ("synthetic", "model")):
+        failed = CliRunner().invoke(app, ["eval", "--suite", old, *models])
         assert failed.exit_code == 1 and failed.stderr.count("\n") == 1
-        assert failed.stderr.startswith(f"Error: The suite {arguments[1]!r} is called 'head_tasks")
+        assert failed.stderr.startswith(f"Error: The suite {old!r} is called 'head_tasks")
 
 
 @pytest.mark.parametrize(
