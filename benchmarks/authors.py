@@ -8,8 +8,8 @@ What sets it apart from `dcformer` is how it computes, not what:
   (`compose_pairs`), as their code for inference; or it goes in chunks of queries, by products that broadcast and sums
   (`compose_chunk`), as their code for training, which is several times faster.
 
-It runs any model of the published DCFormer architecture with that model's weights. Windows hold as many keys as ours, of
-which their code has one more in a prompt.
+It runs any model of the published DCFormer architecture with that model's weights. Windows hold as many keys as ours;
+in a prompt their code has one more.
 
 Axis letters: b batch, t query, s key, c stage (before and after the softmax), p side (query and key), r rank, m and n
 heads, k inner channels of the projections.
@@ -240,9 +240,7 @@ class Attention:
         return attend_in_chunks(query, key, value, factors, mask, self.scaling, self.window, self.chunk)
 
 
-def attend_pairs(
-    query: Tensor, key: Tensor, value: Tensor, factors: Factors, mask: Tensor, scaling: float
-) -> Tensor:
+def attend_pairs(query: Tensor, key: Tensor, value: Tensor, factors: Factors, mask: Tensor, scaling: float) -> Tensor:
     """All pairs of queries and keys at once; `mask` is (t, s), True for visible."""
     scores = query @ key.transpose(2, 3) * scaling
     scores = compose_pairs(scores, *(factors.side(0, side) for side in range(2)))
@@ -267,9 +265,7 @@ def attend_in_chunks(
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         first = 0 if window is None else max(0, start - window)
-        pre, post = (
-            (factors.side(stage, 0, start, stop), factors.side(stage, 1, first, stop)) for stage in range(2)
-        )
+        pre, post = ((factors.side(stage, 0, start, stop), factors.side(stage, 1, first, stop)) for stage in range(2))
         scores = compose_chunk(query[:, :, start:stop] @ key[:, :, first:stop].transpose(2, 3), *pre)
         scores = scores.where(mask[start:stop, first:stop], torch.finfo(scores.dtype).min)
         output[:, :, start:stop] = compose_chunk(scores.softmax(-1), *post) @ value[:, :, first:stop]
