@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import math
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +26,43 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 # A sample shorter than this repeats the call: microseconds drown in the clock and in other processes.
 _SECONDS_PER_SAMPLE = 0.05
+_FILE_WIDTH = 180
+
+
+class Sample(NamedTuple):
+    """Seconds of one call: by the clock on the wall, and of processor time over all threads of this process."""
+
+    wall: float
+    processor: float
 
 
 class Timing(NamedTuple):
-    """Seconds per call: the least, which other processes disturbed least, and the median of all samples."""
+    """
+    Seconds per call: the least, which other processes disturbed least, and the median of all samples; the same of
+    processor time, which other processes hardly touch but which says nothing of how well threads share the work.
+    """
 
     minimum: float
     median: float
+    processor_minimum: float = float("nan")
+    processor_median: float = float("nan")
+
+
+class Case(NamedTuple):
+    """
+    What `interleave` times.
+
+    Args:
+        call (`Callable`): Takes what `prepare` returned; nothing without `prepare`.
+        prepare (`Callable`, *optional*): Called before every call, outside the time.
+        threads (`int`, *optional*): Threads of torch while it runs. None: as they are.
+        calls (`int`, defaults to 1): Into how many equal parts, such as decoding steps, the time is divided.
+    """
+
+    call: Callable[..., object]
+    prepare: Callable[[], object] | None = None
+    threads: int | None = None
+    calls: int = 1
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,38 +71,70 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="file to write all figures to")
 
 
-def seconds(call: Callable[[], object], device: torch.device, times: int = 1) -> float:
+def sample(call: Callable[[], object], device: torch.device, times: int = 1) -> Sample:
     """Mean seconds of `times` calls in a row, until the device has finished them."""
     _synchronize(device)
-    start = time.perf_counter()
+    wall, processor = time.perf_counter(), time.process_time()
     for _ in range(times):
         call()
     _synchronize(device)
-    return (time.perf_counter() - start) / times
+    return Sample((time.perf_counter() - wall) / times, (time.process_time() - processor) / times)
 
 
-def interleave(calls: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, Timing]:
+def interleave(
+    cases: dict[Hashable, "Callable[[], object] | Case"],
+    repeats: int,
+    device: torch.device,
+    seconds: float = math.inf,
+) -> dict[Hashable, Timing]:
     """
     Time several calls in turns, so that a slow spell of the machine meets all of them.
 
     Args:
-        calls (`dict`): Name -> what to time; each is called twice before it counts.
+        cases (`dict`): Name -> what to time; each runs at least once, and with the threads it asks for, before it
+            counts.
         repeats (`int`): Samples of each.
-        device (`torch.device`): Waited for before every reading of the clock.
+        device (`torch.device`): Waited for before every reading of the clocks.
+        seconds (`float`, *optional*): After which no further turn begins, once there are two.
     """
-    times = {}
-    for name, call in calls.items():
-        call()
-        times[name] = max(1, int(_SECONDS_PER_SAMPLE / seconds(call, device)))
-    samples = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            samples[name].append(seconds(call, device, times[name]))
-    return {name: summarize(values) for name, values in samples.items()}
+    cases = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
+    threads = torch.get_num_threads()
+    try:
+        times = {name: _calls_per_sample(case, device) for name, case in cases.items()}
+        samples = {name: [] for name in cases}
+        end = time.perf_counter() + seconds
+        for turn in range(repeats):
+            if turn >= 2 and time.perf_counter() > end:
+                break
+            for name, case in cases.items():
+                samples[name].append(_run(case, device, times[name]))
+    finally:
+        torch.set_num_threads(threads)
+    return {name: summarize(taken, cases[name].calls) for name, taken in samples.items()}
 
 
-def summarize(samples: list[float]) -> Timing:
-    return Timing(min(samples), statistics.median(samples))
+def _calls_per_sample(case: Case, device: torch.device) -> int:
+    """Warm up, and find how many calls in a row make a sample that the clocks can tell."""
+    wall = _run(case, device, 1).wall
+    if wall < _SECONDS_PER_SAMPLE:
+        wall = _run(case, device, 1).wall
+    return max(1, int(_SECONDS_PER_SAMPLE / wall))
+
+
+def _run(case: Case, device: torch.device, times: int) -> Sample:
+    """One sample of a case; of one that needs preparations, of one call."""
+    if case.threads is not None and case.threads != torch.get_num_threads():
+        torch.set_num_threads(case.threads)
+    if case.prepare is None:
+        return sample(case.call, device, times)
+    prepared = case.prepare()
+    return sample(lambda: case.call(prepared), device)
+
+
+def summarize(samples: list[Sample], calls: int = 1) -> Timing:
+    """The least and the median of samples of `calls` calls each, per call."""
+    wall, processor = ([taken[i] / calls for taken in samples] for i in range(2))
+    return Timing(min(wall), statistics.median(wall), min(processor), statistics.median(processor))
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
@@ -83,6 +147,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
         "transformers": transformers.__version__,
         "device": str(device),
         "hardware": hardware,
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
 
@@ -101,7 +166,9 @@ def show_table(columns: list[str], rows: list[list[str]]) -> None:
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    # A file has no width of its own, and rows should not break in it.
+    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(table)
 
 
 def write_json(args: argparse.Namespace, figures: dict) -> None:
@@ -123,8 +190,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def processor_flags() -> set[str]:
+    """Names of the instruction sets that Linux lists for the processor; empty elsewhere."""
+    return set(_cpu_info("flags", "Features").split())
+
+
 def _processor() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(*names: str) -> str:
+    """The first entry under one of these names, "" without one."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

@@ -34,6 +34,7 @@ class Rates(NamedTuple):
     flops: float
     memory_bytes: float
     cache_bytes: float
+    read_bytes: float
 
 
 def forward_work(
@@ -57,7 +58,7 @@ def forward_work(
 
 
 def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """What to time for `measured_rates`: a matrix product in `dtype`, and copies within memory and within the cache."""
+    """What to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape, dtype=torch.float32):
@@ -68,11 +69,14 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
+    matrix = random(_MEMORY_BYTES // 4 // _MATMUL_SIZE, _MATMUL_SIZE)
+    vector = random(_MATMUL_SIZE)
     left, right = (random(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype) for _ in range(2))
     return {
         "matrix product": lambda: left @ right,
         "copy in memory": copy(_MEMORY_BYTES),
         "copy in cache": copy(_CACHE_BYTES[device.type]),
+        "reading": lambda: matrix @ vector,
     }
 
 
@@ -82,6 +86,7 @@ def measured_rates(seconds: dict[str, float], device: torch.device) -> Rates:
         flops=2 * _MATMUL_SIZE**3 / seconds["matrix product"],
         memory_bytes=2 * _MEMORY_BYTES / seconds["copy in memory"],
         cache_bytes=2 * _CACHE_BYTES[device.type] / seconds["copy in cache"],
+        read_bytes=_MEMORY_BYTES / seconds["reading"],
     )
 
 
@@ -94,3 +99,8 @@ def bounds(work: Work, rates: Rates) -> dict[str, float]:
         "pass by pass, in cache": matmul + work.pass_bytes / rates.cache_bytes,
         "pass by pass, in memory": matmul + work.pass_bytes / rates.memory_bytes,
     }
+
+
+def composition_bounds(work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds that compositions must add to attention without them: operations alone, or sweeps over cached scores."""
+    return {"fused": work.compose_flops / rates.flops, "by passes": work.pass_bytes / rates.cache_bytes}
