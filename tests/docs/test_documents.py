@@ -182,7 +182,9 @@ def test_a_published_description_has_no_relative_links(repository, monkeypatch):
 def test_the_architecture_names_files_that_exist():
     sources = (ROOT / "docs" / "architecture.md", ROOT / "docs" / "images" / "token.svg")
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
-    names = {name for name in re.findall(r"[\w/]+\.(?:py|json)\b|\b\w+/(?=[`\s])", text) if "NAME" not in name}
+    names = {
+        name.lstrip("/") for name in re.findall(r"[\w/]+\.(?:py|json)\b|\b\w+/(?=[`\s])", text) if "NAME" not in name
+    }
     assert len(names) > 15
     folders = [ROOT, *(ROOT / "dcformer" / room for room in ("", "head_tasks", "conversion", "eval"))]
     missing = {name for name in names if not any((folder / name).exists() for folder in folders)}
