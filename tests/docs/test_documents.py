@@ -183,7 +183,7 @@ def test_the_architecture_names_files_that_exist():
     sources = (ROOT / "docs" / "architecture.md", ROOT / "docs" / "images" / "token.svg")
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
     names = {
-        name.lstrip("/") for name in re.findall(r"[\w/]+\.(?:py|json)\b|\b\w+/(?=[`\s])", text) if "NAME" not in name
+        name.lstrip("/") for name in re.findall(r"[\w/]+\.(?:py|json)\b|\b[\w/]+/(?=[`\s])", text) if "NAME" not in name
     }
     assert len(names) > 15
     folders = [ROOT, *(ROOT / "dcformer" / room for room in ("", "head_tasks", "conversion", "eval"))]
