@@ -131,6 +131,22 @@ def test_the_cache_costs_what_the_feature_table_says():
     assert row[1:3] == [f"{100 * (composed / plain - 1):.0f} %", f"{100 * heads_by_heads / plain:.0f} %"]
 
 
+def test_the_page_on_the_cache_counts_channels_as_the_code_does():
+    text = (ROOT / "docs" / "cache.md").read_text(encoding="utf-8")
+    switches = ({}, {"compose_rank": 4}, {"compose_key": False}, {"num_key_value_heads": 8})
+    counted = [dcformer.DCFormerConfig(**values).compose_cache_channels for values in switches]
+    assert [(int(row[1]), int(row[1])) for row in table(text, "composition")] == counted
+    # Keys and values of 32 heads of 80 channels, and two matrices of 32 x 32, in 16 bits.
+    assert f"make it {2 * (2 * 32 * 80 + 2 * 32 * 32):,} bytes" in text
+
+
+@pytest.mark.parametrize("values", sorted(set(re.findall(r"`(\w+=[^`]+)`", prose(ROOT / "docs" / "configuration.md")))))
+def test_values_that_the_page_on_configuration_shows_make_a_configuration(values):
+    shown = eval(f"dict({values})", {"w": 4})
+    config = dcformer.DCFormerConfig(**shown)
+    assert {name: getattr(config, name) for name in shown} == shown
+
+
 @pytest.mark.parametrize(
     "name, subject", [("dcformer-tiny", "`dcformer-tiny` answers"), ("transformer-tiny", "baseline")]
 )
