@@ -77,7 +77,7 @@ def compare(data_dir: str | None) -> None:
             for name, summary in model.summaries.items()
         ]
         print(f"{f'{model.label} ({what}):':<36}{', '.join(found)}")
-    print(f"Guessing among the three facts: 33.3 %. Every pattern: {'; '.join(files)}")
+    print(f"Guessing among the three facts: 33.3 %. Every pattern: {'; '.join(files).removeprefix('Results: ')}")
 
 
 def main() -> None:
