@@ -8,15 +8,19 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test lint format clean
 
+# Twice --quiet leaves out pip's warnings; errors still show.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
 # torch comes first: other packages would otherwise pull in a build of their own choice.
 $(VENV)/.installed: setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	touch $@
+	@echo "Setting up $(VENV) with torch, Transformers and the tools; the first time takes some minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) --editable ".[dev]"
+	@touch $@
 
 demo: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term

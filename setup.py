@@ -9,6 +9,10 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
 
+# For whoever publishes the package: the address of the repository. It becomes the links on the package's page and makes
+# the README's links to files absolute there. Nothing else has to be filled in.
+REPOSITORY = ""
+
 EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib"],
@@ -36,12 +40,35 @@ EXTRAS = {
     ],
 }
 
+
+def project_urls() -> dict[str, str]:
+    urls = {"Paper": "https://arxiv.org/abs/2405.08553"}
+    if REPOSITORY:
+        urls |= {
+            "Source": REPOSITORY,
+            "Documentation": f"{REPOSITORY}/tree/main/docs",
+            "Issues": f"{REPOSITORY}/issues",
+        }
+    return urls
+
+
+def long_description() -> str:
+    """The README; once there is a repository, with links that also work outside it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not REPOSITORY:
+        return text
+    text = re.sub(r"(!\[[^]]*\])\((?!https?://)", rf"\1({REPOSITORY}/raw/main/", text)
+    return re.sub(r"\]\((?!https?://)", f"]({REPOSITORY}/blob/main/", text)
+
+
 setup(
     name="dcformer",
     version=VERSION,
     description="DCFormer (Dynamically Composable Multi-Head Attention, ICML 2024) for HuggingFace Transformers",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    author="The dcformer contributors",
+    project_urls=project_urls(),
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
@@ -58,8 +85,12 @@ setup(
     install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,
     classifiers=[
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

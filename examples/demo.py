@@ -1,8 +1,8 @@
-"""The main job from end to end, with the trained model in the box: load it, ask it, measure it against its twin.
+"""Load the bundled model, ask it questions, and measure it against its baseline without composition.
 
-python examples/demo.py                                   # in under two minutes on two CPU cores
-python examples/demo.py --data-dir DIR                    # measures on the authors' texts too
-python examples/demo.py FOLDER "Once upon a time" ...     # a folder and prompts of your own
+python examples/demo.py                                   # under a minute on two CPU cores
+python examples/demo.py --data-dir DIR                    # measures on the authors' texts as well
+python examples/demo.py FOLDER "Once upon a time" ...     # a model folder and prompts of your own
 """
 
 import argparse
@@ -16,8 +16,8 @@ from transformers.utils import logging
 import dcformer
 from dcformer.head_tasks import generate_documents
 from dcformer.head_tasks.comparison import BOXED_MODEL, compare_models
-from dcformer.head_tasks.report import print_comparison, write_comparison
-from dcformer.terminal import make_console, one_line_errors
+from dcformer.head_tasks.report import SET_TITLES, write_comparison
+from dcformer.terminal import one_line_errors
 
 
 QUESTIONS = {"task2": 1, "task16": 1, "task57": 1, "task32": 3, "task46": 3, "task73": 4}  # kind -> lines
@@ -27,7 +27,7 @@ NEW_TOKENS = 40
 
 
 def ask_questions() -> list[tuple[str, str]]:
-    """(text up to the last answer, that answer) of lines that are kept from training."""
+    """Questions that were kept from training: (text up to the last answer, that answer)."""
     questions = []
     for kind, lines in QUESTIONS.items():
         document = generate_documents(1, QUESTIONS_SEED, "test", (lines, lines), (kind,))[0]
@@ -42,44 +42,51 @@ def load(folder: str):
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     seconds = time.perf_counter() - started
-    print(f"{type(model).__name__}, {model.num_parameters():,} parameters, loaded from {folder} in {seconds:.1f} s.")
+    print(
+        f"Loaded {Path(folder).name}: {type(model).__name__}, {model.num_parameters():,} parameters, {seconds:.1f} s."
+    )
     return pipeline("text-generation", model=model, tokenizer=tokenizer)
 
 
 def generate(generator, prompts: list[str]) -> list[str]:
-    """What follows all prompts, from one left-padded batch."""
+    """What the model writes after each prompt; all prompts go through it in one left-padded batch."""
     started = time.perf_counter()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_full_text": False}
     answers = generator(prompts, batch_size=len(prompts), **options)
-    print(f"\n{len(prompts)} prompts in one batch, {time.perf_counter() - started:.1f} s:")
+    print(f"Answered {len(prompts)} prompts in one batch, {time.perf_counter() - started:.1f} s:")
     return [answer["generated_text"] for (answer,) in answers]
 
 
 def stream(generator, prompt: str) -> None:
-    print("\nThe first again, word by word as it is written:")
+    """Write the answer to one prompt while it is generated."""
+    print("\nThe first prompt again, streamed:")
     streamer = TextStreamer(generator.tokenizer, skip_special_tokens=True)
     generator(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, streamer=streamer)
 
 
 def compare(data_dir: str | None) -> None:
-    """The model in the box and its twin without composition, on a few hundred documents."""
+    """Score the bundled model and its baseline on the same documents, and end with the three lines that matter."""
     started = time.perf_counter()
     options = {"documents": DOCUMENTS, "most_authors": DOCUMENTS, "data_dir": data_dir}
     comparison = compare_models(with_authors=data_dir is not None, **options)
-    print(f"\nIts twin has plain attention; both on the same documents in {time.perf_counter() - started:.1f} s:\n")
-    print_comparison(comparison, make_console(pipe_width=100), groupings=("by_pattern",))
-    print()
-    for line in write_comparison(comparison, "results/demo"):
-        print(line)
-    if data_dir is None:
-        print("The authors' 888 texts are left out; --data-dir names a folder that holds them.")
+    files = write_comparison(comparison, "results/demo")
+    print(f"Scored both models on the same documents, {time.perf_counter() - started:.1f} s. What to look at:\n")
+    for model, what in zip(reversed(comparison.models), ("heads composed", "plain attention")):
+        found = [
+            f"{100 * summary['accuracy']:.1f} % of {summary['answers']:,} answers right ({SET_TITLES[name]})"
+            for name, summary in model.summaries.items()
+        ]
+        print(f"{f'{model.label} ({what}):':<36}{', '.join(found)}")
+    print(f"Guessing among the three facts: 33.3 %. Every pattern: {'; '.join(files).removeprefix('Results: ')}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Load a model, generate, and compare the model in the box.")
-    parser.add_argument("folder", nargs="?", help="Model to generate with instead of the one in the box.")
-    parser.add_argument("prompts", nargs="*", help="Prompts of your own.")
-    parser.add_argument("--data-dir", help="Folder with synthetic/synthetic_dataset.jsonl, the authors' texts.")
+    parser = argparse.ArgumentParser(description="Ask the bundled model questions and measure it against its baseline.")
+    parser.add_argument("folder", nargs="?", help="Folder of another model to generate with; nothing is measured then.")
+    parser.add_argument("prompts", nargs="*", help="Prompts to use in place of the questions.")
+    parser.add_argument(
+        "--data-dir", help="Folder that holds synthetic/synthetic_dataset.jsonl, the authors' texts, to measure on too."
+    )
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     if arguments.folder is not None and not Path(arguments.folder).is_dir():

@@ -1,6 +1,8 @@
-"""examples/demo.py from end to end, on random models in place of those in the box."""
+"""examples/demo.py from end to end, on random models in place of the bundled ones."""
 
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -36,24 +38,33 @@ def run(demo, monkeypatch, capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def test_the_model_in_the_box_answers_and_is_compared(demo, monkeypatch, capsys, tmp_path):
+def test_the_bundled_model_answers_and_is_compared_in_three_lines(demo, monkeypatch, capsys, tmp_path):
     out = run(demo, monkeypatch, capsys)
     assert "DCFormerForCausalLM" in out and out.count("  -> ") == 6 == out.count("(right: ")
     assert out.count(demo.ask_questions()[0][0]) == 2  # in the batch, and streamed
-    assert "transformer-tiny" in out and "By pattern, held-out tasks" in out
-    assert "The authors' 888 texts are left out" in out
-    plot = next(line for line in out.splitlines() if line.startswith("Plot: ")).removeprefix("Plot: ")
-    assert (tmp_path / plot).is_file()
+    composed, plain, last = out.split("What to look at:\n\n")[1].splitlines()
+    results, plot = (tmp_path / re.search(rf"results/demo/\S+\.{ending}", last).group() for ending in ("json", "png"))
+    assert plot.is_file()
+    accuracies = {
+        model["name"]: model["evaluation"]["held_out"]["accuracy"]
+        for model in json.loads(results.read_text())["models"]
+    }
+    for line, name, what in (
+        (composed, "dcformer-tiny", "heads composed"),
+        (plain, "transformer-tiny", "plain attention"),
+    ):
+        right = f"{100 * accuracies[name]:.1f} % of 32 answers right (held-out tasks)"
+        assert [part.strip() for part in line.split(":")] == [f"{name} ({what})", right]
 
 
 def test_with_the_authors_texts(demo, monkeypatch, capsys, data_dir):
     out = run(demo, monkeypatch, capsys, "--data-dir", data_dir)
-    assert "By pattern, authors' texts" in out and "left out" not in out
+    assert out.count("answers right (held-out tasks), ") == 2 == out.count("answers right (authors' texts)")
 
 
 def test_a_folder_and_prompts_of_ones_own(demo, monkeypatch, capsys, tmp_path):
     out = run(demo, monkeypatch, capsys, tmp_path / "transformer-tiny", "Ruth has", "Who likes Paris?")
-    assert out.count("  -> ") == 2 and "Who likes Paris?" in out and "right:" not in out and "twin" not in out
+    assert out.count("  -> ") == 2 and "Who likes Paris?" in out and "right:" not in out and "Guessing" not in out
 
 
 def test_a_missing_folder_is_one_line(demo, monkeypatch, capsys):

@@ -1,0 +1,213 @@
+"""README and docs/: examples run and print what is shown, links and commands exist, figures are the recorded ones."""
+
+import math
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+import yaml
+from scipy import stats
+
+import dcformer
+from dcformer import cache_bytes_per_token, cli
+from dcformer.pretrained import seed_results
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Their examples train or convert; tests of their rooms run those.
+RUN_ELSEWHERE = ("conversion", "evaluation", "sweeps", "training")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
+PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path("dcformer-tiny"))
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
+    """(language, text) of a page's fenced blocks."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [(language, text) for language, text in found if language in languages]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def table(text: str, first_heading: str) -> list[list[str]]:
+    """Cells of the rows below the heading of a Markdown table."""
+    lines = text[re.search(rf"^\| {re.escape(first_heading)} \|", text, re.M).start() :].splitlines()[2:]
+    rows = lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RUN_ELSEWHERE], ids=lambda page: page.stem)
+def test_its_examples_run_and_print_what_it_says(page, capsys):
+    namespace = {}
+    found = blocks(page, "python", "text")
+    for number, (language, text) in enumerate(found):
+        if language == "text":
+            assert number > 0 and found[number - 1][0] == "python", f"output without its code: {text}"
+            continue
+        capsys.readouterr()
+        exec(compile(text.replace(PUBLISHED, BUNDLED), str(page), "exec"), namespace)
+        if number + 1 < len(found) and found[number + 1][0] == "text":
+            assert capsys.readouterr().out == found[number + 1][1]
+
+
+def test_the_readme_shows_a_bundled_model_and_a_published_checkpoint():
+    first, second = (text for _, text in blocks(ROOT / "README.md", "python"))
+    assert "pretrained_path" in first and second.count(PUBLISHED) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_its_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+            }
+
+
+def command_lines() -> dict[str, list[list[str]]]:
+    """`dcformer` command -> the argument lists with which the pages show it."""
+    found: dict[str, list[list[str]]] = {}
+    for page in PAGES:
+        for _, text in blocks(page, "bash"):
+            for line in text.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] != ["dcformer"]:
+                    continue
+                depth = 3 if words[1] == "convert" else 2
+                found.setdefault(" ".join(words[1:depth]), []).append(words[depth:])
+    return found
+
+
+@pytest.mark.parametrize("command, uses", command_lines().items())
+def test_commands_that_are_shown_exist_with_their_options(command, uses, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dcformer", *command.split(), "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr().out
+    assert ended.value.code in (0, None)
+    for words in uses:
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert re.search(rf"{option}\b", shown), f"dcformer {command} has no {option}"
+
+
+def test_memory_needs_are_those_of_the_shapes():
+    rows = table(README, "checkpoint")
+    assert len(rows) == 2
+    for name, parameters, bfloat16, float32, cache in rows:
+        preset = re.search(r"\[([\w.-]+)\]", name).group(1).lower()
+        family = "DCPythia" if preset.startswith("dcpythia") else "DCFormer"
+        config = getattr(dcformer, f"{family}Config").from_preset(preset)
+        with torch.device("meta"):
+            count = getattr(dcformer, f"{family}ForCausalLM")(config).num_parameters()
+        seen = [config.sliding_window if kind == "sliding_attention" else 2048 for kind in config.layer_types]
+        cached = sum(seen) * cache_bytes_per_token(config, torch.bfloat16)
+        assert parameters == f"{count / 1e9:.2f} billion"
+        assert bfloat16 == f"{2 * count / 1e9:.1f} GB" and float32 == f"{4 * count / 1e9:.1f} GB"
+        assert cache == f"{cached / 1e9:.2f} GB"
+
+
+def test_the_cache_costs_what_the_feature_table_says():
+    composed, plain = (
+        cache_bytes_per_token(dcformer.DCFormerConfig.from_preset("dcformer-2.8b", **switches))
+        for switches in ({}, {"compose_pre": False, "compose_post": False})
+    )
+    heads_by_heads = 2 * 32 * 32 * 2  # before and after the softmax, 32 heads, bytes of 16 bits
+    row = next(row for row in table(README, "feature") if row[0].startswith("cache added"))
+    assert row[1:3] == [f"{100 * (composed / plain - 1):.0f} %", f"{100 * heads_by_heads / plain:.0f} %"]
+
+
+def test_the_page_on_the_cache_counts_channels_as_the_code_does():
+    text = (ROOT / "docs" / "cache.md").read_text(encoding="utf-8")
+    switches = ({}, {"compose_rank": 4}, {"compose_key": False}, {"num_key_value_heads": 8})
+    counted = [dcformer.DCFormerConfig(**values).compose_cache_channels for values in switches]
+    assert [(int(row[1]), int(row[1])) for row in table(text, "composition")] == counted
+    # Keys and values of 32 heads of 80 channels, and two matrices of 32 x 32, in 16 bits.
+    assert f"make it {2 * (2 * 32 * 80 + 2 * 32 * 32):,} bytes" in text
+
+
+@pytest.mark.parametrize("values", sorted(set(re.findall(r"`(\w+=[^`]+)`", prose(ROOT / "docs" / "configuration.md")))))
+def test_values_that_the_page_on_configuration_shows_make_a_configuration(values):
+    shown = eval(f"dict({values})", {"w": 4})
+    config = dcformer.DCFormerConfig(**shown)
+    assert {name: getattr(config, name) for name in shown} == shown
+
+
+@pytest.mark.parametrize(
+    "name, subject", [("dcformer-tiny", "`dcformer-tiny` answers"), ("transformer-tiny", "baseline")]
+)
+def test_results_are_the_means_and_intervals_of_the_recorded_seeds(name, subject):
+    accuracies = [
+        100 * run["evaluation"]["held_out"]["accuracy"] for run in seed_results()["runs"] if run["variant"] == name
+    ]
+    mean = math.fsum(accuracies) / len(accuracies)
+    low, high = stats.t.interval(0.95, len(accuracies) - 1, loc=mean, scale=stats.sem(accuracies))
+    results = " ".join(README[README.index("## Results") :].split())
+    assert f"{subject} {mean:.1f} % ({low:.1f} to {high:.1f})" in results
+
+
+def test_the_picture_of_the_results_is_drawn_from_the_recorded_seeds():
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_results.py"))
+    assert drawing["FILE"].read_text(encoding="utf-8") == drawing["draw"]()
+
+
+def test_the_citation_is_the_same_in_both_places():
+    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["preferred-citation"]
+    ((_, entry),) = blocks(ROOT / "README.md", "bibtex")
+    fields = dict(re.findall(r"^  (\w+) += {(.*)}", entry, re.M))
+    authors = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    assert fields == {
+        "title": paper["title"],
+        "author": authors,
+        "booktitle": paper["collection-title"],
+        "year": str(paper["year"]),
+        "url": paper["url"],
+    }
+
+
+@pytest.mark.parametrize("repository", ["", "https://example.org/dcformer"], ids=["unpublished", "published"])
+def test_a_published_description_has_no_relative_links(repository, monkeypatch):
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **values: given.update(values))
+    source = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert source.count('REPOSITORY = ""') == 1
+    source = source.replace('REPOSITORY = ""', f'REPOSITORY = "{repository}"')
+    exec(compile(source, str(ROOT / "setup.py"), "exec"), {"__file__": str(ROOT / "setup.py")})
+    relative = re.findall(r"\]\((?!https?://)([^)]+)\)", given["long_description"])
+    assert bool(relative) == (repository == "")
+    assert ("Source" in given["project_urls"]) == (repository != "")
+    if repository:
+        assert f"]({repository}/blob/main/docs/cache.md)" in given["long_description"]
+        assert f"]({repository}/raw/main/docs/images/dcmha.svg)" in given["long_description"]
+
+
+def test_the_architecture_names_files_that_exist():
+    sources = (ROOT / "docs" / "architecture.md", ROOT / "docs" / "images" / "token.svg")
+    text = "".join(source.read_text(encoding="utf-8") for source in sources)
+    names = {
+        name.lstrip("/") for name in re.findall(r"[\w/]+\.(?:py|json)\b|\b[\w/]+/(?=[`\s])", text) if "NAME" not in name
+    }
+    assert len(names) > 15
+    folders = [ROOT, *(ROOT / "dcformer" / room for room in ("", "head_tasks", "conversion", "eval"))]
+    missing = {name for name in names if not any((folder / name).exists() for folder in folders)}
+    assert missing == set()
+
+
+def test_the_folders_of_tests_that_are_named_exist():
+    named = re.findall(r"`(tests/\w+/)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 5
+    assert [folder for folder in named if not any((ROOT / folder).glob("test_*.py"))] == []
