@@ -305,12 +305,12 @@ def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: 
     """The head loop trades one large operation for many small ones, and writes in place, with its own gradient."""
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}"
-    if query.shape[2] < 16:
-        return f"it pays from 16 queries on, and there are {query.shape[2]}"
     if dropout > 0.0:
         return "it has no dropout"
     if is_tracing(query) or torch._C._are_functorch_transforms_active():
         return "neither tracing nor torch.func see through it"
+    if query.shape[2] < 16:
+        return f"it pays from 16 queries on, and there are {query.shape[2]}"
     if not mask.same_for_all_heads:
         return "the mask differs between heads"
     return "the mask has a gradient" if mask.requires_grad else None
