@@ -317,7 +317,8 @@ def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: 
 
 
 def _why_not_for_one_query(query, key, value, pre, post, *, mask: Visibility, dropout: float) -> str | None:
-    return None if query.shape[2] == 1 else f"it takes a single query, and there are {query.shape[2]}"
+    # Naming the number would tie a graph that is traced for any length to this one.
+    return None if query.shape[2] == 1 else "it takes a single query, and there are more"
 
 
 def _default_scaling(query: Tensor, scaling: float | None) -> float:

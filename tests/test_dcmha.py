@@ -502,7 +502,7 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
 def test_the_choice_is_explained():
     short, long = (explain_choice(*make_inputs(queries=queries)) for queries in (4, 20))
     assert short == [
-        ("one_query", "it takes a single query, and there are 4"),
+        ("one_query", "it takes a single query, and there are more"),
         ("cpu", "it pays from 16 queries on, and there are 4"),
         ("chunked", implementations()["chunked"].purpose),
     ]
