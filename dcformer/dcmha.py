@@ -1,8 +1,9 @@
 """Dynamically Composable Multi-Head Attention as an operator: equations 3 to 8 and appendix D of the paper.
 
 `composed_attention` checks its arguments and hands them to one of the implementations in a table, all of one signature:
-`reference` is appendix D line by line, `chunked` the form for every device and mask, `cpu` the fast form of CPUs. Other
-packages add theirs by `register_implementation`; `attn_implementation="dcmha_NAME"` then takes it in a model.
+`reference` is appendix D line by line, `chunked` the form for every device and mask, `one_query` that of decoding, and
+`cpu` the fast form of CPUs. Other packages add theirs by `register_implementation`; `attn_implementation="dcmha_NAME"`
+then takes it in a model.
 """
 
 import functools
@@ -20,6 +21,7 @@ from .dcmha_chunked import chunked_attention, compose
 from .dcmha_cpu import head_loop_attention
 from .dcmha_factors import ComposeSide, ComposeWeights, check_arguments
 from .dcmha_mask import Visibility
+from .dcmha_one_query import one_query_attention
 from .dcmha_reference import reference_attention
 
 
@@ -128,9 +130,10 @@ def _without_autocast(attention):
 
     @functools.wraps(attention)
     def wrapper(query, *args, **kwargs):
-        if not torch.amp.is_autocast_available(query.device.type):
+        device = query.device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return attention(query, *args, **kwargs)
-        with torch.autocast(query.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             return attention(query, *args, **kwargs)
 
     return wrapper
@@ -245,11 +248,12 @@ def composed_attention_forward(
     post: ComposeWeights | None = None,
     output_attentions: bool = False,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     implementation: str | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Composed attention as Transformers calls it.
+    Composed attention as Transformers calls it: `is_causal` is the module's if it is not given.
 
     Returns:
         (batch, query, heads, channels), and with `output_attentions` the composed weights of every head (batch, heads,
@@ -257,9 +261,11 @@ def composed_attention_forward(
     """
     # A mask made elsewhere says all there is to say: causality and window are in it.
     is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
     options = {
         "scaling": scaling,
-        "is_causal": getattr(module, "is_causal", True) and not is_whole,
+        "is_causal": is_causal and not is_whole,
         "sliding_window": None if is_whole else sliding_window,
         "attention_mask": attention_mask,
         "dropout": dropout,
@@ -310,6 +316,11 @@ def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: 
     return "the mask has a gradient" if mask.requires_grad else None
 
 
+def _why_not_for_one_query(query, key, value, pre, post, *, mask: Visibility, dropout: float) -> str | None:
+    # Naming the number would tie a graph that is traced for any length to this one.
+    return None if query.shape[2] == 1 else "it takes a single query, and there are more"
+
+
 def _default_scaling(query: Tensor, scaling: float | None) -> float:
     return 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
 
@@ -340,4 +351,7 @@ register_implementation("reference", _reference, purpose="appendix D line by lin
 register_implementation("chunked", chunked_attention, purpose="any device, any mask, any length", is_automatic=True)
 register_implementation(
     "cpu", head_loop_attention, _why_not_on_cpu, "blocks of queries on a CPU, with gradients", is_automatic=True
+)
+register_implementation(
+    "one_query", one_query_attention, _why_not_for_one_query, "one query over many keys: decoding", is_automatic=True
 )

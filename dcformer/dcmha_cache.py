@@ -7,8 +7,9 @@ aligned in 16-bit types. A cache sees nothing but slightly wider heads, so every
 (reorder, crop, repeat, offload) works. With grouped-query attention a key/value head carries the weights of all its
 query heads.
 
-Channels of one key/value head after its states: w1 of rank 0 for each query head it serves, w1 of rank 1, ..., w2
-likewise, then the gates.
+The channels of a key/value head after its states are the factors of each query head that it serves, one head after
+the other, in the layout that they have everywhere (`ComposeSide.factors`): storing is one concatenation, and where
+every head has keys of its own, reading is a view.
 """
 
 import torch
@@ -58,19 +59,10 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     """
     if side is None:
         return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
-    key_value_heads = states.shape[1]
-    blocks = [states]
-    for weights in side:
-        if weights is None:
-            continue
-        weights = weights.unflatten(-2, (key_value_heads, -1))  # (batch, [rank,] key/value heads, served heads, key)
-        if weights.dim() == 5:
-            weights = weights.transpose(1, 2).flatten(2, 3)  # (batch, key/value heads, rank x served heads, key)
-        blocks.append(weights.transpose(2, 3).to(states.dtype))
-    extra = sum(block.shape[-1] for block in blocks[1:])
-    padding = max(-extra % CACHE_ROW_ALIGNMENT, width - states.shape[-1] - extra)
-    blocks.append(states.new_zeros(*states.shape[:-1], padding))
-    return torch.cat(blocks, dim=-1)
+    extra = _join_served_heads(side.factors, states.shape[1]).to(states.dtype)
+    channels = states.shape[-1] + extra.shape[-1]
+    padding = max(-extra.shape[-1] % CACHE_ROW_ALIGNMENT, width - channels)
+    return torch.cat((states, extra, states.new_zeros(*states.shape[:-1], padding)), dim=-1)
 
 
 def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
@@ -88,18 +80,21 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
     """
     if like is None:
         return packed[..., :channels], None
-    key_value_heads = packed.shape[1]
-    served = heads // key_value_heads
-    fields, position = [], channels
-    for weights in like:
-        if weights is None:
-            fields.append(None)
-            continue
-        rank = weights.shape[1] if weights.dim() == 4 else 1
-        block = packed[..., position : position + rank * served].transpose(
-            2, 3
-        )  # (batch, kv heads, rank x served, key)
-        position += rank * served
-        block = block.unflatten(2, (rank, served)).transpose(1, 2).flatten(2, 3)  # (batch, rank, heads, key)
-        fields.append(block if weights.dim() == 4 else block.squeeze(1))
-    return packed[..., :channels], ComposeSide(*fields)
+    served = heads // packed.shape[1]
+    stop = channels + served * like.factors.shape[-1]
+    return packed[..., :channels], ComposeSide(factors=_part_served_heads(packed[..., channels:stop], served))
+
+
+def _join_served_heads(rows: Tensor, key_value_heads: int) -> Tensor:
+    """(batch, heads, key, channels) -> (batch, key/value heads, key, served heads x channels)."""
+    batch, heads, keys, channels = rows.shape
+    if heads == key_value_heads:
+        return rows
+    return rows.reshape(batch, key_value_heads, -1, keys, channels).transpose(2, 3).flatten(3)
+
+
+def _part_served_heads(rows: Tensor, served: int) -> Tensor:
+    """Undo `_join_served_heads`; a view where every head has keys of its own."""
+    if served == 1:
+        return rows
+    return rows.view(*rows.shape[:3], served, -1).transpose(2, 3).flatten(1, 2)

@@ -75,15 +75,15 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     """
     if weights is None:
         return attention
-    low_rank = low_rank_of_one_query if attention.shape[2] == 1 else low_rank_of_queries
-    a = attention.unflatten(1, (weights.groups, -1))  # (batch, group, head, query, key)
-    w_q, w_k = (_of_groups(side, weights.groups) for side in (weights.query, weights.key))
+    a = _of_groups(attention, weights.groups)  # (batch, group, head, query, key)
+    w_q1, w_q2, w_qg = (_of_groups(w, weights.groups) for w in _parts(weights.query))
+    w_k1, w_k2, w_kg = (_of_groups(w, weights.groups) for w in _parts(weights.key))
     terms = [
         static_term(a, weights.static),  # A W_b
-        low_rank(a, w_q.w1, w_q.w2, "query"),  # (A W_q1) W_q2
-        gate_term(a, w_q.gate, "query"),  # A * W_qg
-        low_rank(a, w_k.w1, w_k.w2, "key"),  # (A W_k1) W_k2
-        gate_term(a, w_k.gate, "key"),  # A * W_kg
+        query_low_rank_term(a, w_q1, w_q2),  # (A W_q1) W_q2
+        query_gate_term(a, w_qg),  # A * W_qg
+        key_low_rank_term(a, w_k1, w_k2),  # (A W_k1) W_k2
+        key_gate_term(a, w_kg),  # A * W_kg
     ]
     composed = a
     for term in terms:
@@ -92,40 +92,41 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     return composed.flatten(1, 2)
 
 
-def _of_groups(side: ComposeSide | None, groups: int) -> ComposeSide:
-    """w1 and w2 as (batch, rank, group, head, length), the gate as (batch, group, head, length)."""
-    if side is None:
-        return ComposeSide()
-    return ComposeSide(*(None if w is None else w.unflatten(-2, (groups, -1)) for w in side))
+def _parts(side: ComposeSide | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if side is None else (side.w1, side.w2, side.gate)
+
+
+def _of_groups(tensor: Tensor | None, groups: int) -> Tensor | None:
+    """(batch, heads, ...) -> (batch, group, head of the group, ...)."""
+    if tensor is None:
+        return None
+    return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
 
 
 def static_term(a: Tensor, static: Tensor | None) -> Tensor | None:
     return None if static is None else torch.einsum("bgmts,gmn->bgnts", a, static)
 
 
-def gate_term(a: Tensor, gate: Tensor | None, side: str) -> Tensor | None:
-    return None if gate is None else a * gate.unsqueeze(-1 if side == "query" else -2)
+def query_gate_term(a: Tensor, gate: Tensor | None) -> Tensor | None:
+    return None if gate is None else torch.einsum("bgmts,bgmt->bgmts", a, gate)
 
 
-def low_rank_of_queries(a: Tensor, w1: Tensor | None, w2: Tensor | None, side: str) -> Tensor | None:
-    """The map of low rank of the queries' or the keys' side."""
+def key_gate_term(a: Tensor, gate: Tensor | None) -> Tensor | None:
+    return None if gate is None else torch.einsum("bgmts,bgms->bgmts", a, gate)
+
+
+def query_low_rank_term(a: Tensor, w1: Tensor | None, w2: Tensor | None) -> Tensor | None:
     if w1 is None:
         return None
-    if side == "query":
-        maps = torch.einsum("bgmts,brgmt->bgrts", a, w1)
-        return torch.einsum("bgrts,brgnt->bgnts", maps, w2)
-    maps = torch.einsum("bgmts,brgms->bgrts", a, w1)
-    return torch.einsum("bgrts,brgns->bgnts", maps, w2)
+    maps = torch.einsum("bgmts,bgmtr->bgrts", a, w1)
+    return torch.einsum("bgrts,bgntr->bgnts", maps, w2)
 
 
-def low_rank_of_one_query(a: Tensor, w1: Tensor | None, w2: Tensor | None, side: str) -> Tensor | None:
-    """As `low_rank_of_queries`, in sums of products: einsum would multiply one tiny matrix per key."""
+def key_low_rank_term(a: Tensor, w1: Tensor | None, w2: Tensor | None) -> Tensor | None:
     if w1 is None:
         return None
-    w1, w2 = (w.transpose(1, 2).unsqueeze(-1 if side == "query" else -2) for w in (w1, w2))
-    # (batch, group, rank, head, query, key), one of the last two of length 1
-    maps = (a.unsqueeze(2) * w1).sum(3)
-    return (maps.unsqueeze(3) * w2).sum(2)
+    maps = torch.einsum("bgmts,bgmsr->bgrts", a, w1)
+    return torch.einsum("bgrts,bgnsr->bgnts", maps, w2)
 
 
 def attend_block(
@@ -141,17 +142,8 @@ def attend_block(
     dropout: float = 0.0,
 ) -> Tensor:
     """Appendix D, lines 43 to 48, for one block of queries and keys."""
-    output_dtype = query.dtype
-    query_key_dtype = torch.promote_types(query.dtype, key.dtype)
-    query, key = query.to(query_key_dtype), key.to(query_key_dtype)
-    dtype = compute_dtype(query, key)
-    # A power of two scales the query exactly, and before the product, which could leave the range of float16.
-    power_of_two = 2.0 ** (math.frexp(scaling)[1] - 1)
-    # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
-    key_value_heads = key.shape[1]
-    grouped_query = (query * power_of_two).unflatten(1, (key_value_heads, -1)).flatten(2, 3)
-    scores = grouped_query.matmul(key.transpose(-1, -2)).to(dtype) * (scaling / power_of_two)
-    scores = scores.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, key)
+    scores = scaled_scores(query, key, scaling)
+    dtype = scores.dtype
     scores = compose(scores, _to_dtype(pre, dtype))
     if bias is not None:
         scores = scores + bias.to(dtype)
@@ -161,10 +153,34 @@ def attend_block(
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)  # a query that sees no key at all
     weights = compose(weights, _to_dtype(post, dtype))
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
-    grouped_weights = weights.to(value.dtype).unflatten(1, (key_value_heads, -1)).flatten(2, 3)
-    output = grouped_weights.matmul(value).to(output_dtype)
-    return output.unflatten(2, (-1, query.shape[2])).flatten(1, 2)  # (batch, heads, query, value channels)
+    if dropout > 0.0:
+        weights = torch.nn.functional.dropout(weights, p=dropout)
+    return weighted_values(weights, value, query.dtype)
+
+
+def scaled_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Scores (batch, heads, query, key) in float32, or float64 for float64 inputs; lines 43 and 44 of appendix D."""
+    batch, heads, queries, channels = query.shape
+    dtype = compute_dtype(query, key)
+    query_key_dtype = query.dtype if query.dtype == key.dtype else torch.promote_types(query.dtype, key.dtype)
+    # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
+    query = query.to(query_key_dtype).reshape(batch * key.shape[1], -1, channels)
+    key = key.to(query_key_dtype).reshape(batch * key.shape[1], -1, channels).transpose(1, 2)
+    if query_key_dtype == dtype:
+        scores = torch.baddbmm(query.new_empty(1), query, key, beta=0, alpha=scaling)
+    else:
+        # A power of two scales the query exactly, and before the product, which could leave the range of float16.
+        power_of_two = 2.0 ** (math.frexp(scaling)[1] - 1)
+        scores = torch.bmm(query * power_of_two, key).to(dtype) * (scaling / power_of_two)
+    return scores.view(batch, heads, queries, -1)
+
+
+def weighted_values(weights: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values summed by their weights, (batch, heads, query, value channels); line 48 of appendix D."""
+    batch, heads, queries, keys = weights.shape
+    grouped_weights = weights.to(value.dtype).reshape(batch * value.shape[1], -1, keys)
+    output = torch.bmm(grouped_weights, value.reshape(batch * value.shape[1], keys, -1))
+    return output.to(dtype).view(batch, heads, queries, -1)
 
 
 def _to_dtype(weights: ComposeWeights | None, dtype: torch.dtype) -> ComposeWeights | None:

@@ -28,7 +28,7 @@ _ELEMENTS_PER_CHUNK = 2**22
 
 
 class _Side(NamedTuple):
-    w1: Tensor | None  # (heads, rank, batch, length), contiguous, compute dtype
+    w1: Tensor | None  # (heads, rank, batch, length), compute dtype
     w2: Tensor | None  # (heads, rank, batch, length)
     gate: Tensor | None  # (heads, batch, length); one side's gate also holds the identity, the plain 1 of equation 7
 
@@ -80,36 +80,44 @@ def head_loop_attention(
 
 def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
     """float64 if either is, else float32: what scores, softmax and compositions are computed in."""
-    return torch.promote_types(torch.float32, torch.promote_types(query.dtype, key.dtype))
+    return torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
 
 
 def _flatten(stage) -> list[Tensor | None]:
-    """The seven tensors of a `ComposeWeights`: query w1, w2, gate; key w1, w2, gate; static."""
+    """The tensors of a `ComposeWeights`: the query's factors, the key's, the static map."""
     if stage is None:
-        return [None] * 7
-    sides = [side if side is not None else (None, None, None) for side in (stage.query, stage.key)]
-    return [*sides[0], *sides[1], stage.static]
+        return [None] * 3
+    return [*(None if side is None else side.factors for side in (stage.query, stage.key)), stage.static]
 
 
 def _stage(tensors: tuple, groups: int | None, dtype: torch.dtype) -> _Stage | None:
+    """The three tensors of `_flatten` in this file's layout."""
     if groups is None:
         return None
-
-    def heads_first(tensor):
-        if tensor is None:
-            return None
-        # (batch, rank, heads, length) -> (heads, rank, batch, length); gates lack the rank axis
-        tensor = tensor.transpose(0, -2)
-        return tensor.to(dtype).contiguous()
-
-    *sides, static = tensors
-    sides = [heads_first(tensor) for tensor in sides]
-    query, key = _Side(*sides[:3]), _Side(*sides[3:])
+    query, key = (_heads_first(factors, dtype) for factors in tensors[:2])
     if query.gate is not None:
         query = query._replace(gate=query.gate + 1)
     elif key.gate is not None:
         key = key._replace(gate=key.gate + 1)
-    return _Stage(query, key, None if static is None else static.to(dtype), groups)
+    return _Stage(query, key, None if tensors[2] is None else tensors[2].to(dtype), groups)
+
+
+def _heads_first(factors: Tensor | None, dtype: torch.dtype) -> _Side:
+    """(batch, heads, length, channels) -> w1, w2 (heads, rank, batch, length) and the gate (heads, batch, length)."""
+    if factors is None:
+        return _Side(None, None, None)
+    channels = factors.permute(1, 3, 0, 2).to(dtype).contiguous()  # (heads, channels, batch, length)
+    rank = channels.shape[1] // 2
+    w1, w2 = (channels[:, :rank], channels[:, rank : 2 * rank]) if rank > 0 else (None, None)
+    return _Side(w1, w2, channels[:, -1] if channels.shape[1] % 2 == 1 else None)
+
+
+def _positions_first(side: _Side) -> Tensor:
+    """Undo `_heads_first`."""
+    channels = [] if side.w1 is None else [side.w1, side.w2]
+    if side.gate is not None:
+        channels.append(side.gate.unsqueeze(1))
+    return torch.cat(channels, dim=1).permute(2, 0, 3, 1)
 
 
 class _Workspace:
@@ -166,10 +174,10 @@ class _HeadLoop(torch.autograd.Function):
         value_gradient = problem.merge_heads(value_gradient).to(value.dtype)
         weight_gradients = []
         for index, gradients in enumerate(stage_gradients):
-            *sides, static = zip(weights[7 * index : 7 * index + 7], _flatten(gradients))
-            for tensor, gradient in sides:
-                weight_gradients.append(None if tensor is None else gradient.transpose(0, -2).to(tensor.dtype))
-            weight_gradients.append(None if static[0] is None else static[1].to(static[0].dtype))
+            tensors = weights[3 * index : 3 * index + 3]
+            for factors, side in zip(tensors, (None, None) if gradients is None else (gradients.query, gradients.key)):
+                weight_gradients.append(None if factors is None else _positions_first(side).to(factors.dtype))
+            weight_gradients.append(None if tensors[2] is None else gradients.static.to(tensors[2].dtype))
         return query_gradient, key_gradient, value_gradient, None, None, None, None, *weight_gradients
 
 
@@ -185,7 +193,7 @@ class _Problem:
         self.scaling = scaling
         self.visibility = visibility
         self.workspace = _Workspace(self.query)
-        self.stages = [_stage(weights[7 * i : 7 * i + 7], groups[i], self.dtype) for i in range(2)]
+        self.stages = [_stage(weights[3 * i : 3 * i + 3], groups[i], self.dtype) for i in range(2)]
         heads, batch = self.query.shape[:2]
         keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
         # A block spans its own queries beside the window: with a short window, shorter blocks waste less.

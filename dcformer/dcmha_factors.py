@@ -1,27 +1,70 @@
 """The factors of a composition: what the queries' and the keys' side contribute, and whether their shapes fit.
 
-Every implementation of composed attention takes these; none of them is needed by another one for anything else.
+Every implementation of composed attention takes these. There is one layout, that of the cache: every position has, in
+every head, a short row of channels (w1 of each rank, w2 of each rank, the gate), so that `dcmha_cache` appends the rows
+to keys and values in one concatenation, and what it reads back are views.
 """
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
-class ComposeSide(NamedTuple):
+class ComposeSide:
     """
-    What one side, the queries or the keys, contributes to a composition. Any of the three may be None (switched off;
-    `w1` and `w2` together).
+    What one side, the queries or the keys, contributes to a composition: its low-rank map, its gate, or both.
 
     Args:
-        w1 (`Tensor`): (batch, rank, heads, length), heads -> rank; W_q1 or W_k1 of equation 8, normalised over heads.
-        w2 (`Tensor`): (batch, rank, heads, length), rank -> heads; W_q2 or W_k2.
-        gate (`Tensor`): (batch, heads, length); W_qg or W_kg, after tanh.
+        w1 (`Tensor`, *optional*): (batch, heads, length, rank), heads -> rank; W_q1 or W_k1 of equation 8, normalised
+            over heads. Given together with `w2`.
+        w2 (`Tensor`, *optional*): (batch, heads, length, rank), rank -> heads; W_q2 or W_k2.
+        gate (`Tensor`, *optional*): (batch, heads, length); W_qg or W_kg, after tanh.
+        factors (`Tensor`, *optional*): All of it in one tensor instead, (batch, heads, length, channels): w1 of every
+            rank, then w2 of every rank, then the gate if the number of channels is odd.
+
+    Raises:
+        ValueError: if nothing is given, w1 and w2 are not given together, or their shapes do not fit.
     """
 
-    w1: Tensor | None = None
-    w2: Tensor | None = None
-    gate: Tensor | None = None
+    def __init__(
+        self,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+        gate: Tensor | None = None,
+        *,
+        factors: Tensor | None = None,
+    ):
+        if factors is None:
+            factors = _join_parts(w1, w2, gate)
+        elif w1 is not None or w2 is not None or gate is not None:
+            raise ValueError("A ComposeSide takes either factors or the parts w1, w2 and gate, got both.")
+        elif factors.dim() != 4:
+            raise ValueError(f"factors must be (batch, heads, length, channels), got shape {tuple(factors.shape)}.")
+        self.factors = factors
+
+    @property
+    def rank(self) -> int:
+        """Rank of the low-rank map; 0 if there is none."""
+        return self.factors.shape[-1] // 2
+
+    @property
+    def w1(self) -> Tensor | None:
+        """(batch, heads, length, rank)."""
+        return self.factors[..., : self.rank] if self.rank > 0 else None
+
+    @property
+    def w2(self) -> Tensor | None:
+        """(batch, heads, length, rank)."""
+        return self.factors[..., self.rank : 2 * self.rank] if self.rank > 0 else None
+
+    @property
+    def gate(self) -> Tensor | None:
+        """(batch, heads, length)."""
+        return self.factors[..., -1] if self.factors.shape[-1] % 2 == 1 else None
+
+    def __repr__(self) -> str:
+        return f"ComposeSide(factors={tuple(self.factors.shape)}, rank={self.rank}, gate={self.gate is not None})"
 
 
 class ComposeWeights(NamedTuple):
@@ -42,25 +85,47 @@ class ComposeWeights(NamedTuple):
     groups: int = 1
 
 
+def _join_parts(w1: Tensor | None, w2: Tensor | None, gate: Tensor | None) -> Tensor:
+    """(batch, heads, length, channels) from the parts that there are."""
+    if (w1 is None) != (w2 is None):
+        raise ValueError("A ComposeSide needs both w1 and w2, or neither.")
+    if w1 is None and gate is None:
+        raise ValueError(
+            "A ComposeSide needs w1 and w2, a gate, or all three; give None for a side without any."
+        )
+    parts = [] if w1 is None else [w1, w2]
+    if gate is not None:
+        parts.append(gate.unsqueeze(-1))
+    for part, name in zip((w1, w2), ("w1", "w2")):
+        if part is not None and (part.dim() != 4 or part.shape != w1.shape):
+            raise ValueError(
+                f"{name} must be (batch, heads, length, rank), w1 and w2 alike, got w1 {tuple(w1.shape)} and "
+                f"w2 {tuple(w2.shape)}."
+            )
+    if gate is not None and (gate.dim() != 3 or gate.shape != parts[0].shape[:3]):
+        raise ValueError(
+            f"gate must be (batch, heads, length), as w1 without its rank, got {tuple(gate.shape)}"
+            + ("." if w1 is None else f" for w1 {tuple(w1.shape)}.")
+        )
+    return torch.cat(parts, dim=-1)
+
+
 def map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
     """Apply `function(tensor, side)` to every tensor, where side is "query", "key" or "static"."""
     if weights is None:
         return None
-
-    def apply(tensor, side):
-        return None if tensor is None else function(tensor, side)
-
     query, key = (
-        None if side is None else ComposeSide(*(apply(tensor, name) for tensor in side))
+        None if side is None else ComposeSide(factors=function(side.factors, name))
         for side, name in ((weights.query, "query"), (weights.key, "key"))
     )
-    return ComposeWeights(query, key, apply(weights.static, "static"), weights.groups)
+    static = None if weights.static is None else function(weights.static, "static")
+    return ComposeWeights(query, key, static, weights.groups)
 
 
 def slice_factors(weights: ComposeWeights | None, start: int, stop: int, first: int, last: int):
     """The factors of queries start..stop and keys first..last."""
-    ranges = {"query": slice(start, stop), "key": slice(first, last), "static": slice(None)}
-    return map_tensors(weights, lambda tensor, side: tensor[..., ranges[side]])
+    ranges = {"query": slice(start, stop), "key": slice(first, last)}
+    return map_tensors(weights, lambda tensor, side: tensor if side == "static" else tensor[:, :, ranges[side]])
 
 
 def check_arguments(
@@ -93,14 +158,8 @@ def check_arguments(
                 f"{(weights.groups, per_group, per_group)}, got {tuple(weights.static.shape)}."
             )
         for side_name, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
-            if side is None:
-                continue
-            if (side.w1 is None) != (side.w2 is None):
-                raise ValueError(f"{name}.{side_name} needs both w1 and w2, or neither.")
-            for field, tensor in side._asdict().items():
-                if tensor is None:
-                    continue
-                rank = side.w1.shape[1] if field != "gate" and side.w1.dim() > 1 else 1
-                expected = (batch, heads, length) if field == "gate" else (batch, rank, heads, length)
-                if tensor.shape != expected:
-                    raise ValueError(f"{name}.{side_name}.{field} must be {expected}, got {tuple(tensor.shape)}.")
+            if side is not None and side.factors.shape[:3] != (batch, heads, length):
+                raise ValueError(
+                    f"{name}.{side_name} must hold factors (batch, heads, length, channels) for (batch, heads, length) "
+                    f"= {(batch, heads, length)}, got {tuple(side.factors.shape)}."
+                )

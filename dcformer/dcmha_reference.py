@@ -3,13 +3,13 @@
 It holds the scores of all heads, queries and keys at once, in float32 at least and in float64 for float64 inputs, and
 shares nothing with the fast implementations but the check of its arguments.
 
-Axis letters: b batch, g group, m and n heads of a group, t query, s key, r rank.
+Axis letters: b batch, j and h heads (in and out), t query, s key, l either of them, r rank, d channel.
 """
 
 import torch
 from torch import Tensor
 
-from .dcmha_factors import ComposeWeights
+from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 
 
@@ -43,20 +43,41 @@ def reference_compose(attention: Tensor, weights: ComposeWeights | None) -> Tens
     """Equation 7 on (batch, heads, query, key) scores or weights; every branch reads the un-composed ones."""
     if weights is None:
         return attention
-    a = attention.unflatten(1, (weights.groups, -1))
+    a = attention  # (batch, heads, query, key)
+    weights = map_tensors(weights, lambda tensor, _: tensor.to(a.dtype))
     composed = a.clone()
     if weights.static is not None:
-        composed += torch.einsum("bgmts,gmn->bgnts", a, weights.static.to(a.dtype))
-    for side, position in ((weights.query, "t"), (weights.key, "s")):
-        w1, w2, gate = (None, None, None) if side is None else side
-        if w1 is not None:
-            w1, w2 = (w.to(a.dtype).unflatten(2, (weights.groups, -1)) for w in (w1, w2))
-            maps = torch.einsum("brgmx,brgnx->bgmnx", w1, w2)  # one heads x heads map for every position
-            composed += torch.einsum(f"bgmts,bgmn{position}->bgnts", a, maps)
-        if gate is not None:
-            gate = gate.to(a.dtype).unflatten(1, (weights.groups, -1))
-            composed += torch.einsum(f"bgnts,bgn{position}->bgnts", a, gate)
-    return composed.flatten(1, 2)
+        composed += torch.einsum("bjts,jh->bhts", a, torch.block_diag(*weights.static))  # A W_b
+    if weights.query is not None:
+        composed += torch.einsum("bjts,btjh->bhts", a, position_maps(weights.query, weights.groups))
+    if weights.key is not None:
+        composed += torch.einsum("bjts,bsjh->bhts", a, position_maps(weights.key, weights.groups))
+    return composed
+
+
+def position_maps(side: ComposeSide, groups: int) -> Tensor:
+    """W_1 W_2 + diag(W_g) of every query or key, (batch, length, heads in, heads out); zero between groups."""
+    heads = side.factors.shape[1]
+    maps = side.factors.new_zeros(1, 1, heads, heads)
+    if side.w1 is not None:
+        same_group = torch.block_diag(*maps.new_ones(groups, heads // groups, heads // groups))
+        maps = torch.einsum("bjlr,bhlr->bljh", side.w1, side.w2) * same_group
+    if side.gate is not None:
+        maps = maps + torch.diag_embed(side.gate.transpose(1, 2))
+    return maps
+
+
+def composition_map(weights: ComposeWeights | None, heads: int, batch: int, query: int, key: int) -> Tensor:
+    """The whole map of one query and one key, (heads in, heads out): I + W_b + what either of them contributes."""
+    mixing = torch.eye(heads, dtype=torch.float64)
+    if weights is None:
+        return mixing
+    if weights.static is not None:
+        mixing += torch.block_diag(*weights.static)
+    for side, position in ((weights.query, query), (weights.key, key)):
+        if side is not None:
+            mixing += position_maps(side, weights.groups)[batch, position]
+    return mixing
 
 
 def hidden_pairs(mask: Visibility, device) -> Tensor:

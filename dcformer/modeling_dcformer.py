@@ -30,10 +30,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import ComposeSide, ComposeWeights, checked_implementation, composed_attention_forward
+from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import pack, unpack
 from .dcmha_factors import map_tensors
 from .dcmha_mask import Visibility
+from .dcmha_projection import DCFormerCompose
 from .input_checks import (
     KeySizes,
     check_cache,
@@ -62,10 +63,10 @@ class DCFormerRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
-def rms_normalize(hidden_states: Tensor, eps: float, dim: int = -1) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over one axis, computed in at least float32, returned in the input's dtype."""
+def rms_normalize(hidden_states: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the channels, computed in at least float32, returned in the input's dtype."""
     x = at_least_float32(hidden_states)
-    return (x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + eps)).to(hidden_states.dtype)
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(hidden_states.dtype)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -134,84 +135,25 @@ def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] > 0 else rotated
 
 
-class DCFormerCompose(nn.Module):
-    """
-    Computes, from the attention's input, the weights that compose its heads: equations 5, 6 and 8 and `dw_proj` of
-    appendix D. Each parameter holds four slots (query-wise then key-wise before the softmax, the same after it), used
-    or not, as the authors' checkpoints do.
-
-    Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group, `low_rank_weight`
-    (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group), `static_weight`
-    (2, groups, heads per group, heads per group), pre and post, [in, out].
-    """
-
-    def __init__(self, config: DCFormerConfig):
-        super().__init__()
-        self.rank = config.compose_rank
-        self.groups = config.compose_groups
-        self.norm_eps = config.compose_norm_eps
-        self.act_fn = ACT2FN[config.compose_activation]
-        self.stages = [stage for stage, used in enumerate((config.compose_pre, config.compose_post)) if used]
-        self.sides = [side for side, used in enumerate((config.compose_query, config.compose_key)) if used]
-        self.slots = [2 * stage + side for stage in self.stages for side in self.sides]
-        heads = config.num_attention_heads // self.groups  # per group
-        inner = 2 * self.rank * heads
-        dynamic = len(self.slots) > 0
-        self.hidden_weight = self.low_rank_weight = self.gate_weight = self.static_weight = None
-        if config.compose_low_rank and dynamic:
-            self.hidden_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, 4, inner))
-            self.low_rank_weight = nn.Parameter(torch.empty(self.groups, 4, inner, 2 * self.rank, heads))
-        if config.compose_gate and dynamic:
-            self.gate_weight = nn.Parameter(torch.empty(config.hidden_size, self.groups, 4 * heads))
-        if config.compose_static:
-            self.static_weight = nn.Parameter(torch.empty(2, self.groups, heads, heads))
-
-    def forward(self, hidden_states: Tensor) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """
-        Args:
-            hidden_states (`Tensor`): (batch, length, hidden), what the q, k and v projections read too.
-
-        Returns:
-            The weights before and after the softmax; None for a place that is switched off.
-        """
-        low_rank, gate = {}, {}  # slot -> its weights
-        if self.hidden_weight is not None:
-            low_rank = dict(zip(self.slots, self._low_rank(hidden_states)))
-        if self.gate_weight is not None:
-            gate = dict(zip(self.slots, self._gates(hidden_states)))
-        stages = [None, None]
-        for stage in self.stages:
-            sides = [None, None]
-            for side in self.sides:
-                slot = 2 * stage + side
-                w1, w2 = low_rank.get(slot, (None, None))
-                if w1 is not None or slot in gate:
-                    sides[side] = ComposeSide(w1, w2, gate.get(slot))
-            static = None if self.static_weight is None else self.static_weight[stage]
-            stages[stage] = ComposeWeights(*sides, static, self.groups)
-        return tuple(stages)
-
-    def _low_rank(self, hidden_states: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """w1 and w2 of every slot in use, each (batch, rank, heads, length)."""
-        hidden_weight, low_rank_weight = self.hidden_weight, self.low_rank_weight
-        if len(self.slots) < 4:
-            hidden_weight, low_rank_weight = hidden_weight[:, :, self.slots], low_rank_weight[:, self.slots]
-        hidden = self.act_fn(hidden_states @ hidden_weight.flatten(1))
-        hidden = hidden.unflatten(-1, (-1, hidden_weight.shape[-1]))  # (batch, length, group x slot, K)
-        # Groups and slots as one dimension give the gradient the parameter's strides, which DDP asks for.
-        weights = torch.einsum("btnk,nkrm->nbrmt", hidden, low_rank_weight.flatten(0, 1))
-        weights = weights.unflatten(0, low_rank_weight.shape[:2]).permute(1, 2, 3, 0, 4, 5)
-        w1, w2 = weights.chunk(2, dim=2)  # (slot, batch, rank, group, head, length) each
-        w1 = rms_normalize(w1, self.norm_eps, dim=4)
-        return list(zip(w1.flatten(3, 4).unbind(0), w2.flatten(3, 4).unbind(0)))
-
-    def _gates(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """The gate of every slot in use, each (batch, heads, length)."""
-        gates = (hidden_states @ self.gate_weight.flatten(1)).unflatten(-1, (self.groups, 4, -1))
-        if len(self.slots) < 4:
-            gates = gates[:, :, :, self.slots]
-        gates = torch.tanh(at_least_float32(gates)).to(hidden_states.dtype)
-        return gates.permute(3, 0, 2, 4, 1).flatten(2, 3).unbind(0)
+def make_compose(config: DCFormerConfig) -> DCFormerCompose | None:
+    """What composes the heads of one attention layer, or None if the configuration switches all of it off."""
+    if not config.composes_heads:
+        return None
+    return DCFormerCompose(
+        config.hidden_size,
+        config.num_attention_heads,
+        rank=config.compose_rank,
+        groups=config.compose_groups,
+        activation=config.compose_activation,
+        norm_eps=config.compose_norm_eps,
+        pre=config.compose_pre,
+        post=config.compose_post,
+        query_wise=config.compose_query,
+        key_wise=config.compose_key,
+        low_rank=config.compose_low_rank,
+        gate=config.compose_gate,
+        static=config.compose_static,
+    )
 
 
 def eager_attention_forward(
@@ -259,7 +201,7 @@ class DCFormerAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
-        self.compose = DCFormerCompose(config) if config.composes_heads else None
+        self.compose = make_compose(config)
 
     def forward(
         self,
@@ -333,7 +275,7 @@ def _allocated_widths(cache: Cache, layer_idx: int) -> tuple[int, int]:
 
 def _drop_first_keys(number: int, key: Tensor, value: Tensor, pre, post):
     pre, post = (
-        map_tensors(stage, lambda tensor, side: tensor[..., number:] if side == "key" else tensor)
+        map_tensors(stage, lambda tensor, side: tensor[:, :, number:] if side == "key" else tensor)
         for stage in (pre, post)
     )
     return key[:, :, number:], value[:, :, number:], pre, post
@@ -361,7 +303,7 @@ class DCFormerMLP(nn.Module):
         inner = self.act_fn(inner) if self.gate_proj is None else self.act_fn(self.gate_proj(hidden_states)) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
-            inner = (inner.unflatten(-1, (shares.shape[-1], -1)) * shares.unsqueeze(-1)).flatten(-2)
+            inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
         return self.down_proj(inner)
 
 

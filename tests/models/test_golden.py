@@ -75,7 +75,7 @@ def test_compose_weights_of_the_first_layer(fixtures):
     for stage, prefix in zip(weights, ("pre", "post")):
         for side, letter in ((stage.query, "q"), (stage.key, "k")):
             for field, name in (("w1", f"{letter}w1"), ("w2", f"{letter}w2")):
-                expected = torch.tensor(recorded[f"{prefix}_{name}"])[:, :, 0].permute(0, 2, 3, 1)  # (b, rank, head, t)
+                expected = torch.tensor(recorded[f"{prefix}_{name}"])[:, :, 0].permute(0, 3, 1, 2)  # (b, head, t, rank)
                 torch.testing.assert_close(getattr(side, field), expected, atol=2e-5, rtol=2e-5)
             expected = torch.tensor(recorded[f"{prefix}_{letter}dd"])[:, :, 0].transpose(1, 2)
             torch.testing.assert_close(side.gate, expected, atol=2e-5, rtol=2e-5)

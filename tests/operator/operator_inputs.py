@@ -1,7 +1,7 @@
 """Inputs for the tests of composed attention, the operator entry by entry, and a way to choose its form.
 
-`explicit_attention` follows equations 3 to 8 with one heads x heads map per pair of query and key and an explicit
-list of visible keys; it shares nothing with the package but the shapes.
+`explicit_attention` follows equations 3 to 8 pair by pair of query and key, each with its own heads x heads map and an
+explicit list of visible keys.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dcformer.dcmha import ComposeSide, ComposeWeights, compose, composed_attention, explain_choice
+from dcformer.dcmha_reference import composition_map
 
 
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
@@ -25,15 +26,14 @@ class Inputs(NamedTuple):
     post: ComposeWeights | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor with a name that says where it stands, such as `pre.query.w1`."""
+        """Every tensor with a name that says where it stands, such as `pre.query`."""
         named = {"query": self.query, "key": self.key, "value": self.value}
         for stage_name, stage in (("pre", self.pre), ("post", self.post)):
             if stage is None:
                 continue
             named[f"{stage_name}.static"] = stage.static
             for side_name, side in (("query", stage.query), ("key", stage.key)):
-                for field, tensor in (side or ComposeSide())._asdict().items():
-                    named[f"{stage_name}.{side_name}.{field}"] = tensor
+                named[f"{stage_name}.{side_name}"] = None if side is None else side.factors
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
@@ -45,9 +45,7 @@ class Inputs(NamedTuple):
             if old is None:
                 return None
             query, key = (
-                None
-                if getattr(old, side) is None
-                else ComposeSide(*(new.get(f"{name}.{side}.{field}") for field in ComposeSide._fields))
+                None if getattr(old, side) is None else ComposeSide(factors=new[f"{name}.{side}"])
                 for side in ("query", "key")
             )
             return ComposeWeights(query, key, new.get(f"{name}.static"), old.groups)
@@ -83,7 +81,7 @@ def make_weights(
     for name, length in (("query", queries), ("key", queries if keys is None else keys)):
         w1 = w2 = gate = None
         if f"{name}_low_rank" in branches:
-            w1, w2 = normal(batch, rank, heads, length), heads**-0.5 * normal(batch, rank, heads, length)
+            w1, w2 = normal(batch, heads, length, rank), heads**-0.5 * normal(batch, heads, length, rank)
         if f"{name}_gate" in branches:
             gate = normal(batch, heads, length).tanh()
         sides.append(None if w1 is None and gate is None else ComposeSide(w1, w2, gate))
@@ -124,25 +122,6 @@ def make_inputs(
     )
 
 
-def explicit_map(weights: ComposeWeights | None, heads: int, batch: int, query: int, key: int) -> Tensor:
-    """The map of one pair of query and key, (heads in, heads out), the identity of the residual included."""
-    mixing = torch.eye(heads, dtype=torch.float64)
-    if weights is None:
-        return mixing
-    size = heads // weights.groups
-    same_group = torch.block_diag(*[torch.ones(size, size, dtype=torch.float64)] * weights.groups)
-    if weights.static is not None:
-        mixing += torch.block_diag(*weights.static)
-    for side, position in ((weights.query, query), (weights.key, key)):
-        if side is None:
-            continue
-        if side.w1 is not None:
-            mixing += same_group * (side.w1[batch, :, :, position].T @ side.w2[batch, :, :, position])
-        if side.gate is not None:
-            mixing += side.gate[batch, :, position].diag()
-    return mixing
-
-
 def explicit_compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     """Equation 7 with one explicit map per pair of query and key."""
     composed = torch.empty_like(attention)
@@ -150,7 +129,7 @@ def explicit_compose(attention: Tensor, weights: ComposeWeights | None) -> Tenso
     for b in range(batches):
         for t in range(queries):
             for s in range(keys):
-                composed[b, :, t, s] = attention[b, :, t, s] @ explicit_map(weights, heads, b, t, s)
+                composed[b, :, t, s] = attention[b, :, t, s] @ composition_map(weights, heads, b, t, s)
     return composed
 
 
@@ -309,13 +288,39 @@ SHAPED_CASES = {
 }
 # The head loop takes 16 queries or more, and masks that are the same for all heads.
 VECTORISED_CASES = {
-    "length_1": Case({"queries": 1}),
-    "length_1_of_9_window_5": Case({"queries": 1, "keys": 9}, {"sliding_window": 5}),
+    "length_2_of_9_window_5": Case({"queries": 2, "keys": 9}, {"sliding_window": 5}),
     "length_15": Case({"queries": 15}),
     "boolean_mask_per_head": Case(mask=boolean_mask_per_head),
     "boolean_mask_per_head_chunks_of_7": Case(options={"chunk_size": 7}, mask=boolean_mask_per_head),
     "float_mask_per_head": Case(mask=float_mask_per_head),
     "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=float_mask_per_head),
+}
+ONE_QUERY_CASES = {
+    "one_key": Case({"queries": 1}),
+    "of_9": Case({"queries": 1, "keys": 9}),
+    "of_9_window_5": Case({"queries": 1, "keys": 9}, {"sliding_window": 5}),
+    "left_padding": Case({"queries": 1, "keys": 9}, mask=left_padding),
+    "float_mask": Case({"queries": 1, "keys": 9}, {"is_causal": False}, float_mask),
+    "boolean_mask_per_head": Case({"queries": 1, "keys": 9}, {"is_causal": False}, boolean_mask_per_head),
+    "grouped_query": Case({"queries": 1, "keys": 9, "key_value_heads": 2, "value_channels": 5}),
+    "two_groups_grouped_query": Case({"queries": 1, "keys": 9, "heads": 6, "key_value_heads": 3, "groups": 2}),
+    "rank_4": Case({"queries": 1, "keys": 9, "rank": 4}),
+    "pre_only": Case({"queries": 1, "keys": 9, "post": None}),
+    "post_only": Case({"queries": 1, "keys": 9, "pre": None}),
+    "neither": Case({"queries": 1, "keys": 9, "pre": None, "post": None}),
+    "static_only_two_groups": Case({"queries": 1, "keys": 9, "pre": ("static",), "post": ("static",), "groups": 2}),
+    "low_rank_only": Case(
+        {
+            "queries": 1,
+            "keys": 9,
+            "pre": ("query_low_rank", "key_low_rank"),
+            "post": ("query_low_rank", "key_low_rank"),
+        }
+    ),
+    "query_gate_and_key_gate_apart": Case({"queries": 1, "keys": 9, "pre": ("query_gate",), "post": ("key_gate",)}),
+    "query_wise_before_key_wise_after": Case(
+        {"queries": 1, "keys": 9, "pre": ("query_low_rank", "query_gate"), "post": ("key_low_rank", "key_gate")}
+    ),
 }
 
 

@@ -11,9 +11,11 @@ from operator_inputs import (
     BRANCHES,
     FORMS,
     MASKED_CASES,
+    ONE_QUERY_CASES,
     SHAPED_CASES,
     VECTORISED_CASES,
     Case,
+    Inputs,
     attend,
     boolean_mask,
     boolean_mask_per_head,
@@ -44,6 +46,7 @@ from dcformer.dcmha import (
     implementations,
     register_implementation,
 )
+from dcformer.dcmha_cache import pack, unpack
 from dcformer.dcmha_mask import Visibility
 from dcformer.dcmha_reference import reference_attention, reference_compose
 
@@ -85,7 +88,7 @@ def test_compose_with_some_branches_equals_explicit_maps(branches):
 
 @pytest.mark.parametrize(
     "weights",
-    [None, ComposeWeights(), ComposeWeights(ComposeSide(), ComposeSide(), groups=2)],
+    [None, ComposeWeights(), ComposeWeights(None, None, groups=2)],
     ids=["none", "no_sides", "empty_sides"],
 )
 def test_compose_without_branches_is_the_identity(weights):
@@ -199,6 +202,24 @@ def test_short_or_per_head_problems_take_the_chunked_form_and_equal_the_referenc
     assert_value_and_gradients_equal_the_reference(composed_attention, case)
 
 
+@pytest.mark.parametrize("form", ["one_query", "chunked"])
+@by_name(ONE_QUERY_CASES)
+def test_one_query_equals_the_reference(case, form):
+    assert choice_of(case) == "one_query"
+    assert_value_and_gradients_equal_the_reference(functools.partial(attend, form), case)
+
+
+def test_one_query_over_the_rows_of_a_cache_equals_the_reference():
+    inputs = make_inputs(queries=1, keys=9, channels=8)
+    (key, pre), (value, post) = (
+        unpack(pack(states, stage.key), 8, stage.key, heads=4)
+        for states, stage in ((inputs.key, inputs.pre), (inputs.value, inputs.post))
+    )
+    cached = Inputs(inputs.query, key, value, inputs.pre._replace(key=pre), inputs.post._replace(key=post))
+    assert not cached.key.is_contiguous()
+    assert_close(composed_attention(*cached), composed_attention_reference(*inputs), **EXACT)
+
+
 def test_sixteen_queries_on_a_cpu_take_its_form():
     assert choice_of(Case()) == "cpu"
     assert composed_attention(*make_inputs(queries=16)).isfinite().all()
@@ -249,11 +270,13 @@ def test_a_key_reaches_exactly_the_queries_whose_window_holds_it(is_causal, quer
     def disturbed(tensor):
         """Everything that belongs to key `position` changed: its states and its compose weights."""
         tensor = tensor.clone()
-        tensor[..., position] += 1.0
+        tensor[:, :, position] += 1.0
         return tensor
 
-    pre, post = (stage._replace(key=ComposeSide(*(disturbed(tensor) for tensor in stage.key))) for stage in inputs[3:])
-    changed = inputs._replace(key=disturbed(inputs.key.mT).mT, value=disturbed(inputs.value.mT).mT, pre=pre, post=post)
+    pre, post = (
+        stage._replace(key=ComposeSide(factors=disturbed(stage.key.factors))) for stage in (inputs.pre, inputs.post)
+    )
+    changed = inputs._replace(key=disturbed(inputs.key), value=disturbed(inputs.value), pre=pre, post=post)
     options = {"is_causal": is_causal, "sliding_window": window, "chunk_size": 8}
     difference = (attend(form, *changed, **options) - attend(form, *inputs, **options)).abs().amax((0, 1, 3))
     positions = range(offset, 20)
@@ -479,7 +502,8 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
 def test_the_choice_is_explained():
     short, long = (explain_choice(*make_inputs(queries=queries)) for queries in (4, 20))
     assert short == [
+        ("one_query", "it takes a single query, and there are more"),
         ("cpu", "it pays from 16 queries on, and there are 4"),
         ("chunked", implementations()["chunked"].purpose),
     ]
-    assert [name for name, _ in long] == ["cpu"]
+    assert [name for name, _ in long] == ["one_query", "cpu"]
