@@ -190,7 +190,7 @@ class DCFormerAttention(nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
-        self.is_causal = True
+        self.is_causal = getattr(config, "is_causal", True)
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
         query_size = self.num_heads * self.head_dim
         key_value_size = self.num_key_value_heads * self.head_dim
@@ -562,7 +562,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
             "position_ids": position_ids,
         }
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        return {layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)}
+        masks = {layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)}
+        if self.config.composes_heads and (attention_mask is None or attention_mask.dim() == 2):
+            # These hold zero and the smallest number; as booleans every layer has less to do with them.
+            masks = {layer_type: None if mask is None else mask == 0 for layer_type, mask in masks.items()}
+        return masks
 
 
 def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) -> Tensor | None:

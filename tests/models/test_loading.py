@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, modeling_dcformer
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM
 from dcformer.input_checks import checked_input_ids
 
 
@@ -279,21 +278,18 @@ def test_weights_load_in_the_dtype_asked_for(authors_folder):
     assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(folder).parameters()} == {torch.float32}
 
 
-def test_modules_copied_beside_a_checkpoint_load_as_remote_code(tmp_path):
+def test_a_model_saved_with_its_code_loads_without_the_package(tmp_path, monkeypatch):
     """Transformers copies a modelling file and what it imports relatively; that must be enough without the package."""
     model, folders = tiny_model(), [tmp_path / "ours", tmp_path / "authors"]
+    monkeypatch.setattr(DCFormerConfig, "_auto_class", "AutoConfig")  # what register_for_auto_class sets
+    monkeypatch.setattr(DCFormerForCausalLM, "_auto_class", "AutoModelForCausalLM")
     model.save_pretrained(folders[0])
     save_file(write_authors_folder(folders[1], model), folders[1] / "model.safetensors", metadata={"format": "pt"})
-    for folder in folders:
-        for module in Path(modeling_dcformer.__file__).parent.glob("*.py"):
-            if module.stem != "__init__":
-                shutil.copy(module, folder)
-        values = json.loads((folder / "config.json").read_text())
-        values["auto_map"] = {
-            "AutoConfig": "configuration_dcformer.DCFormerConfig",
-            "AutoModelForCausalLM": "modeling_dcformer.DCFormerForCausalLM",
-        }
-        (folder / "config.json").write_text(json.dumps(values))
+    values = json.loads((folders[1] / "config.json").read_text())
+    values["auto_map"] = json.loads((folders[0] / "config.json").read_text())["auto_map"]
+    (folders[1] / "config.json").write_text(json.dumps(values))
+    for module in folders[0].glob("*.py"):
+        shutil.copy(module, folders[1])
     program = (
         "import sys, torch; from transformers import AutoModelForCausalLM\n"
         f"for folder in {list(map(str, folders))!r}:\n"

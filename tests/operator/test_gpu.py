@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from operator_inputs import make_inputs
 from tiny_models import random_tokens, tiny_model
 
 from dcformer import composed_attention
@@ -55,10 +56,10 @@ def test_an_id_outside_the_embedding_leaves_the_device_usable():
 
 def test_memory_grows_linearly_with_the_length():
     def peak(length):
-        query, key, value = (torch.randn(1, 16, length, 32, device=DEVICE) for _ in range(3))
+        inputs = make_inputs(batch=1, heads=16, queries=length, channels=32).map(lambda x: x.float().to(DEVICE))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        composed_attention(query, key, value, None, None)
+        composed_attention(*inputs)
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(8192) < 2.5 * peak(4096)
