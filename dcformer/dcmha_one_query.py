@@ -92,7 +92,7 @@ def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> tuple[
     if side is None:
         return None, None, None
     factors, (_, _, keys, channels) = side.factors, side.factors.shape
-    if factors.device.type == "cpu" and not torch.compiler.is_compiling():
+    if factors.device.type == "cpu":
         # Reading one channel of every row is slow on CPUs; a product with the identity turns all of them at once.
         factors = torch.mm(_identity(channels, factors.dtype), factors.reshape(-1, channels).t())
         factors = factors.view(channels, -1, heads, keys)
@@ -113,7 +113,11 @@ def _parts(factors: Tensor, channels: int, dim: int) -> tuple[Tensor | None, ...
     return w1 if rank > 0 else None, w2 if rank > 0 else None, gate if channels > 2 * rank else None
 
 
+def _identity(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.eye(size, dtype=dtype) if torch.compiler.is_compiling() else _kept_identity(size, dtype)
+
+
 @functools.cache
 @torch.inference_mode(False)
-def _identity(size: int, dtype: torch.dtype) -> Tensor:
+def _kept_identity(size: int, dtype: torch.dtype) -> Tensor:
     return torch.eye(size, dtype=dtype)
