@@ -32,6 +32,8 @@ _QUERIES_PER_BLOCK = 128
 _ELEMENTS_PER_BLOCK = 2**22
 # Handing less than this to another thread costs more than it saves.
 _ELEMENTS_PER_THREAD = 2**18
+# Products read keys faster with the channels first in memory; as many uses of a key make up for laying it out so.
+_QUERIES_THAT_PAY_FOR_COLUMNS = 512
 
 
 def cpu_attention(
@@ -98,7 +100,7 @@ class _ComposedAttention(torch.autograd.Function):
         dtype = compute_dtype(query, key)
         problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups, dtype)
         output_gradient = problem.split_heads(output_gradient.to(dtype))
-        value_columns = problem.transposed(value.to(dtype), 1.0)
+        value_columns = problem.columns(problem.value)
         query_gradient = query.new_empty(query.shape, dtype=dtype)
         query_sides = [None if stage is None else stage.zeros().query for stage in problem.stages]
 
@@ -147,30 +149,34 @@ class _Problem:
         if matmul_dtype != self.dtype:
             scaling = 2.0 ** (math.frexp(scaling)[1] - 1)
             self.late_scaling = self.scaling / scaling
-        self.query = self.split_heads(query.to(matmul_dtype))
+        self.query = self.split_heads(query.to(matmul_dtype) * scaling)
         self.key, self.value = (x.to(matmul_dtype).flatten(0, 1) for x in (key, value))  # (rows, key, channels)
-        self.scaled_key_columns = self.transposed(key.to(matmul_dtype), scaling)
         self.stages = [
             None if groups[i] is None else Stage.lay_out(weights[7 * i : 7 * i + 7], groups[i], self.dtype)
             for i in range(2)
         ]
         self.matrices = [None if stage is None else stage.matrices(self.queries, self.batch) for stage in self.stages]
         self.band_regions = {}
-        window = visibility.sliding_window
-        keys = min(key.shape[2], window or key.shape[2])
-        longest = _QUERIES_PER_BLOCK if window is None else max(32, min(_QUERIES_PER_BLOCK, window // 4))
-        longest = max(16, min(longest, _ELEMENTS_PER_BLOCK // (self.heads * self.batch * keys)))
-        self.queries_per_block = chunk_size or longest
+        window = visibility.sliding_window or key.shape[2]
+        self.keys_in_sight = min(key.shape[2], window)
+        self.key_columns = self.columns(self.key)
+        per_query = self.heads * self.batch * self.keys_in_sight
+        self.threads = max(1, min(available_threads(), self.queries * per_query // _ELEMENTS_PER_THREAD))
+        longest = max(32, min(_QUERIES_PER_BLOCK, window // 4))
+        if self.threads > 1:  # two blocks for each, a cheap and an expensive one
+            longest = min(longest, math.ceil(self.queries / (2 * self.threads)))
+        self.queries_per_block = chunk_size or max(16, min(longest, _ELEMENTS_PER_BLOCK // per_query))
 
     def split_heads(self, states: Tensor) -> Tensor:
         """(batch, heads, query, channels) -> (batch, key/value heads, heads that share one, query, channels)."""
         return states.unflatten(1, (self.key_value_heads, -1))
 
-    def transposed(self, states: Tensor, factor: float) -> Tensor:
-        """(batch, key/value heads, key, channels) -> (rows, channels, key), times a factor: what products read fast."""
+    def columns(self, states: Tensor) -> Tensor:
+        """(rows, key, channels) as (rows, channels, key), also in memory where enough queries use it."""
+        if min(self.queries, self.keys_in_sight) < _QUERIES_THAT_PAY_FOR_COLUMNS:
+            return states.mT
         # A product with the identity is several times faster than a copy.
-        identity = torch.eye(states.shape[3], dtype=states.dtype) * factor
-        return torch.matmul(identity, states.mT).flatten(0, 1)
+        return torch.matmul(torch.eye(states.shape[2], dtype=states.dtype), states.mT)
 
     def blocks(self) -> list[tuple[int, int, int, int]]:
         """(start, stop) of the queries and (first, last) of the keys they can see, block by block."""
@@ -182,7 +188,7 @@ class _Problem:
         """The blocks, shared out to the threads that pay."""
         blocks = self.blocks()
         costs = [self.batch * self.heads * (stop - start) * (last - first) for start, stop, first, last in blocks]
-        return deal(blocks, costs, max(1, min(available_threads(), sum(costs) // _ELEMENTS_PER_THREAD)))
+        return deal(blocks, costs, self.threads)
 
     def tiles(self, block):
         """(start, stop, first, last) of the tiles of a block, each with only the keys that it can see."""
@@ -208,7 +214,7 @@ class _Problem:
 
     def forward_block(self, block, output: Tensor, workspace: Workspace) -> None:
         start, stop, first, last = block
-        scores = self.products_with_columns(self.query, self.scaled_key_columns, block, workspace, "scores")
+        scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
         composed = scores
         if self.matmul_dtype != self.dtype:
             # Products in 16 bits read rows that follow each other faster.
@@ -270,7 +276,7 @@ class _Problem:
     def backward_block(self, block, output_gradient: Tensor, value_columns: Tensor, gradients, workspace) -> None:
         start, stop, first, last = block
         query_gradient, key_gradient, value_gradient, stage_gradients = gradients
-        scores = self.products_with_columns(self.query, self.scaled_key_columns, block, workspace, "scores")
+        scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
         gradient = self.products_with_columns(output_gradient, value_columns, block, workspace, "gradient")
         composed = workspace.take("composed", *scores.shape, dtype=self.dtype)
         for tile in self.tiles(block):
@@ -284,7 +290,7 @@ class _Problem:
             of_output, of_query = (x[:, :, shared, start:stop] for x in (output_gradient, query_gradient))
             queries = self.query[:, :, shared, start:stop].flatten(0, 1)
             value_gradient[:, keys].baddbmm_(composed[shared].mT, of_output.flatten(0, 1))
-            key_gradient[:, keys].baddbmm_(gradient[shared].mT, queries, alpha=self.scaling)
+            key_gradient[:, keys].baddbmm_(gradient[shared].mT, queries)
             product = torch.bmm(gradient[shared], self.key[:, keys])
             torch.mul(product.unflatten(0, (self.batch, -1)), self.scaling, out=of_query)
 

@@ -110,7 +110,10 @@ class Stage(NamedTuple):
         w1, w2, gate = self.query
         matrices = None
         if w1 is not None:
-            matrices = torch.matmul(w2, w1.mT)
+            pairs = [(w2[..., r, None], w1[..., None, :, r]) for r in range(w1.shape[-1])]
+            matrices = torch.mul(*pairs[0])
+            for pair in pairs[1:]:
+                matrices.addcmul_(*pair)
         elif gate is not None:
             matrices = gate.new_zeros(*gate.shape, gate.shape[-1])
         elif self.static is not None:

@@ -78,6 +78,16 @@ def test_results_do_not_depend_on_the_number_of_partial_sums(groups, count, monk
     assert_close(gradients, expected_gradients, **EXACT)
 
 
+@any_problem
+def test_results_do_not_depend_on_how_keys_and_values_lie_in_memory(options, monkeypatch):
+    inputs = make_inputs(key_value_heads=2)
+    expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
+    monkeypatch.setattr(dcmha_cpu, "_QUERIES_THAT_PAY_FOR_COLUMNS", 1)
+    output, gradients = value_and_gradients(composed_attention, inputs, **options)
+    assert_close(output, expected, **EXACT)
+    assert_close(gradients, expected_gradients, **EXACT)
+
+
 def recorded_ranges(monkeypatch, name: str) -> list[tuple[int, int, int, int]]:
     """What the named method of the problem will yield: (start, stop) of queries, (first, last) of keys."""
     ranges = []
@@ -102,11 +112,11 @@ def test_a_tile_holds_no_more_elements_than_allowed(monkeypatch):
 
 
 def test_long_rows_make_the_blocks_shorter(monkeypatch):
-    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_BLOCK", 4 * 2 * 100 * 32)
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_BLOCK", 4 * 2 * 100 * 20)
     inputs = make_inputs(queries=100)
     blocks = recorded_ranges(monkeypatch, "blocks")
     output = composed_attention(*inputs)
-    assert [stop - start for start, stop, *_ in blocks] == [32, 32, 32, 4]
+    assert [stop - start for start, stop, *_ in blocks] == [20, 20, 20, 20, 20]
     assert_close(output, composed_attention_reference(*inputs), **EXACT)
 
 
@@ -126,6 +136,15 @@ def test_results_do_not_depend_on_how_many_threads_share_the_blocks(groups, opti
     assert [len(given) for given in shares] == [threads, threads]
     assert_close(output, expected, **EXACT)
     assert_close(gradients, expected_gradients, **EXACT)
+
+
+@pytest.mark.parametrize(("threads", "lengths"), [(1, [32, 8]), (2, [16, 16, 8]), (4, [16, 16, 8])], ids=str)
+def test_every_thread_gets_blocks_where_the_queries_allow(threads, lengths, monkeypatch):
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(dcmha_cpu, "available_threads", lambda: threads)
+    blocks = recorded_ranges(monkeypatch, "blocks")
+    composed_attention(*make_inputs(queries=40))
+    assert [stop - start for start, stop, *_ in blocks] == lengths
 
 
 def without_chunks(options: dict) -> dict:
