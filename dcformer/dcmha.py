@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .dcmha_chunked import chunked_attention, compose
-from .dcmha_cpu import head_loop_attention
+from .dcmha_cpu import cpu_attention
 from .dcmha_factors import ComposeSide, ComposeWeights, check_arguments
 from .dcmha_mask import Visibility
 from .dcmha_one_query import one_query_attention
@@ -302,7 +302,7 @@ def _choose(name: str | None, *arguments, **options) -> Implementation:
 
 
 def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: float) -> str | None:
-    """The head loop trades one large operation for many small ones, and writes in place, with its own gradient."""
+    """The form for CPUs is made of Python loops and threads, and writes in place, with its own gradient."""
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}"
     if dropout > 0.0:
@@ -350,7 +350,7 @@ def _reference(*arguments, chunk_size: int | None = None, **options) -> Tensor:
 register_implementation("reference", _reference, purpose="appendix D line by line, for checking")
 register_implementation("chunked", chunked_attention, purpose="any device, any mask, any length", is_automatic=True)
 register_implementation(
-    "cpu", head_loop_attention, _why_not_on_cpu, "blocks of queries on a CPU, with gradients", is_automatic=True
+    "cpu", cpu_attention, _why_not_on_cpu, "blocks of queries on a CPU, with gradients", is_automatic=True
 )
 register_implementation(
     "one_query", one_query_attention, _why_not_for_one_query, "one query over many keys: decoding", is_automatic=True

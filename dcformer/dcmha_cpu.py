@@ -1,66 +1,42 @@
-"""Composed attention for CPUs: chunks of queries, heads mixed in place, gradients in closed form.
+"""Composed attention for CPUs: blocks of queries, tiles that stay in the cache, gradients in closed form.
 
-A composition touches every score of every head a dozen times with almost no arithmetic, so it is bound by memory
-traffic. Here one chunk of queries is scored for all heads into one buffer, and a few heads at a time are mixed in place
-while their scores are in the cache. Nothing of the size of the score matrix outlives a chunk: the backward pass scores
-the chunk again. Peak extra memory is about (heads + 2 rank) x batch x chunk x keys elements forwards and four times
-that backwards.
+A composition touches every score of every head a dozen times with little arithmetic, so it is bound by memory traffic
+and by the number of operations. The scores of a block of queries are one product of matrices for all heads; of them a
+tile of a few queries at a time is composed, passed through the softmax and composed again while it is in the cache
+(equation 7 on a tile, its adjoint and the gradients of its weights are in `dcmha_cpu_compose`); and one product with
+the values ends the block. Blocks are shared out to threads, each with buffers of its own. Nothing of the size of the
+score matrix outlives a block: the backward pass scores and composes it again.
 
-Axis order inside this file: (heads, batch, query, key), heads first so that the scores of some heads are contiguous.
+The scores lie (query, batch, head, key) in memory, so that a tile is contiguous, each query's scores are a matrix
+heads x keys for the products of a composition, and each head's are a matrix queries x keys with long rows for the
+products with keys and values.
 
-The gradients: let C be the linear map of equation 7 and A its input. With d the gradient of C(A), the gradient of A is
-the same map with w1 and w2 swapped (and the static matrix transposed) applied to d, and those of the weights are sums
-over queries or keys of A or d times a rank map: dw1 = sum A (sum_h d w2), dw2 = sum d (sum_h A w1), dgate = sum A d.
+In bfloat16, where the CPU has products of it, those with keys and values are in bfloat16 with scores rounded once, and
+all between them is in float32. The backward pass is in float32 throughout.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .dcmha_cpu_compose import Stage, Tile, Workspace, accumulate_weight_gradients, compose
+from .dcmha_cpu_threads import available_threads, deal, run_shares
 from .dcmha_mask import Visibility
 
 
-# One operation on so many elements keeps both the call overhead and the working set small (measured on 2 cores).
-_ELEMENTS_PER_OPERATION = 2**20
-_ELEMENTS_PER_CHUNK = 2**22
+# Long operations against what fits into the cache beside a second tile and the keys' weights.
+_ELEMENTS_PER_TILE = 2**19
+# Tall blocks make the products of matrices efficient; short ones waste less beside the diagonal or the window.
+_QUERIES_PER_BLOCK = 128
+_ELEMENTS_PER_BLOCK = 2**22
+# Handing less than this to another thread costs more than it saves.
+_ELEMENTS_PER_THREAD = 2**18
+# Products read keys faster with the channels first in memory; as many uses of a key make up for laying it out so.
+_QUERIES_THAT_PAY_FOR_COLUMNS = 512
 
 
-class _Side(NamedTuple):
-    w1: Tensor | None  # (heads, rank, batch, length), compute dtype
-    w2: Tensor | None  # (heads, rank, batch, length)
-    gate: Tensor | None  # (heads, batch, length); one side's gate also holds the identity, the plain 1 of equation 7
-
-
-class _Stage(NamedTuple):
-    """One composition, pre or post."""
-
-    query: _Side
-    key: _Side
-    static: Tensor | None  # (groups, heads per group, heads per group) [in, out]
-    groups: int
-
-    def adjoint(self) -> "_Stage":
-        query, key = (_Side(side.w2, side.w1, side.gate) for side in (self.query, self.key))
-        static = None if self.static is None else self.static.transpose(1, 2)
-        return _Stage(query, key, static, self.groups)
-
-    def chunk(self, start: int, stop: int, first: int, last: int) -> "_Stage":
-        """The weights of one block, with a singleton axis where they do not vary: (..., query, 1) or (..., 1, key)."""
-        query = _Side(*(None if w is None else w[..., start:stop, None] for w in self.query))
-        key = _Side(*(None if w is None else w[..., None, first:last] for w in self.key))
-        return self._replace(query=query, key=key)
-
-    def group(self, group: int, heads: int) -> "_Stage":
-        """The weights of one group's heads."""
-        members = slice(group * heads, (group + 1) * heads)
-        query, key = (_Side(*(None if w is None else w[members] for w in side)) for side in (self.query, self.key))
-        static = None if self.static is None else self.static[group]
-        return _Stage(query, key, static, 1)
-
-
-def head_loop_attention(
+def cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,7 +51,7 @@ def head_loop_attention(
     """As every implementation in the table, without dropout; pre and post are `ComposeWeights` or None."""
     weights = [tensor for stage in (pre, post) for tensor in _flatten(stage)]
     groups = tuple(None if stage is None else stage.groups for stage in (pre, post))
-    return _HeadLoop.apply(query, key, value, scaling, mask, chunk_size, groups, *weights)
+    return _ComposedAttention.apply(query, key, value, scaling, mask, chunk_size, groups, *weights)
 
 
 def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
@@ -84,71 +60,31 @@ def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
 
 
 def _flatten(stage) -> list[Tensor | None]:
-    """The tensors of a `ComposeWeights`: the query's factors, the key's, the static map."""
+    """The tensors of a `ComposeWeights`: the queries' factors, the keys', the static map."""
     if stage is None:
         return [None] * 3
     return [*(None if side is None else side.factors for side in (stage.query, stage.key)), stage.static]
 
 
-def _stage(tensors: tuple, groups: int | None, dtype: torch.dtype) -> _Stage | None:
-    """The three tensors of `_flatten` in this file's layout."""
-    if groups is None:
-        return None
-    query, key = (_heads_first(factors, dtype) for factors in tensors[:2])
-    if query.gate is not None:
-        query = query._replace(gate=query.gate + 1)
-    elif key.gate is not None:
-        key = key._replace(gate=key.gate + 1)
-    return _Stage(query, key, None if tensors[2] is None else tensors[2].to(dtype), groups)
-
-
-def _heads_first(factors: Tensor | None, dtype: torch.dtype) -> _Side:
-    """(batch, heads, length, channels) -> w1, w2 (heads, rank, batch, length) and the gate (heads, batch, length)."""
-    if factors is None:
-        return _Side(None, None, None)
-    channels = factors.permute(1, 3, 0, 2).to(dtype).contiguous()  # (heads, channels, batch, length)
-    rank = channels.shape[1] // 2
-    w1, w2 = (channels[:, :rank], channels[:, rank : 2 * rank]) if rank > 0 else (None, None)
-    return _Side(w1, w2, channels[:, -1] if channels.shape[1] % 2 == 1 else None)
-
-
-def _positions_first(side: _Side) -> Tensor:
-    """Undo `_heads_first`."""
-    channels = [] if side.w1 is None else [side.w1, side.w2]
-    if side.gate is not None:
-        channels.append(side.gate.unsqueeze(1))
-    return torch.cat(channels, dim=1).permute(2, 0, 3, 1)
-
-
-class _Workspace:
-    """Buffers that the chunks of one call take turns in: fresh memory costs as much as a pass over it."""
-
-    def __init__(self, like: Tensor):
-        self.like = like
-        self.buffers = {}
-
-    def take(self, name: str, *shape: int) -> Tensor:
-        """An uninitialised tensor of this shape, valid until the same name is taken again."""
-        size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = self.like.new_empty(size)
-        return self.buffers[name][:size].view(shape)
-
-
-class _HeadLoop(torch.autograd.Function):
+class _ComposedAttention(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
     def forward(ctx, query, key, value, scaling, visibility, chunk_size, groups, *weights):
         ctx.save_for_backward(query, key, value, *weights)
         ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups = scaling, visibility, chunk_size, groups
-        problem = _Problem(query, key, value, weights, scaling, visibility, chunk_size, groups)
-        output = query.new_empty(*query.shape[:3], value.shape[3])
-        for block in problem.blocks():
-            scores = problem.scores(block)
-            problem.composed_weights_(scores, block)
-            first, last = block[2:]
-            mixed = torch.matmul(scores, problem.value[:, :, first:last])  # (heads, batch, query, value channels)
-            output[:, :, block[0] : block[1]] = mixed.transpose(0, 1)
+        dtype = compute_dtype(query, key)
+        if query.dtype == key.dtype == value.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtype = torch.bfloat16
+        problem = _Problem(query, key, value, weights, scaling, visibility, chunk_size, groups, dtype)
+        # As models go on with it: (batch, query, heads, value channels) in memory.
+        output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
+
+        def work(blocks):
+            workspace = Workspace()
+            for block in blocks:
+                problem.forward_block(block, output, workspace)
+
+        run_shares(work, problem.shares())
         return output
 
     @staticmethod
@@ -160,237 +96,244 @@ class _HeadLoop(torch.autograd.Function):
                 "attn_implementation='dcmha_chunked' in a model, or implementation='chunked'."
             )
         query, key, value, *weights = ctx.saved_tensors
-        problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups)
-        output_gradient = output_gradient.to(problem.dtype).transpose(0, 1)  # (heads, batch, query, value channels)
-        query_gradient = torch.zeros_like(problem.query)
-        key_gradient, value_gradient = torch.zeros_like(problem.key), torch.zeros_like(problem.value)
-        stage_gradients = [_zero_gradients(stage) for stage in problem.stages]
-        for block in problem.blocks():
-            problem.backward_block(
-                block, output_gradient, query_gradient, key_gradient, value_gradient, stage_gradients
-            )
-        query_gradient = query_gradient.transpose(0, 1).to(query.dtype)
-        key_gradient = problem.merge_heads(key_gradient).to(key.dtype)
-        value_gradient = problem.merge_heads(value_gradient).to(value.dtype)
-        weight_gradients = []
-        for index, gradients in enumerate(stage_gradients):
-            tensors = weights[3 * index : 3 * index + 3]
-            for factors, side in zip(tensors, (None, None) if gradients is None else (gradients.query, gradients.key)):
-                weight_gradients.append(None if factors is None else _positions_first(side).to(factors.dtype))
-            weight_gradients.append(None if tensors[2] is None else gradients.static.to(tensors[2].dtype))
-        return query_gradient, key_gradient, value_gradient, None, None, None, None, *weight_gradients
+        dtype = compute_dtype(query, key)
+        problem = _Problem(query, key, value, weights, ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups, dtype)
+        output_gradient = problem.split_heads(output_gradient.to(dtype))
+        value_columns = problem.columns(problem.value)
+        query_gradient = query.new_empty(query.shape, dtype=dtype)
+        query_sides = [None if stage is None else stage.zeros().query for stage in problem.stages]
+
+        def work(blocks):
+            workspace = Workspace()
+            key_gradient, value_gradient = (torch.zeros_like(x) for x in (problem.key, problem.value))
+            stages = [None if s is None else s.zeros(side) for s, side in zip(problem.stages, query_sides)]
+            gradients = (problem.split_heads(query_gradient), key_gradient, value_gradient, stages)
+            for block in blocks:
+                problem.backward_block(block, output_gradient, value_columns, gradients, workspace)
+            return key_gradient, value_gradient, stages
+
+        (key_gradient, value_gradient, stages), *others = run_shares(work, problem.shares())
+        for more_key, more_value, more_stages in others:
+            key_gradient += more_key
+            value_gradient += more_value
+            stages = [None if own is None else own.add_(more) for own, more in zip(stages, more_stages)]
+        gradients = [query_gradient, key_gradient.view(key.shape), value_gradient.view(value.shape)]
+        options = [None] * 4  # scaling, visibility, chunk size, groups
+        for stage in stages:
+            gradients.extend([None] * 3 if stage is None else stage.tensors())
+        gradients = [
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, (query, key, value, *weights))
+        ]
+        return *gradients[:3], *options, *gradients[3:]
 
 
 class _Problem:
-    """The inputs of one call in this file's layout, and the steps of one block of it."""
-
-    def __init__(self, query, key, value, weights, scaling, visibility, chunk_size, groups):
-        self.dtype = compute_dtype(query, key)
-        self.shared_heads = query.shape[1] // key.shape[1]
-        self.query = query.transpose(0, 1).to(self.dtype) * scaling  # (heads, batch, query, channels)
-        self.key = self.split_heads(key)
-        self.value = self.split_heads(value)
-        self.scaling = scaling
-        self.visibility = visibility
-        self.workspace = _Workspace(self.query)
-        self.stages = [_stage(weights[3 * i : 3 * i + 3], groups[i], self.dtype) for i in range(2)]
-        heads, batch = self.query.shape[:2]
-        keys = min(key.shape[2], visibility.sliding_window or key.shape[2])
-        # A block spans its own queries beside the window: with a short window, shorter blocks waste less.
-        longest = 96 if visibility.sliding_window is None else max(32, min(96, visibility.sliding_window // 2))
-        self.chunk_size = chunk_size or max(16, min(longest, _ELEMENTS_PER_CHUNK // (heads * batch * keys)))
-
-    def split_heads(self, states: Tensor) -> Tensor:
-        """(batch, key/value heads, key, channels) -> (heads, batch, key, channels)."""
-        states = states.transpose(0, 1).to(self.dtype)
-        return states.repeat_interleave(self.shared_heads, dim=0) if self.shared_heads > 1 else states
-
-    def merge_heads(self, gradient: Tensor) -> Tensor:
-        """The gradient of `split_heads`."""
-        return gradient.unflatten(0, (-1, self.shared_heads)).sum(1).transpose(0, 1)
-
-    def blocks(self):
-        """(start, stop) of the queries and (first, last) of the keys they can see, block by block."""
-        queries = self.query.shape[2]
-        for start in range(0, queries, self.chunk_size):
-            stop = min(start + self.chunk_size, queries)
-            yield start, stop, *self.visibility.key_range(start, stop)
-
-    def scores(self, block) -> Tensor:
-        """(heads, batch, query, key), scaled."""
-        start, stop, first, last = block
-        scores = self.workspace.take("scores", *self.query.shape[:2], stop - start, last - first)
-        return torch.matmul(self.query[:, :, start:stop], self.key[:, :, first:last].transpose(-1, -2), out=scores)
-
-    def composed_weights_(self, scores: Tensor, block) -> None:
-        """Scores to composed weights, in place."""
-        pre, post = self.stages
-        _compose_(scores, pre, block, self.workspace, self.softmax_(block))
-        _compose_(scores, post, block, self.workspace)
-
-    def softmax_(self, block):
-        """An in-place masked softmax for the scores of some heads of this block."""
-        regions = self.visibility.hidden_regions(*block, device=self.query.device)
-        regions = [(columns, hidden.transpose(0, 1) if hidden.dim() == 4 else hidden) for columns, hidden in regions]
-        bias = self.visibility.bias(*block)
-        bias = None if bias is None else bias.transpose(0, 1).to(self.dtype)
-        every_query_sees_a_key = self.visibility.band_only
-        lowest = torch.finfo(self.dtype).min
-
-        def softmax_(scores: Tensor) -> None:
-            if bias is not None:
-                scores.add_(bias)
-            for columns, hidden in regions:
-                scores[..., columns].masked_fill_(hidden, lowest)
-            torch.softmax(scores, dim=-1, out=scores)
-            if not every_query_sees_a_key:
-                for columns, hidden in regions:
-                    scores[..., columns].masked_fill_(hidden, 0.0)
-
-        return softmax_
-
-    def backward_block(self, block, output_gradient, query_gradient, key_gradient, value_gradient, stage_gradients):
-        start, stop, first, last = block
-        pre, post = self.stages
-        pre_gradients, post_gradients = stage_gradients
-        rows, columns = (slice(None), slice(None), slice(start, stop)), (slice(None), slice(None), slice(first, last))
-
-        take = self.workspace.take
-        scores = self.scores(block)
-        weights = take("weights", *scores.shape).copy_(scores)
-        _compose_(weights, pre, block, self.workspace, self.softmax_(block))
-        composed = take("composed", *scores.shape).copy_(weights)
-        _compose_(composed, post, block, self.workspace)
-        value_gradient[columns] += torch.matmul(composed.transpose(-1, -2), output_gradient[rows])
-
-        gradient = take("composed", *scores.shape)
-        torch.matmul(output_gradient[rows], self.value[columns].transpose(-1, -2), out=gradient)
-        _accumulate_weight_gradients(weights, gradient, post, post_gradients, block, self.workspace)
-        _compose_(gradient, None if post is None else post.adjoint(), block, self.workspace)
-        # Softmax: dX = P (dP - sum P dP); hidden keys have P = 0 and get none.
-        gradient -= (weights * gradient).sum(-1, keepdim=True)
-        gradient *= weights
-
-        _accumulate_weight_gradients(scores, gradient, pre, pre_gradients, block, self.workspace)
-        _compose_(gradient, None if pre is None else pre.adjoint(), block, self.workspace)
-        query_gradient[rows] = torch.matmul(gradient, self.key[columns]) * self.scaling
-        key_gradient[columns] += torch.matmul(gradient.transpose(-1, -2), self.query[rows])
-
-
-def _head_blocks(attention: Tensor) -> int:
-    """How many heads to treat in one operation."""
-    return max(1, min(attention.shape[0], _ELEMENTS_PER_OPERATION // attention[0].numel()))
-
-
-def _rank_maps(attention: Tensor, stage: _Stage, workspace: _Workspace, name: str) -> list[Tensor | None]:
     """
-    sum_h attention_h w1_h for the queries' w1 and for the keys', in one sweep over the heads: a head's scores come into
-    the cache once for both.
-
-    Returns:
-        For either side (rank, batch, query, key), or None if it has no w1.
-    """
-    maps, sums = [], []
-    for side_name, side in (("query", stage.query), ("key", stage.key)):
-        side_maps = None
-        if side.w1 is not None:
-            side_maps = workspace.take(f"{name} {side_name}", side.w1.shape[1], *attention.shape[1:])
-            sums.append((side_maps, side.w1.unbind(0)))
-        maps.append(side_maps)
-    for index, scores in enumerate(attention.unbind(0)):
-        for side_maps, w1 in sums:
-            if index == 0:
-                torch.mul(scores, w1[0], out=side_maps)
-            else:
-                side_maps.addcmul_(scores, w1[index])
-    return maps
-
-
-def _compose_(attention: Tensor, stage: _Stage | None, block, workspace: _Workspace, finish=None) -> None:
-    """
-    Equation 7 in place on (heads, batch, query, key).
+    The inputs of one call in this file's layout, and the steps of one block of it.
 
     Args:
-        stage (`_Stage`, *optional*): None leaves the heads as they are.
-        block: (start, stop, first, last) that the attention covers.
-        finish (callable, *optional*): Applied to a few heads at a time as soon as they are composed.
+        matmul_dtype (`torch.dtype`): Of the products with keys and values.
     """
-    if stage is None:
-        if finish is not None:
-            for heads in attention.split(_head_blocks(attention)):
-                finish(heads)
-        return
-    per_group = attention.shape[0] // stage.groups
-    stage = stage.chunk(*block)
-    for group in range(stage.groups):
-        members = attention[group * per_group : (group + 1) * per_group]
-        step = _head_blocks(members)
-        own = stage.group(group, per_group)
-        mixed = None
-        if own.static is not None:
-            mixed = torch.matmul(own.static.t(), members.flatten(1)).view_as(members)
-        spreads = []  # (rank map, what spreads it over these heads, those, ...)
-        for side, maps in zip((own.query, own.key), _rank_maps(members, own, workspace, "input")):
-            if maps is not None:
-                spreads.extend((rank_map, w2.split(step)) for rank_map, w2 in zip(maps.unbind(0), side.w2.unbind(1)))
-        gates = [side.gate.split(step) for side in (own.query, own.key) if side.gate is not None]
-        for index, heads in enumerate(members.split(step)):
-            if len(gates) == 2:
-                gate = workspace.take("gate", *heads.shape)
-                heads.mul_(torch.add(gates[0][index], gates[1][index], out=gate))
-            elif gates:
-                heads.mul_(gates[0][index])
-            for rank_map, w2 in spreads:
-                heads.addcmul_(rank_map, w2[index])
-            if mixed is not None:
-                heads.add_(mixed[index * step : (index + 1) * step])
-            if finish is not None:
-                finish(heads)
+
+    def __init__(self, query, key, value, weights, scaling, visibility, chunk_size, groups, matmul_dtype):
+        self.dtype = compute_dtype(query, key)
+        self.matmul_dtype = matmul_dtype
+        self.batch, self.heads, self.queries = query.shape[:3]
+        self.key_value_heads = key.shape[1]
+        self.scaling = scaling
+        self.visibility = visibility
+        # In 16 bits a power of two scales exactly; the rest follows in the compositions' type.
+        self.late_scaling = 1.0
+        if matmul_dtype != self.dtype:
+            scaling = 2.0 ** (math.frexp(scaling)[1] - 1)
+            self.late_scaling = self.scaling / scaling
+        self.query = self.split_heads(query.to(matmul_dtype) * scaling)
+        self.key, self.value = (x.to(matmul_dtype).flatten(0, 1) for x in (key, value))  # (rows, key, channels)
+        self.stages = [
+            None if groups[i] is None else Stage.lay_out(weights[3 * i : 3 * i + 3], groups[i], self.dtype)
+            for i in range(2)
+        ]
+        self.matrices = [None if stage is None else stage.matrices(self.queries, self.batch) for stage in self.stages]
+        self.band_regions = {}
+        window = visibility.sliding_window or key.shape[2]
+        self.keys_in_sight = min(key.shape[2], window)
+        self.key_columns = self.columns(self.key)
+        per_query = self.heads * self.batch * self.keys_in_sight
+        self.threads = max(1, min(available_threads(), self.queries * per_query // _ELEMENTS_PER_THREAD))
+        longest = max(32, min(_QUERIES_PER_BLOCK, window // 4))
+        if self.threads > 1:  # two blocks for each, a cheap and an expensive one
+            longest = min(longest, math.ceil(self.queries / (2 * self.threads)))
+        self.queries_per_block = chunk_size or max(16, min(longest, _ELEMENTS_PER_BLOCK // per_query))
+
+    def split_heads(self, states: Tensor) -> Tensor:
+        """(batch, heads, query, channels) -> (batch, key/value heads, heads that share one, query, channels)."""
+        return states.unflatten(1, (self.key_value_heads, -1))
+
+    def columns(self, states: Tensor) -> Tensor:
+        """(rows, key, channels) as (rows, channels, key), also in memory where enough queries use it."""
+        if min(self.queries, self.keys_in_sight) < _QUERIES_THAT_PAY_FOR_COLUMNS:
+            return states.mT
+        # A product with the identity is several times faster than a copy.
+        return torch.matmul(torch.eye(states.shape[2], dtype=states.dtype), states.mT)
+
+    def blocks(self) -> list[tuple[int, int, int, int]]:
+        """(start, stop) of the queries and (first, last) of the keys they can see, block by block."""
+        starts = range(0, self.queries, self.queries_per_block)
+        ranges = [(start, min(start + self.queries_per_block, self.queries)) for start in starts]
+        return [(start, stop, *self.visibility.key_range(start, stop)) for start, stop in ranges]
+
+    def shares(self) -> list[list]:
+        """The blocks, shared out to the threads that pay."""
+        blocks = self.blocks()
+        costs = [self.batch * self.heads * (stop - start) * (last - first) for start, stop, first, last in blocks]
+        return deal(blocks, costs, self.threads)
+
+    def tiles(self, block):
+        """(start, stop, first, last) of the tiles of a block, each with only the keys that it can see."""
+        start, stop, first, last = block
+        step = max(1, _ELEMENTS_PER_TILE // (self.batch * self.heads * (last - first)))
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            yield low, high, *self.visibility.key_range(low, high)
+
+    def products_with_columns(self, states: Tensor, columns: Tensor, block, workspace: Workspace, name: str) -> Tensor:
+        """The products of some queries' states with the keys' or values': (query, batch, heads, key)."""
+        start, stop, first, last = block
+        shape = (stop - start, self.batch * self.key_value_heads, self.heads // self.key_value_heads, last - first)
+        products = workspace.take(name, *shape, dtype=columns.dtype)
+        for rows, out in zip(states[..., start:stop, :].unbind(2), products.unbind(2)):
+            torch.bmm(rows.flatten(0, 1), columns[..., first:last], out=out.transpose(0, 1))
+        return products.view(stop - start, self.batch, self.heads, last - first)
+
+    def rows(self, attention: Tensor) -> list[Tensor]:
+        """(query, batch, heads, key) as (rows, query, key) for each of the heads that share a key/value head."""
+        heads = attention.unflatten(2, (self.key_value_heads, -1)).unbind(3)
+        return [head.flatten(1, 2).transpose(0, 1) for head in heads]
+
+    def forward_block(self, block, output: Tensor, workspace: Workspace) -> None:
+        start, stop, first, last = block
+        scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
+        composed = scores
+        if self.matmul_dtype != self.dtype:
+            # Products in 16 bits read rows that follow each other faster.
+            shape = (self.batch, self.heads, stop - start, last - first)
+            composed = workspace.take("composed", *shape, dtype=self.matmul_dtype).permute(2, 0, 1, 3)
+        for tile in self.tiles(block):
+            queries, keys = slice(tile[0] - start, tile[1] - start), slice(tile[2] - first, tile[3] - first)
+            a = scores[queries, ..., keys]
+            if self.matmul_dtype != self.dtype:
+                a = workspace.take("tile", *a.shape, dtype=self.dtype).copy_(a)
+                if self.late_scaling != 1.0:
+                    a *= self.late_scaling
+            other = workspace.take("other tile", *a.shape, dtype=self.dtype)
+            for index, stage in enumerate(self.stages):
+                if stage is not None:
+                    weights = Tile.cut(stage, self.matrices[index], slice(tile[0], tile[1]), slice(tile[2], tile[3]))
+                    compose(stage.heads_in_groups(a), stage.heads_in_groups(other), weights, workspace, "maps")
+                    a, other = other, a
+                if index == 0:
+                    self.softmax_(a, tile)
+            _fill(composed[queries], a, keys)
+        for mixed, head in zip(self.split_heads(output).unbind(2), self.rows(composed)):
+            mixed[..., start:stop, :] = torch.bmm(head, self.value[:, first:last]).unflatten(0, (self.batch, -1))
+
+    def softmax_(self, scores: Tensor, tile) -> None:
+        """The masked softmax of a tile's scores, (query, batch, heads, key), in place."""
+        bias = self.visibility.bias(*tile)
+        if bias is not None:
+            scores += bias.permute(2, 0, 1, 3).to(self.dtype)
+        regions = self.hidden_regions(tile)
+        for columns, hidden in regions:
+            scores[..., columns].masked_fill_(hidden, torch.finfo(self.dtype).min)
+        torch.softmax(scores, dim=-1, out=scores)
+        if not self.visibility.band_only:
+            for _, hidden in regions:
+                if hidden.shape[-1] == scores.shape[-1]:  # some query may see no key at all
+                    scores.masked_fill_(hidden.all(-1, keepdim=True), 0.0)
+
+    def hidden_regions(self, tile) -> list[tuple[slice, Tensor]]:
+        """(columns, what is hidden there: (query, batch or 1, 1, these columns)), for all columns that hide any."""
+        start, stop, first, last = tile
+        band_only = self.visibility.band_only
+        shape = (stop - start, first - start, last - start)  # a band hides the same from all tiles of this
+        if band_only and shape in self.band_regions:
+            return self.band_regions[shape]
+        regions = []
+        for columns, hidden in self.visibility.hidden_regions(*tile, device=self.query.device):
+            hidden = hidden[:, None, None] if hidden.dim() == 2 else hidden.permute(2, 0, 1, 3)
+            if not band_only:
+                # Only in some columns, as a rule: packed sequences hide little of the keys that a tile spans.
+                somewhere = hidden.flatten(0, -2).any(0).nonzero()
+                low, high = (int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) > 0 else (0, 0)
+                columns, hidden = slice(columns.start + low, columns.start + high), hidden[..., low:high]
+            regions.append((columns, hidden))
+        if band_only:
+            self.band_regions[shape] = regions
+        return regions
+
+    def backward_block(self, block, output_gradient: Tensor, value_columns: Tensor, gradients, workspace) -> None:
+        start, stop, first, last = block
+        query_gradient, key_gradient, value_gradient, stage_gradients = gradients
+        scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
+        gradient = self.products_with_columns(output_gradient, value_columns, block, workspace, "gradient")
+        composed = workspace.take("composed", *scores.shape, dtype=self.dtype)
+        for tile in self.tiles(block):
+            part = (slice(tile[0] - start, tile[1] - start), ..., slice(tile[2] - first, tile[3] - first))
+            self.backward_tile(tile, scores[part], gradient[part], composed[part], stage_gradients, workspace)
+            for whole in (gradient, composed):
+                _fill(whole[part[0]], whole[part], part[2])
+        keys = slice(first, last)
+        composed, gradient = self.rows(composed), self.rows(gradient)
+        for shared in range(self.heads // self.key_value_heads):
+            of_output, of_query = (x[:, :, shared, start:stop] for x in (output_gradient, query_gradient))
+            queries = self.query[:, :, shared, start:stop].flatten(0, 1)
+            value_gradient[:, keys].baddbmm_(composed[shared].mT, of_output.flatten(0, 1))
+            key_gradient[:, keys].baddbmm_(gradient[shared].mT, queries)
+            product = torch.bmm(gradient[shared], self.key[:, keys])
+            torch.mul(product.unflatten(0, (self.batch, -1)), self.scaling, out=of_query)
+
+    def backward_tile(self, tile, scores, gradient, composed, stage_gradients, workspace) -> None:
+        """From scores and the gradient of the composed weights to the composed weights and the scores' gradient."""
+        queries, keys = slice(tile[0], tile[1]), slice(tile[2], tile[3])
+        cuts = [
+            None if stage is None else Tile.cut(stage, matrices, queries, keys)
+            for stage, matrices in zip(self.stages, self.matrices)
+        ]
+
+        def apply(index, a, out, adjoint, name):
+            """`out` = C(a) of one stage or its adjoint, and the maps of it."""
+            stage, cut = self.stages[index], cuts[index]
+            if stage is None:
+                out.copy_(a)
+                return None
+            grouped = (stage.heads_in_groups(x) for x in (a, out))
+            return compose(*grouped, cut.adjoint() if adjoint else cut, workspace, name)
+
+        def accumulate(index, a, d, maps):
+            stage = self.stages[index]
+            if stage is not None:
+                grouped = (stage.heads_in_groups(x) for x in (a, d))
+                accumulate_weight_gradients(stage_gradients[index], stage, *grouped, maps, queries, keys, workspace)
+
+        weights = workspace.take("weights", *scores.shape, dtype=self.dtype)
+        pre_input_maps = apply(0, scores, weights, False, "pre input maps")
+        self.softmax_(weights, tile)
+        input_maps = apply(1, weights, composed, False, "input maps")
+        other = workspace.take("other tile", *scores.shape, dtype=self.dtype)
+        gradient_maps = apply(1, gradient, other, True, "gradient maps")
+        accumulate(1, weights, gradient, (input_maps, gradient_maps))
+        # Softmax: dX = P (dP - sum P dP); hidden keys have P = 0 and get none.
+        other -= torch.mul(weights, other, out=gradient).sum(-1, keepdim=True)
+        other *= weights
+        gradient_maps = apply(0, other, gradient, True, "gradient maps")
+        accumulate(0, scores, other, (pre_input_maps, gradient_maps))
 
 
-def _zero_gradients(stage: _Stage | None) -> _Stage | None:
-    if stage is None:
-        return None
-    query, key = (
-        _Side(*(None if w is None else torch.zeros_like(w) for w in side)) for side in (stage.query, stage.key)
-    )
-    return _Stage(query, key, None if stage.static is None else torch.zeros_like(stage.static), stage.groups)
-
-
-def _accumulate_weight_gradients(
-    attention: Tensor, gradient: Tensor, stage: _Stage | None, gradients: _Stage | None, block, workspace: _Workspace
-) -> None:
-    """Add to `gradients` what this block says of the weights of `stage`, whose input and output gradient are given."""
-    if stage is None:
-        return
-    start, stop, first, last = block
-    per_group = attention.shape[0] // stage.groups
-    chunk, adjoint = stage.chunk(*block), stage.adjoint().chunk(*block)
-    for group in range(stage.groups):
-        members = slice(group * per_group, (group + 1) * per_group)
-        a, d = attention[members], gradient[members]
-        own, own_adjoint, own_gradients = (s.group(group, per_group) for s in (chunk, adjoint, gradients))
-        if own.static is not None:
-            own_gradients.static.add_(torch.matmul(a.flatten(1), d.flatten(1).t()))
-        input_maps = _rank_maps(a, own, workspace, "input")
-        gradient_maps = _rank_maps(d, own_adjoint, workspace, "gradient")
-        # The queries' weights vary with the query alone, so the keys are summed out, and the other way round.
-        sides = (
-            (own_gradients.query, input_maps[0], gradient_maps[0], slice(start, stop), -1),
-            (own_gradients.key, input_maps[1], gradient_maps[1], slice(first, last), -2),
-        )
-        step = _head_blocks(a)
-        for low in range(0, per_group, step):
-            part = slice(low, low + step)
-            product = workspace.take("gate", *a[part].shape)
-            for side, side_input, side_gradient, positions, summed_axis in sides:
-                for rank in range(0 if side_input is None else side_input.shape[0]):
-                    torch.mul(a[part], side_gradient[rank], out=product)
-                    side.w1[part, rank, :, positions] += product.sum(summed_axis)
-                    torch.mul(d[part], side_input[rank], out=product)
-                    side.w2[part, rank, :, positions] += product.sum(summed_axis)
-            if own.query.gate is not None or own.key.gate is not None:
-                torch.mul(a[part], d[part], out=product)
-            for side, _, _, positions, summed_axis in sides:
-                if side.gate is not None:
-                    side.gate[part, :, positions] += product.sum(summed_axis)
+def _fill(whole: Tensor, part: Tensor, keys: slice) -> None:
+    """Put a tile's part of the keys, unless it is there already, among zeros for all others."""
+    target = whole[..., keys]
+    if part.data_ptr() != target.data_ptr():
+        target.copy_(part)
+    whole[..., : keys.start].zero_()
+    whole[..., keys.stop :].zero_()

@@ -1,4 +1,4 @@
-"""The head loop's buffers, steps, gradients and precision, and what composed attention costs in memory and work."""
+"""The CPU form's buffers, tiles, threads, gradients and precision, and what composed attention costs."""
 
 import functools
 import weakref
@@ -12,14 +12,16 @@ from operator_inputs import (
     boolean_mask,
     left_padding,
     make_inputs,
+    sixteen_bit_attention,
     value_and_gradients,
+    visible_keys,
 )
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcformer import dcmha_cpu
-from dcformer.dcmha import composed_attention, composed_attention_reference
+from dcformer import dcmha_cpu, dcmha_cpu_compose
+from dcformer.dcmha import Visibility, composed_attention, composed_attention_reference
 
 
 # float64 against float64, as in test_dcmha.
@@ -40,51 +42,113 @@ any_groups = pytest.mark.parametrize("groups", [1, 2], ids="{}_groups".format)
 def test_results_do_not_depend_on_what_the_buffers_held(groups, options, monkeypatch):
     inputs = make_inputs(groups=groups)
     expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
-    take = dcmha_cpu._Workspace.take
+    take = dcmha_cpu.Workspace.take
 
-    def poisoned_take(workspace, name, *shape):
-        take(workspace, name, *shape)
+    def poisoned_take(workspace, name, *shape, dtype):
+        take(workspace, name, *shape, dtype=dtype)
         workspace.buffers[name].fill_(torch.nan)
-        return take(workspace, name, *shape)
+        return take(workspace, name, *shape, dtype=dtype)
 
-    monkeypatch.setattr(dcmha_cpu._Workspace, "take", poisoned_take)
+    monkeypatch.setattr(dcmha_cpu.Workspace, "take", poisoned_take)
     output, gradients = value_and_gradients(composed_attention, inputs, **options)
     assert torch.equal(output, expected)
     assert all(torch.equal(gradients[name], expected_gradients[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 2, 3], ids="{}_heads_at_once".format)
+@pytest.mark.parametrize("queries", [1, 3, 4], ids="{}_queries_a_tile".format)
 @any_problem
 @any_groups
-def test_results_do_not_depend_on_how_many_heads_one_operation_treats(groups, options, heads_at_once, monkeypatch):
+def test_results_do_not_depend_on_how_many_queries_a_tile_holds(groups, options, queries, monkeypatch):
     inputs = make_inputs(heads=8, key_value_heads=2, groups=groups)
     expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
-    monkeypatch.setattr(dcmha_cpu, "_head_blocks", lambda attention: heads_at_once)
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_TILE", queries * 2 * 8 * 20)
     output, gradients = value_and_gradients(composed_attention, inputs, **options)
     assert_close(output, expected, **EXACT)
     assert_close(gradients, expected_gradients, **EXACT)
 
 
-def test_an_operation_treats_no_more_elements_than_allowed(monkeypatch):
-    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_OPERATION", 3 * 2 * 20 * 20)
-    attention = torch.empty(8, 2, 20, 20)
-    assert [dcmha_cpu._head_blocks(part) for part in (attention, attention[:2])] == [3, 2]
+@pytest.mark.parametrize("count", [1, 2, 3], ids="{}_partial_sums".format)
+@any_groups
+def test_results_do_not_depend_on_the_number_of_partial_sums(groups, count, monkeypatch):
+    inputs = make_inputs(heads=6, groups=groups)
+    expected, expected_gradients = value_and_gradients(composed_attention, inputs)
+    monkeypatch.setattr(dcmha_cpu_compose, "_PARTIAL_SUMS", count)
+    output, gradients = value_and_gradients(composed_attention, inputs)
+    assert_close(output, expected, **EXACT)
+    assert_close(gradients, expected_gradients, **EXACT)
 
 
-def test_long_rows_make_the_chunks_shorter(monkeypatch):
-    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_CHUNK", 4 * 2 * 100 * 32)
+@any_problem
+def test_results_do_not_depend_on_how_keys_and_values_lie_in_memory(options, monkeypatch):
+    inputs = make_inputs(key_value_heads=2)
+    expected, expected_gradients = value_and_gradients(composed_attention, inputs, **options)
+    monkeypatch.setattr(dcmha_cpu, "_QUERIES_THAT_PAY_FOR_COLUMNS", 1)
+    output, gradients = value_and_gradients(composed_attention, inputs, **options)
+    assert_close(output, expected, **EXACT)
+    assert_close(gradients, expected_gradients, **EXACT)
+
+
+def recorded_ranges(monkeypatch, name: str) -> list[tuple[int, int, int, int]]:
+    """What the named method of the problem will yield: (start, stop) of queries, (first, last) of keys."""
+    ranges = []
+    method = getattr(dcmha_cpu._Problem, name)
+
+    def recorded(problem, *arguments):
+        found = list(method(problem, *arguments))
+        ranges.extend(found)
+        return found
+
+    monkeypatch.setattr(dcmha_cpu._Problem, name, recorded)
+    return ranges
+
+
+def test_a_tile_holds_no_more_elements_than_allowed(monkeypatch):
+    allowed = 1000
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_TILE", allowed)
+    tiles = recorded_ranges(monkeypatch, "tiles")
+    composed_attention(*make_inputs(batch=2, heads=4, queries=20))
+    assert [(start, stop) for start, stop, *_ in tiles] == [(0, 6), (6, 12), (12, 18), (18, 20)]
+    assert all(2 * 4 * (stop - start) * (last - first) <= allowed for start, stop, first, last in tiles)
+
+
+def test_long_rows_make_the_blocks_shorter(monkeypatch):
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_BLOCK", 4 * 2 * 100 * 20)
     inputs = make_inputs(queries=100)
-    lengths = []
-    scores = dcmha_cpu._Problem.scores
-
-    def recorded_scores(problem, block):
-        lengths.append(block[1] - block[0])
-        return scores(problem, block)
-
-    monkeypatch.setattr(dcmha_cpu._Problem, "scores", recorded_scores)
+    blocks = recorded_ranges(monkeypatch, "blocks")
     output = composed_attention(*inputs)
-    assert lengths == [32, 32, 32, 4]
+    assert [stop - start for start, stop, *_ in blocks] == [20, 20, 20, 20, 20]
     assert_close(output, composed_attention_reference(*inputs), **EXACT)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], ids="{}_threads".format)
+@any_problem
+@any_groups
+def test_results_do_not_depend_on_how_many_threads_share_the_blocks(groups, options, threads, monkeypatch):
+    inputs = make_inputs(queries=40, groups=groups) if "attention_mask" not in options else make_inputs(groups=groups)
+    options = {**options, "chunk_size": 6}
+    expected, expected_gradients = value_and_gradients(composed_attention_reference, inputs, **without_chunks(options))
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(dcmha_cpu, "available_threads", lambda: threads)
+    shares = []
+    run_shares = dcmha_cpu.run_shares
+    monkeypatch.setattr(dcmha_cpu, "run_shares", lambda work, given: shares.append(given) or run_shares(work, given))
+    output, gradients = value_and_gradients(composed_attention, inputs, **options)
+    assert [len(given) for given in shares] == [threads, threads]
+    assert_close(output, expected, **EXACT)
+    assert_close(gradients, expected_gradients, **EXACT)
+
+
+@pytest.mark.parametrize(("threads", "lengths"), [(1, [32, 8]), (2, [16, 16, 8]), (4, [16, 16, 8])], ids=str)
+def test_every_thread_gets_blocks_where_the_queries_allow(threads, lengths, monkeypatch):
+    monkeypatch.setattr(dcmha_cpu, "_ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(dcmha_cpu, "available_threads", lambda: threads)
+    blocks = recorded_ranges(monkeypatch, "blocks")
+    composed_attention(*make_inputs(queries=40))
+    assert [stop - start for start, stop, *_ in blocks] == lengths
+
+
+def without_chunks(options: dict) -> dict:
+    return {name: value for name, value in options.items() if name != "chunk_size"}
 
 
 GRADCHECKS = {
@@ -92,7 +156,7 @@ GRADCHECKS = {
     "vectorised_recomputed_in_chunks": ("chunked", {"queries": 3}, {"chunk_size": 2}),
     "vectorised_window": ("chunked", {"queries": 3}, {"sliding_window": 2, "chunk_size": 2}),
     "cpu": ("cpu", {"queries": 16}, {}),
-    "head_loop_in_chunks": ("cpu", {"queries": 17}, {"sliding_window": 5, "chunk_size": 6}),
+    "cpu_in_chunks": ("cpu", {"queries": 17}, {"sliding_window": 5, "chunk_size": 6}),
 }
 
 
@@ -106,7 +170,7 @@ def test_gradients_equal_finite_differences(form, shape, options):
         by_identity = {id(tensor): given[name] for name, tensor in inputs.tensors().items()}
         return attend(form, *inputs.map(lambda tensor: by_identity[id(tensor)]), **options)
 
-    # The fast mode checks one random direction: enough for the head loop's hundreds of inputs.
+    # The fast mode checks one random direction: enough for the CPU form's hundreds of inputs.
     assert torch.autograd.gradcheck(function, tuple(inputs.tensors().values()), fast_mode=form == "cpu")
 
 
@@ -219,3 +283,20 @@ def test_a_window_spares_the_work_of_the_keys_out_of_sight(form):
 def test_the_work_of_a_window_grows_linearly_with_the_length(form):
     short, long = (multiplications(form, length, sliding_window=64) for length in (1024, 2048))
     assert long < 2.2 * short
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_row_spares_the_work_of_other_documents(form):
+    ids = torch.arange(8).repeat_interleave(128)[None]
+    packed = multiplications(form, 1024, attention_mask=Visibility(1024, 1024, sequence_ids=ids), chunk_size=64)
+    assert packed <= 1.3 * 8 * multiplications(form, 128, chunk_size=64)
+
+
+@pytest.mark.parametrize("scaling", [0.25, 0.3], ids="scaling_{}".format)
+def test_bfloat16_error_is_at_most_twice_that_of_plain_eager_attention(scaling):
+    inputs = make_inputs(queries=256, heads=8, channels=32).to(torch.bfloat16)
+    visible = visible_keys(256, 256, is_causal=True, sliding_window=None)
+    scaled = inputs._replace(query=inputs.query * (scaling * 32**0.5))  # what it computes with its own scaling
+    exact = composed_attention_reference(*inputs.to(torch.float64), scaling=scaling)
+    error = (attend("cpu", *inputs, scaling=scaling) - exact).pow(2).mean()
+    assert error <= 4 * (sixteen_bit_attention(scaled, visible) - exact).pow(2).mean()
