@@ -125,7 +125,7 @@ def test_an_existing_destination_is_kept_without_force(run, tmp_path):
 
 
 def test_every_chunk_is_read_once(run, tmp_path, monkeypatch):
-    from dcformer.conversion.leaves import ZarrLeaf
+    from dcformer.conversion.formats.zarr_array import ZarrLeaf
 
     boxes, read = [], ZarrLeaf.read
     monkeypatch.setattr(ZarrLeaf, "read", lambda self, box: boxes.append((self.name, box)) or read(self, box))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..common.json_text import parse_json
-from ..common.quoting import quoted
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .plan import parameter_shapes
-from .weights_folder import count_layers, open_weights
+from ...common.json_text import parse_json
+from ...common.quoting import quoted
+from ...configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..plan import parameter_shapes
+from .transformers_folder import count_layers, open_weights
 
 
 # So many layers are checked against the weights before a configuration is made.

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .plan import listed
-from .stores import Store
+from ..plan import listed
+from ..stores import Store
 
 
 Found = TypeVar("Found")
