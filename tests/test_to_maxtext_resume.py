@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import killable
 import pytest
 from tiny_models import tiny_model
 from typer.testing import CliRunner
@@ -139,14 +137,12 @@ def test_an_interrupted_run_goes_on(source, expected, tmp_path, monkeypatch):
 
 
 def test_a_killed_process(source, expected, tmp_path):
-    script = "import sys; from dcformer.conversion import convert_to_maxtext as c; c(*sys.argv[1:])"
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / "run")]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = killable.start(convert_to_maxtext, source, tmp_path / "run")
     state, deadline = tmp_path / ".run.partial" / "model" / "0" / "state", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and len(list(state.glob("*/0*"))) < 5:
+    while process.is_alive() and time.monotonic() < deadline and len(list(state.glob("*/0*"))) < 5:
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert os.listdir(tmp_path) == [".run.partial"]
     conversion.convert_to_maxtext(source, tmp_path / "run")
     assert contents(tmp_path / "run") == expected

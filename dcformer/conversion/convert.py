@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from .formats.maxtext import plan_maxtext
 from .formats.pax import plan_pax
 from .formats.transformers_folder import local_folder
 from .hash_check import check_run_files, check_while_reading
-from .plan import Origin, Plan, listed, meta_model
+from .plan import Origin, Plan, listed, model_class
 from .report import ConversionReport, tensor_records, write_model_card
 from .report_file import remembered_source
 from .shard_writer import INDEX_FILE, ShardWriter, Written
@@ -179,7 +180,7 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
         _take_special_tokens(plan, tokenizer, tokenizer_path)
     reference_path = options.get("reference_logits")
     reference = None if reference_path is None else load_reference(reference_path, plan.config.vocab_size)
-    plan.config.architectures = [type(meta_model(plan.config)).__name__]
+    plan.config.architectures = [model_class(plan.config).__name__]
     total = sum(leaf.nbytes for leaf in plan.leaves.values())
     advance = options["progress"](total) if "progress" in options else lambda nbytes: None
     workers = options.get("workers") or min(4, os.cpu_count() or 1)
@@ -196,7 +197,7 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
             tensor_records(plan, written),
             plan.ignored,
             {"checksums": f"{len(written)} tensors, read back from the files", "values": _values_words(written)},
-            _versions(),
+            {**_versions()},
             destination=str(target.path),
             source_bytes=total,
             resumed_shards=resumed,
@@ -297,6 +298,7 @@ def _values_words(written: dict[str, Written]) -> str:
     return f"NaN or infinity in {listed(bad)}" if bad else f"{len(written)} tensors, all finite"
 
 
+@functools.cache  # looking them up takes longer than to write a small model
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("dcformer", "torch", "transformers", "safetensors", "tensorstore"):

@@ -121,11 +121,15 @@ def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(values.shape) for name, values in model.state_dict().items() if name not in tied}
 
 
+def model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:
+    """The class of the models of a configuration."""
+    return DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
+
+
 def meta_model(config: DCFormerConfig) -> DCFormerForCausalLM:
     """A model without memory for its weights."""
-    model_class = DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
     with torch.device("meta"):
-        return model_class(config).eval()
+        return model_class(config)(config).eval()
 
 
 def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None = None) -> Plan:
