@@ -41,7 +41,7 @@ class Comparison:
         missing, shapes: Names that only one has; names whose shapes differ.
         tensors: Largest absolute difference of every tensor that is not equal.
         config: Configuration fields that change what is computed and differ.
-        logits: Of the two, on the same tokens; None if they could not be compared.
+        logits: How far the logits are apart on the same tokens; None if they could not be compared.
         note (`str`): Why not.
     """
 

@@ -34,7 +34,7 @@ from .stores import is_remote
 from .verification import LOGIT_TOLERANCE, load_reference, verify_folder
 
 
-# From the number of bytes to read to the function that is told of every part done.
+# Called with the number of bytes to read; returns the function that is called with every part done.
 Progress = Callable[[int], Callable[[int], None]]
 # Sizes that Transformers' function has no unit for.
 _MORE_UNITS = {"": 1, "B": 1, "TB": 10**12}
@@ -57,7 +57,7 @@ class WriteOptions(TypedDict, total=False):
         tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
         force (`bool`, defaults to `False`): Replace a converted model at the destination, which stays until the new one
             is complete; refused if files lie in it that no conversion wrote.
-        progress: From the number of bytes to read to a function that is told of every part done.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
         workers (`int`, *optional*): Number of chunks in flight; together they stay below 512 MiB unless one is larger.
             None: as many as there are cores, at most 4.
     """

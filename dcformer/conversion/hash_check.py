@@ -69,7 +69,7 @@ def verify_hashes(
     Args:
         folder: A converted Transformers folder, a name on the Hub that is one, or the folder that
             [`convert_to_maxtext`] wrote, whose files are checked.
-        progress: From the bytes to read to a function that is told of every part done.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
 
     Returns:
         [`HashCheck`] with everything that differs, is missing, is cut short or is not in the report.

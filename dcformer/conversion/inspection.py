@@ -33,8 +33,8 @@ class Inspection:
         tensors: Every array but the training state, sorted by name.
         optimizer_arrays (`int`): How many arrays of an optimizer there are.
         state_arrays: Names of the step counter and random states.
-        total_parameters (`int`): Of the model if its architecture is known, else the elements of all `tensors`.
-        total_bytes (`int`): Of `tensors`, uncompressed.
+        total_parameters (`int`): Parameters of the model if its architecture is known, else elements of all `tensors`.
+        total_bytes (`int`): Bytes of all `tensors`, uncompressed.
         dtypes: How many `tensors` have each dtype.
         architecture: Configuration values and where each comes from; empty if the model is not known.
         note (`str`): Why it is not.

@@ -30,8 +30,8 @@ class ConversionReport:
         ignored: Source arrays that were not converted, with the reason.
         verification: What was checked after writing, with figures.
         files: The SHA-256 of every file of the folder; null for weights, whose tensors have theirs, and the report.
-        destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): Of this run; not in the
-            file, which is the same however often the run was interrupted.
+        destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): What this
+            run did; not in the file, which is the same however often the run was interrupted.
     """
 
     source: dict[str, Any]

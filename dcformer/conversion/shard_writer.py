@@ -1,4 +1,4 @@
-"""Writing sharded safetensors piece by piece, in any order, with memory for one source chunk, and resuming.
+"""Writing sharded safetensors piece by piece, with memory for one source chunk, and resuming.
 
 The safetensors library writes a file from tensors that are all in memory. Here the header, which is known before any
 data, is written first, the file is allocated, and pieces are copied to where they belong as they are read, in any
@@ -8,6 +8,7 @@ run reuses it after checking the hashes. The words leaf, box and piece are expla
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -315,18 +316,14 @@ class _Budget:
     def __init__(self, total: int):
         self._total, self._taken, self._condition = total, 0, threading.Condition()
 
-    def take(self, amount: int):
-        budget = self
-
-        class Taken:
-            def __enter__(self):
-                with budget._condition:
-                    budget._condition.wait_for(lambda: budget._taken == 0 or budget._taken + amount <= budget._total)
-                    budget._taken += amount
-
-            def __exit__(self, *exception):
-                with budget._condition:
-                    budget._taken -= amount
-                    budget._condition.notify_all()
-
-        return Taken()
+    @contextlib.contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._total)
+            self._taken += amount
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._taken -= amount
+                self._condition.notify_all()

@@ -135,7 +135,7 @@ def convert_to_maxtext(
         verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity.
         force (`bool`): Replace a converted checkpoint at the destination, which stays until the new one is complete;
             refused if files lie in it that no conversion wrote, such as later steps.
-        progress: From the bytes to read to a function that is told of every part done.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
 
     Raises:
         FileNotFoundError, FileExistsError: if the source does not exist, or the destination does without `force`.
@@ -289,7 +289,7 @@ def _write_leaves(
 
     Args:
         log: Grows by a line with every chunk that is on the disk; what it counts already is not written again.
-        done: Told of the bytes of every parameter that is read, or need not be.
+        done: Called with the bytes of every parameter that is read, or need not be.
         only_finite: Refuse NaN and infinity.
     """
 

@@ -73,8 +73,8 @@ def make_config(
     The configuration that values stand for, in the authors' keys or ours.
 
     Args:
-        values: From [`read_values`].
-        path (`Path`): Where they are from, for messages.
+        values: What [`read_values`] returned.
+        path (`Path`): The file that they are from, for messages.
         layers (`int`, *optional*): Layers that the weights have. A configuration with more of them is refused before
             it is made, which for a billion takes long.
         where (`str`): What has these layers, for the message.

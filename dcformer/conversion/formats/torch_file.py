@@ -58,7 +58,7 @@ class TorchFile:
     A file of `torch.save`.
 
     Args:
-        path (`Path`): Where it is.
+        path (`Path`): The file.
 
     Raises:
         ValueError: if its archive is damaged or compressed.
