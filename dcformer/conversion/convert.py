@@ -182,10 +182,11 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
     reference = None if reference_path is None else load_reference(reference_path, plan.config.vocab_size)
     plan.config.architectures = [model_class(plan.config).__name__]
     total = sum(leaf.nbytes for leaf in plan.leaves.values())
-    advance = options["progress"](total) if "progress" in options else lambda nbytes: None
     workers = options.get("workers") or min(4, os.cpu_count() or 1)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
     with target.open(fingerprint, lambda: any(target.progress.glob("*.json"))) as folder:
+        # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
+        advance = options["progress"](total) if "progress" in options else lambda nbytes: None
         writer = ShardWriter(plan, folder, target.progress, shard_bytes, advance, workers, only_finite=verify)
         resumed = writer.resume()
         check_room(target, writer.missing_bytes())
