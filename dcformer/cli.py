@@ -1,6 +1,8 @@
 """The `dcformer` command: converting, inspecting, verifying, training and evaluating checkpoints."""
 
 import contextlib
+import functools
+import inspect
 import json
 import math
 from collections import Counter
@@ -32,27 +34,28 @@ app.command("report")(report_command)
 app.command("tasks")(tasks_command)
 app.command("train")(train_command)
 
-_GO_ON = "Interrupted; finished shards are kept, run the same command to go on."
-_GO_ON_MAXTEXT = "Interrupted; finished chunks are kept, run the same command to go on."
+_GO_ON = "Interrupted; finished shards are kept, run the same command to resume."
+_GO_ON_MAXTEXT = "Interrupted; finished chunks are kept, run the same command to resume."
 _MOST_TENSORS = 20
 _LONGEST_VALUE = 60
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")]
-Destination = Annotated[str, typer.Argument(metavar="DST", help="Folder to create.")]
-Step = Annotated[int | None, typer.Option(help="Step of a run folder; the latest if not given.")]
-TrainConfig = Annotated[str | None, typer.Option(help="Training YAML of a MaxText run.")]
-Config = Annotated[str | None, typer.Option(help="config.json of a PAX checkpoint.")]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to read.")]
+Destination = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
+Step = Annotated[int | None, typer.Option(help="The step to read from a run folder; the latest one if not given.")]
+TrainConfig = Annotated[str | None, typer.Option(help="The training YAML of a MaxText run.")]
+Config = Annotated[str | None, typer.Option(help="The config.json of a PAX checkpoint.")]
 Dtype = Annotated[
-    Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="Of the parameters; keep: as in the source.")
+    Literal["keep", "float32", "bfloat16", "float16"],
+    typer.Option(help="The dtype of the parameters to write; keep: as in the source."),
 ]
-Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")]
-ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file.")]
+Tokenizer = Annotated[str | None, typer.Option(help="A tokenizer folder or tokenizer.json to save with the model.")]
+ShardSize = Annotated[str, typer.Option(help="The largest size of a weights file, such as 4GB or 500MB.")]
 Verify = Annotated[
     bool,
     typer.Option("--verify/--no-verify", help="Refuse NaN and infinity in the weights; check the folder written."),
 ]
-Reference = Annotated[str | None, typer.Option(help=".npz with tokens and logits that the model must reproduce.")]
-Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
+Reference = Annotated[str | None, typer.Option(help="An .npz with tokens and logits that the model must reproduce.")]
+Tolerance = Annotated[float, typer.Option(help="The largest absolute difference allowed from the reference logits.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace a converted model at DST that holds nothing else.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -73,79 +76,98 @@ def _root(
     pass
 
 
+def _options_of_a_folder(
+    tokenizer: Tokenizer = None,
+    max_shard_size: ShardSize = "4GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """The options of every command that writes a Transformers folder."""
+
+
+def _writes_a_folder(command: Callable) -> Callable:
+    """Add these options, which a command takes as keyword arguments, to its own."""
+    own = inspect.signature(command)
+    shared = inspect.signature(_options_of_a_folder).parameters.values()
+    named = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*named, *shared])
+    return command
+
+
 @convert_app.command("maxtext")
+@_writes_a_folder
 def convert_maxtext(
     source: Source,
     destination: Destination,
     step: Step = None,
     train_config: TrainConfig = None,
     dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    max_shard_size: ShardSize = "4GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
+    **options,
 ) -> None:
-    """A MaxText (orbax) checkpoint to a Transformers folder."""
-    _convert("convert_maxtext", **locals())
+    """Convert a MaxText (orbax) checkpoint into a Transformers folder."""
+    _convert("convert_maxtext", source, destination, step=step, train_config=train_config, dtype=dtype, **options)
 
 
 @convert_app.command("pax")
+@_writes_a_folder
 def convert_pax(
     source: Source,
     destination: Destination,
-    config: Annotated[str, typer.Option(help="config.json in the authors' keys or ours.")],
+    config: Annotated[str, typer.Option(help="config.json of the model, in the authors' keys or in ours.")],
     step: Step = None,
     dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    max_shard_size: ShardSize = "4GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
+    **options,
 ) -> None:
-    """PAX weights (.npz, .npy files or zarr arrays) to a Transformers folder."""
-    _convert("convert_pax", **locals())
+    """Convert PAX weights (.npz, .npy files or zarr arrays) into a Transformers folder."""
+    _convert("convert_pax", source, destination, config=config, step=step, dtype=dtype, **options)
 
 
-@convert_app.command("hub")
-def convert_hub(
-    source: Source,
-    destination: Destination,
-    dtype: Dtype = "keep",
-    tokenizer: Tokenizer = None,
-    max_shard_size: ShardSize = "4GB",
-    verify: Verify = True,
-    reference_logits: Reference = None,
-    tolerance: Tolerance = 2e-4,
-    force: Force = False,
-    debug: Debug = False,
-) -> None:
-    """The authors' torch files, or a name on the Hub, to a Transformers folder."""
-    _convert("convert_hub", **locals())
+@convert_app.command("torch")
+@_writes_a_folder
+def convert_torch(source: Source, destination: Destination, dtype: Dtype = "keep", **options) -> None:
+    """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder in our layout."""
+    _convert("convert_torch", source, destination, dtype=dtype, **options)
+
+
+@convert_app.command("hub", hidden=True)
+@functools.wraps(convert_torch)
+def convert_hub(**options) -> None:
+    typer.echo("`dcformer convert hub` is now called `dcformer convert torch`.", err=True)
+    convert_torch(**options)
 
 
 @convert_app.command("to-maxtext")
 def convert_to_maxtext(
     source: Source,
     destination: Destination,
-    step: Annotated[int | None, typer.Option(help="Step number to write; the source's if not given.")] = None,
-    scan_layers: Annotated[bool, typer.Option("--scan-layers/--no-scan-layers", help="Stack the layers.")] = True,
-    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block; the source's if not given.")] = None,
-    param_dtype: Annotated[Literal["keep", "float32", "bfloat16"], typer.Option(help="Of the arrays.")] = "keep",
-    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="One array for query, key and value.")] = False,
-    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="One array for gate and up projection.")] = False,
-    approximate: Annotated[bool, typer.Option("--approximate", help="Allow what MaxText computes otherwise.")] = False,
+    step: Annotated[int | None, typer.Option(help="The step number to write; the source's if not given.")] = None,
+    scan_layers: Annotated[
+        bool,
+        typer.Option("--scan-layers/--no-scan-layers", help="Stack the layers along an axis."),
+    ] = True,
+    layers_per_block: Annotated[
+        int | None, typer.Option(help="Number of layers in a block; the source's if not given.")
+    ] = None,
+    param_dtype: Annotated[
+        Literal["keep", "float32", "bfloat16"],
+        typer.Option(help="The dtype of the arrays to write."),
+    ] = "keep",
+    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False,
+    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up projection.")] = False,
+    approximate: Annotated[
+        bool,
+        typer.Option("--approximate", help="Accept what MaxText computes slightly differently."),
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Refuse NaN and infinity in the weights.")
     ] = True,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """A Transformers folder to a MaxText (orbax) checkpoint."""
+    """Convert a Transformers folder into a MaxText (orbax) checkpoint."""
     options = {name: value for name, value in locals().items() if name not in ("source", "destination", "debug")}
     with one_line_errors(debug, _GO_ON_MAXTEXT), _quiet(), _byte_progress("Converting") as progress:
         from .conversion import convert_to_maxtext as convert
@@ -155,9 +177,9 @@ def convert_to_maxtext(
     _console().print(f"{where}, {_speed(result.source_bytes, result.seconds)}", soft_wrap=True)
 
 
-@app.command()
-def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Any checkpoint.")],
+@app.command("inspect")
+def inspect_command(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint, of any format.")],
     step: Step = None,
     train_config: TrainConfig = None,
     config: Config = None,
@@ -188,7 +210,7 @@ def inspect(
 
 @app.command()
 def verify(
-    a: Annotated[str, typer.Argument(metavar="A", help="Any checkpoint; without B, a converted folder.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format; without B, a converted folder.")],
     b: Annotated[str | None, typer.Argument(metavar="B", help="The checkpoint to compare it with.")] = None,
     train_config: TrainConfig = None,
     config: Config = None,

@@ -81,7 +81,8 @@ class Stage(NamedTuple):
         """
         query = key = Side(None, None, None)
         if tensors[0] is not None:
-            query = Side.of_channels(_in_groups(tensors[0], groups).permute(3, 0, 1, 2, 4).to(dtype).contiguous(), -1)
+            factors = _in_groups(tensors[0], groups).permute(3, 0, 1, 2, 4)  # (query, batch, group, head, channel)
+            query = Side.of_channels(factors.to(dtype).contiguous(), -1)
         if tensors[1] is not None:
             key = Side.of_channels(
                 _in_groups(tensors[1], groups).permute(4, 0, 1, 2, 3).to(dtype).contiguous()[None], 1

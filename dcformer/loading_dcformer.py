@@ -140,7 +140,7 @@ def _check_split_projections(path, unexpected_keys) -> None:
     if split:
         raise ValueError(
             f"{str(path)!r} holds split query, key and value projections ({_and_others(split)}); write it in our "
-            "layout with `dcformer convert hub SRC DST` and load DST."
+            "layout with `dcformer convert torch SRC DST` and load DST."
         )
 
 

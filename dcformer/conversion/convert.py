@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -12,17 +14,19 @@ from collections.abc import Callable
 from decimal import Decimal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypedDict
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import convert_file_size_to_int
+from typing_extensions import Unpack
 
-from ..configuration_dcformer import DCFormerConfig
 from .destination import Destination, with_number
+from .formats.authors_torch import plan_torch
+from .formats.maxtext import plan_maxtext
+from .formats.pax import plan_pax
+from .formats.transformers_folder import local_folder
 from .hash_check import check_run_files, check_while_reading
-from .hub import local_folder, plan_hub
-from .maxtext import plan_maxtext
-from .maxtext_architecture import TrainConfig
-from .pax import plan_pax
-from .plan import Origin, Plan, listed, meta_model
+from .plan import Origin, Plan, listed, model_class
 from .report import ConversionReport, tensor_records, write_model_card
 from .report_file import remembered_source
 from .shard_writer import INDEX_FILE, ShardWriter, Written
@@ -30,17 +34,42 @@ from .stores import is_remote
 from .verification import LOGIT_TOLERANCE, load_reference, verify_folder
 
 
-# From the number of bytes to read to the function that is told of every part done.
+# Called with the number of bytes to read; returns the function that is called with every part done.
 Progress = Callable[[int], Callable[[int], None]]
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Sizes that Transformers' function has no unit for.
+_MORE_UNITS = {"": 1, "B": 1, "TB": 10**12}
 # Room that everything but the weights needs.
 _SMALL_FILES_BYTES = 32 * 2**20
 # More than any disk holds.
 _LARGEST_SIZE = 2**62
 
 
-def _no_progress(total: int) -> Callable[[int], None]:
-    return lambda nbytes: None
+class WriteOptions(TypedDict, total=False):
+    """
+    Options of every conversion to a Transformers folder.
+
+    Args:
+        max_shard_size (`str` or `int`, defaults to `"4GB"`): Largest size of a weights file.
+        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
+        verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity, check names and shapes, and run a
+            short forward, one weight at a time.
+        reference_logits (*optional*): `.npz` with `tokens` and `logits`, which the model must reproduce in float32.
+        tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
+        force (`bool`, defaults to `False`): Replace a converted model at the destination, which stays until the new one
+            is complete; refused if files lie in it that no conversion wrote.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
+        workers (`int`, *optional*): Number of chunks in flight; together they stay below 512 MiB unless one is larger.
+            None: as many as there are cores, at most 4.
+    """
+
+    max_shard_size: str | int
+    tokenizer: str | os.PathLike | None
+    verify: bool
+    reference_logits: str | os.PathLike | None
+    tolerance: float
+    force: bool
+    progress: Progress
+    workers: int | None
 
 
 def convert_maxtext(
@@ -50,7 +79,7 @@ def convert_maxtext(
     step: int | None = None,
     train_config: str | os.PathLike | None = None,
     dtype: str = "keep",
-    **options,
+    **options: Unpack[WriteOptions],
 ) -> ConversionReport:
     """
     Convert a checkpoint of the authors' MaxText fork (orbax) into a Transformers folder.
@@ -61,7 +90,7 @@ def convert_maxtext(
         step (`int`, *optional*): Step of a run folder. None: the latest.
         train_config (*optional*): The run's training YAML, for windows, epsilon and what else the arrays cannot tell.
         dtype (`str`, defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for that of each array.
-        options: As [`write_plan`].
+        options: Those of [`WriteOptions`].
 
     Returns:
         [`ConversionReport`], also written as `conversion_report.json`.
@@ -72,12 +101,11 @@ def convert_maxtext(
         ValueError: if the checkpoint is damaged or incomplete, contradicts its YAML, or fails the verification.
         OSError: if the disk is too small.
     """
-    _first_checks(source, destination, options)
+    target = _checked_destination(source, destination, options)
     plan = plan_maxtext(source, step=step, train_config=train_config, dtype=dtype)
     if not is_remote(source):
         check_run_files(Path(plan.source["location"]))
-    train = TrainConfig(None if train_config is None else Path(train_config))
-    return write_plan(plan, source, destination, train_values=train.values, **options)
+    return _write_plan(plan, target, options)
 
 
 def convert_pax(
@@ -87,7 +115,7 @@ def convert_pax(
     config: str | os.PathLike,
     step: int | None = None,
     dtype: str = "keep",
-    **options,
+    **options: Unpack[WriteOptions],
 ) -> ConversionReport:
     """
     Convert PAX weights (flat `.npz`, folder of `.npy` files, checkpoint of zarr arrays) into a Transformers folder.
@@ -96,12 +124,12 @@ def convert_pax(
         config: `config.json` in the authors' keys or ours.
         source, destination, step, dtype, options, returns, raises: As [`convert_maxtext`].
     """
-    _first_checks(source, destination, options)
-    return write_plan(plan_pax(source, config, step=step, dtype=dtype), source, destination, **options)
+    target = _checked_destination(source, destination, options)
+    return _write_plan(plan_pax(source, config, step=step, dtype=dtype), target, options)
 
 
-def convert_hub(
-    source: str | os.PathLike, destination: str | os.PathLike, *, dtype: str = "keep", **options
+def convert_torch(
+    source: str | os.PathLike, destination: str | os.PathLike, *, dtype: str = "keep", **options: Unpack[WriteOptions]
 ) -> ConversionReport:
     """
     Rewrite a folder of the authors' torch files (or a name on the Hub) in this package's layout.
@@ -111,71 +139,55 @@ def convert_hub(
             converted, the hashes in its `conversion_report.json` must be those of the weights.
         destination, dtype, options, returns, raises: As [`convert_maxtext`].
     """
-    _first_checks(source, destination, options)
+    target = _checked_destination(source, destination, options)
     folder = local_folder(source)
-    plan = plan_hub(folder, dtype=dtype)
+    target.check_apart_from(folder)
+    plan = plan_torch(folder, dtype=dtype)
     check_while_reading(plan, folder)
     plan.source |= remembered_source(folder)
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
-    return write_plan(plan, folder, destination, **options)
+    return _write_plan(plan, target, options)
 
 
-def _first_checks(source, destination, options: dict) -> None:
-    """What can be told to be wrong before the source is read."""
-    Destination(destination, source, options.get("force", False))
+def _checked_destination(
+    source: str | os.PathLike, destination: str | os.PathLike, options: WriteOptions
+) -> Destination:
+    """The destination; what can be told to be wrong before the source is read is an error."""
+    if unknown := sorted(set(options) - WriteOptions.__annotations__.keys()):
+        known = ", ".join(WriteOptions.__annotations__)
+        raise TypeError(f"{unknown[0]!r} is no option of a conversion; choose from {known}.")
+    target = Destination(destination, source, options.get("force", False))
     parse_size(options.get("max_shard_size", "4GB"))
+    return target
 
 
-def write_plan(
-    plan: Plan,
-    source: str | os.PathLike,
-    destination: str | os.PathLike,
-    *,
-    max_shard_size: str | int = "4GB",
-    tokenizer: str | os.PathLike | None = None,
-    verify: bool = True,
-    reference_logits: str | os.PathLike | None = None,
-    tolerance: float = LOGIT_TOLERANCE,
-    force: bool = False,
-    progress: Progress = _no_progress,
-    workers: int | None = None,
-    train_values: dict | None = None,
-) -> ConversionReport:
+def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> ConversionReport:
     """
     Write a plan as a Transformers folder: sharded safetensors, configuration, tokenizer, model card and report.
 
-    The folder is built beside the destination and renamed at the end. After an interruption, the same call goes on
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call resumes
     from the finished shards, whose hashes it checks, and ends with the same bytes. Any failure but an interruption, a
     full disk or a server that fails leaves nothing behind.
-
-    Args:
-        max_shard_size (`str` or `int`, defaults to `"4GB"`): Size of a weights file.
-        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
-        verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity, check names and shapes, and run a
-            short forward, one weight at a time.
-        reference_logits (*optional*): `.npz` with `tokens` and `logits`, which the model must reproduce in float32.
-        tolerance (`float`, defaults to 2e-4): Largest absolute difference allowed there.
-        force (`bool`): Replace a converted model at the destination, which stays until the new one is complete; refused
-            if files lie in it that no conversion wrote.
-        progress: From the bytes to read to a function that is told of every part done.
-        workers (`int`, *optional*): Chunks in flight; together they stay below 512 MiB unless one is larger. None: as
-            many as there are cores, at most 4.
     """
     started = time.monotonic()
     refuse_quantised(plan)
-    target = Destination(destination, source, force)
-    shard_bytes = parse_size(max_shard_size)
-    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer, plan.config)
-    if loaded_tokenizer is not None:
-        _take_special_tokens(plan, loaded_tokenizer, tokenizer)
-    reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
-    plan.config.architectures = [type(meta_model(plan.config)).__name__]
+    shard_bytes = parse_size(options.get("max_shard_size", "4GB"))
+    verify, tokenizer_path = options.get("verify", True), options.get("tokenizer")
+    tokenizer = None
+    if tokenizer_path is not None:
+        tokenizer = load_tokenizer(tokenizer_path)
+        _take_special_tokens(plan, tokenizer, tokenizer_path)
+    reference_path = options.get("reference_logits")
+    reference = None if reference_path is None else load_reference(reference_path, plan.config.vocab_size)
+    plan.config.architectures = [model_class(plan.config).__name__]
     total = sum(leaf.nbytes for leaf in plan.leaves.values())
+    workers = options.get("workers") or min(4, os.cpu_count() or 1)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes}
-    threads = workers or min(4, os.cpu_count() or 1)
     with target.open(fingerprint, lambda: any(target.progress.glob("*.json"))) as folder:
-        writer = ShardWriter(plan, folder, target.progress, shard_bytes, progress(total), threads, only_finite=verify)
+        # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
+        advance = options["progress"](total) if "progress" in options else lambda nbytes: None
+        writer = ShardWriter(plan, folder, target.progress, shard_bytes, advance, workers, only_finite=verify)
         resumed = writer.resume()
         check_room(target, writer.missing_bytes())
         written = writer.run()
@@ -186,21 +198,24 @@ def write_plan(
             tensor_records(plan, written),
             plan.ignored,
             {"checksums": f"{len(written)} tensors, read back from the files", "values": _values_words(written)},
-            _versions(),
+            {**_versions()},
             destination=str(target.path),
             source_bytes=total,
             resumed_shards=resumed,
         )
-        _write_small_files(folder, plan, writer, loaded_tokenizer)
+        _write_small_files(folder, plan, writer, tokenizer)
         if verify or reference is not None:
+            tolerance = options.get("tolerance", LOGIT_TOLERANCE)
             report.verification |= verify_folder(folder, plan, reference, tolerance)
-        write_model_card(folder, target.path.name, plan, report, train_values or {})
+        write_model_card(folder, target.path.name, plan, report)
         report.save(folder)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _write_small_files(folder: Path, plan: Plan, writer: ShardWriter, tokenizer) -> None:
+def _write_small_files(
+    folder: Path, plan: Plan, writer: ShardWriter, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     plan.config.save_pretrained(folder)
     GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
     if tokenizer is not None:
@@ -218,7 +233,7 @@ def refuse_quantised(plan: Plan) -> None:
         )
 
 
-def load_tokenizer(path: str | os.PathLike, config: DCFormerConfig):
+def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
     """
     A tokenizer from a folder or a `tokenizer.json`.
 
@@ -241,7 +256,7 @@ def load_tokenizer(path: str | os.PathLike, config: DCFormerConfig):
         ) from error
 
 
-def _take_special_tokens(plan: Plan, tokenizer, path) -> None:
+def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike) -> None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, name)
         if value is not None and value < plan.config.vocab_size and value != getattr(plan.config, name):
@@ -251,14 +266,18 @@ def _take_special_tokens(plan: Plan, tokenizer, path) -> None:
 
 def parse_size(size: str | int) -> int:
     """
-    Bytes of a size such as `"4GB"` or `"500MB"`.
+    Bytes of a size such as `"4GB"`, `"500MB"` or `"2GiB"`.
 
     Raises:
         ValueError: if it is none, or not positive.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", str(size).strip().upper(), re.ASCII)
-    # Not a float, to which a long row of digits is infinity.
-    nbytes = min(Decimal(match.group(1)), _LARGEST_SIZE) * _UNITS[match.group(2)] if match else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper(), re.ASCII)
+    nbytes = Decimal(0)
+    if match is not None:
+        with contextlib.suppress(ValueError):  # of a unit that there is not
+            unit = _MORE_UNITS.get(match[2]) or convert_file_size_to_int(f"1{match[2]}")
+            # Not a float, to which a long row of digits is infinity.
+            nbytes = min(Decimal(match[1]), Decimal(_LARGEST_SIZE)) * unit
     if nbytes < 1:
         raise ValueError(f"max_shard_size must be a size such as 4GB or 500MB, got {size!r}.")
     return int(nbytes)
@@ -280,6 +299,7 @@ def _values_words(written: dict[str, Written]) -> str:
     return f"NaN or infinity in {listed(bad)}" if bad else f"{len(written)} tensors, all finite"
 
 
+@functools.cache  # looking them up takes longer than to write a small model
 def _versions() -> dict[str, str]:
     found = {}
     for name in ("dcformer", "torch", "transformers", "safetensors", "tensorstore"):

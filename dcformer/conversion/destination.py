@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: built beside its place, taken over after an interruption, renamed at the end.
+"""The folder that a conversion writes: built beside its place, resumed after an interruption, renamed at the end.
 
 Everything that is not finished lies in one hidden folder, `.NAME.partial`, beside the place of the result:
 
@@ -9,7 +9,7 @@ Everything that is not finished lies in one hidden folder, `.NAME.partial`, besi
     replaced/      with --force, the old folder between the two renames
 
 A process may end at any moment. What it leaves is put in order by the next one with the same destination: an old folder
-that lost its place goes back to it, and what is finished of the new one is taken over.
+that lost its place goes back to it, and what is finished of the new one is reused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Destination:
             raise ValueError(f"The destination must be a local folder, got {str(path)!r}; copy it to a bucket later.")
         if not str(path):
             raise ValueError("The destination must be the name of a folder to create, got ''.")
-        self.path = Path(path).absolute()
+        self.path, self._given = Path(path).absolute(), str(path)
         self._force = force
         self._place = _resolved(self.path)
         if ".." in self.path.parts:
@@ -66,7 +66,7 @@ class Destination:
         self.partial = self._place.with_name(f".{self._place.name}.partial")
         self.progress = self.partial / "progress"
         self._model, self._replaced = self.partial / "model", self.partial / "replaced"
-        self._check_overlap(path, source)
+        self.check_apart_from(source)
         self._check_parent()
         if self.partial.is_dir():
             with contextlib.suppress(_Busy), self._locked():
@@ -74,14 +74,23 @@ class Destination:
                 self._remove_partial(only_if_empty=True)
         self._check_place()
 
-    def _check_overlap(self, path, source) -> None:
+    def check_apart_from(self, source: str | os.PathLike) -> None:
+        """
+        Check that neither of the two folders lies inside the other.
+
+        Args:
+            source: A folder to read from, such as the one to which a name on the Hub was downloaded.
+
+        Raises:
+            ValueError: if they overlap.
+        """
         if is_remote(source):
             return
         ours, theirs = self._place, Path(source).resolve()
         if ours == theirs or theirs in ours.parents:
-            raise ValueError(f"The destination {str(path)!r} lies inside the source {str(source)!r}; choose another.")
+            raise ValueError(f"The destination {self._given!r} lies inside the source {str(source)!r}; choose another.")
         if ours in theirs.parents:
-            raise ValueError(f"The source {str(source)!r} lies inside the destination {str(path)!r}; choose another.")
+            raise ValueError(f"The source {str(source)!r} lies inside the destination {self._given!r}; choose another.")
 
     def _check_parent(self) -> None:
         for link in (self.path, *self.path.parents):
@@ -126,7 +135,7 @@ class Destination:
         The folder to write into, locked; renamed to the final path if the block ends well.
 
         Args:
-            fingerprint: What is converted and how. What an earlier run left is taken over only if it is the same.
+            fingerprint: What is converted and how. What an earlier run left is reused only if it is the same.
             has_progress: Whether there is something finished, which is kept for a later run after an interruption, on
                 a full disk or if the source can no longer be reached. Any other failure leaves nothing behind.
 
@@ -224,7 +233,7 @@ class Destination:
             self._remove_partial()
 
     def _empty_partial(self) -> None:
-        # First, so that nobody goes on from what an end in between leaves.
+        # First, so that nobody resumes from what an end in between leaves.
         (self.partial / "fingerprint").unlink(missing_ok=True)
         for entry in self.partial.iterdir():
             if entry.name != "lock":

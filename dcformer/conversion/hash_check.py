@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..common.digests import file_digest
-from .hub import local_folder
+from .formats.safetensors_file import list_safetensors
+from .formats.transformers_folder import local_folder, weight_files
 from .leaves import Leaf
-from .pieces import STRIP_BYTES, Box, dtype_name
+from .pieces import PART_BYTES, Box, dtype_name
 from .plan import UNUSED_FILE, Plan
 from .report_file import REPORT_FILE, read_report
-from .weights_folder import list_safetensors, weight_files
 
 
 _OTHER_HASH = f"has another SHA-256 than in {REPORT_FILE}"
@@ -70,7 +69,7 @@ def verify_hashes(
     Args:
         folder: A converted Transformers folder, a name on the Hub that is one, or the folder that
             [`convert_to_maxtext`] wrote, whose files are checked.
-        progress: From the bytes to read to a function that is told of every part done.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
 
     Returns:
         [`HashCheck`] with everything that differs, is missing, is cut short or is not in the report.
@@ -305,14 +304,14 @@ def _digest(leaf: Leaf, advance: Callable[[int], None] = lambda nbytes: None) ->
 
 
 def _rows(leaf: Leaf) -> Iterator[Box]:
-    """Boxes of whole rows, one after the other, each about as large as a strip."""
+    """Boxes of whole rows, one after the other, each of about as many bytes as are hashed at a time."""
     if not leaf.shape or not leaf.nbytes:
         yield leaf.whole()
         return
-    step = max(1, STRIP_BYTES * leaf.shape[0] // leaf.nbytes)
+    step = max(1, PART_BYTES * leaf.shape[0] // leaf.nbytes)
     for start in range(0, leaf.shape[0], step):
         yield ((start, min(start + step, leaf.shape[0])), *leaf.whole()[1:])
 
 
-def _bytes(values: Tensor) -> np.ndarray:
-    return values.contiguous().flatten().view(torch.uint8).numpy()
+def _bytes(values: Tensor) -> memoryview:
+    return values.contiguous().flatten().view(torch.uint8).numpy().data

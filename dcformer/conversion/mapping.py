@@ -216,7 +216,7 @@ def piece_for(
 
     Args:
         leaf, parameter (`str`): Full names.
-        sizes: From `axis_sizes`.
+        sizes: Length of every axis, from `axis_sizes`.
         stack_axis (`int`, *optional*): Axis of the leaf that stacks the blocks of layers; None if it has none.
         block (`int`): The block to take from it.
     """

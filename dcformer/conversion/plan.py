@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
 from .leaves import Leaf
-from .pieces import STRIP_BYTES, Piece, dtype_name
+from .pieces import PART_BYTES, Piece, dtype_name
 
 
 # File of arrays that the model has no use for, kept for the way back.
@@ -33,7 +34,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor to write: its shape, dtype, and the file it belongs to if that is not one of the model's shards."""
+    """A tensor to write: its shape, its dtype, and its file if that is not one of the model's weight files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,17 +52,20 @@ class Parameter:
 @dataclass
 class Plan:
     """
+    What a conversion will do. The words leaf, piece and span are explained in `pieces.py`.
+
     Attributes:
-        config (`DCFormerConfig`): Of the model that results.
+        config (`DCFormerConfig`): Configuration of the model that results.
         leaves: Source arrays that are read, by name.
         pieces: In the order in which the leaves are read.
         parameters: What is written, by name, in the order in which it is written.
-        zeros: Runs (start, stop) of a parameter that no array fills because the model never reads them.
+        zeros: Spans (start, stop) of a parameter that no array fills because the model never reads them.
         ignored: Source arrays that are not read, with the reason.
         origins: Where each configuration value comes from.
         source: For the report, `format`, `location`, `step` and, where later steps of the run are not whole,
             `skipped_steps`: each with the reason.
         unused: Source arrays that the model has no use for but that are kept in a file of their own.
+        training: Values of the run's training YAML, for the model card; empty if there is none.
     """
 
     config: DCFormerConfig
@@ -73,6 +77,7 @@ class Plan:
     ignored: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    training: dict[str, Any] = field(default_factory=dict)
 
     def by_leaf(self) -> dict[str, list[Piece]]:
         grouped: dict[str, list[Piece]] = defaultdict(list)
@@ -103,9 +108,9 @@ class Plan:
         for piece in self.pieces:
             if piece.parameter != parameter:
                 continue
-            block = self.leaves[piece.leaf].read(piece.box)
-            for strip in piece.strips(STRIP_BYTES // spec.dtype.itemsize):
-                strip.write_to_parameter(block, piece.box, values[strip.offset : strip.offset + strip.size])
+            read = self.leaves[piece.leaf].read(piece.box)
+            for part in piece.split(PART_BYTES // spec.dtype.itemsize):
+                part.write_to_parameter(read, piece.box, values[part.offset : part.offset + part.size])
         return values.view(spec.shape)
 
 
@@ -116,11 +121,15 @@ def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(values.shape) for name, values in model.state_dict().items() if name not in tied}
 
 
+def model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:
+    """The class of the models of a configuration."""
+    return DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
+
+
 def meta_model(config: DCFormerConfig) -> DCFormerForCausalLM:
     """A model without memory for its weights."""
-    model_class = DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
     with torch.device("meta"):
-        return model_class(config).eval()
+        return model_class(config)(config).eval()
 
 
 def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None = None) -> Plan:
@@ -129,7 +138,7 @@ def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None =
 
     Args:
         dtype (`str`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for the dtype of the source arrays.
-        shapes: Of all parameters. None: those of the configuration's model.
+        shapes: Shapes of all parameters by name. None: those of the configuration's model.
 
     Raises:
         ValueError: for an unknown dtype, or if a parameter would be written in part, twice or not at all; if a source
@@ -148,10 +157,8 @@ def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None =
                 "weight is; convert the model unquantised."
             )
     for name, pieces in by_parameter.items():
-        target = DTYPES.get(dtype)
-        for piece in pieces:
-            source = plan.leaves[piece.leaf].dtype
-            target = source if target is None else target if dtype != "keep" else torch.promote_types(target, source)
+        sources = [plan.leaves[piece.leaf].dtype for piece in pieces]
+        target = reduce(torch.promote_types, sources) if dtype == "keep" else DTYPES[dtype]
         plan.parameters[name] = Parameter(shapes[name], target)
     for name in plan.unused:
         leaf = plan.leaves[name]
@@ -159,10 +166,9 @@ def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None =
         plan.pieces.append(Piece(name, leaf.whole(), tuple(range(len(leaf.shape))), name, 0, "as is"))
     for leaf in plan.leaves.values():
         leaf.check()
-    widest = [spec.dtype for spec in plan.parameters.values() if spec.file is None]
-    for other in widest:
-        widest[0] = torch.promote_types(widest[0], other)
-    plan.config.dtype = widest[0]
+    plan.config.dtype = reduce(
+        torch.promote_types, [spec.dtype for spec in plan.parameters.values() if spec.file is None]
+    )
     return plan
 
 
@@ -185,9 +191,9 @@ def _check_coverage(plan: Plan, shapes: dict, by_parameter: dict[str, list[Piece
             "incomplete, or of another architecture."
         )
     for name, pieces in by_parameter.items():
-        runs = sorted([(p.offset, p.offset + p.size) for p in pieces] + plan.zeros.get(name, []))
-        ends = [0] + [stop for _, stop in runs]
-        if [start for start, _ in runs] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
+        spans = sorted([(p.offset, p.offset + p.size) for p in pieces] + plan.zeros.get(name, []))
+        ends = [0] + [stop for _, stop in spans]
+        if [start for start, _ in spans] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
             sources = ", ".join(f"{p.leaf} {tuple(b - a for a, b in p.box)}" for p in pieces)
             raise ValueError(
                 f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}; the "

@@ -30,8 +30,8 @@ class ConversionReport:
         ignored: Source arrays that were not converted, with the reason.
         verification: What was checked after writing, with figures.
         files: The SHA-256 of every file of the folder; null for weights, whose tensors have theirs, and the report.
-        destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): Of this run; not in the
-            file, which is the same however often the run was interrupted.
+        destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): What this
+            run did; not in the file, which is the same however often the run was interrupted.
     """
 
     source: dict[str, Any]
@@ -91,10 +91,10 @@ def tensor_records(plan: Plan, written: dict[str, Written]) -> list[dict[str, An
     return records
 
 
-def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport, train_values: dict) -> None:
+def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:
     """README.md with where the weights come from, filled from `model_cards/converted.md`."""
     training = {
-        key: train_values[key]
+        key: plan.training[key]
         for key in (
             "run_name",
             "dataset_type",
@@ -111,7 +111,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
             "gradient_clipping_threshold",
             "dtype",
         )
-        if train_values.get(key) not in (None, "")
+        if plan.training.get(key) not in (None, "")
     }
     parameters = sum(spec.size for spec in plan.parameters.values() if spec.file is None)
     card = ModelCard.from_template(
@@ -119,7 +119,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         template_path=str(_CARD_TEMPLATE),
         name=name,
         parameters=f"{parameters:,}",
-        dtype=dtype_name(plan.config.dtype),
+        dtype=str(plan.config.dtype).removeprefix("torch."),
         source=report.source,
         origins=report.origins,
         config=plan.config,

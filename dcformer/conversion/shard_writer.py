@@ -1,17 +1,19 @@
-"""Writing sharded safetensors piece by piece, in any order, with memory for one source chunk, and resuming.
+"""Writing sharded safetensors piece by piece, with memory for one source chunk, and resuming.
 
 The safetensors library writes a file from tensors that are all in memory. Here the header, which is known before any
-data, is written first, the file is allocated, and pieces are copied to where they belong as they are read. A shard is
-finished when all of its tensors are complete and hashed; a note beside it then says so, and a later run takes it over
-after checking the hashes.
+data, is written first, the file is allocated, and pieces are copied to where they belong as they are read, in any
+order. A shard is finished when all of its tensors are complete and hashed; a note beside it then says so, and a later
+run reuses it after checking the hashes. The words leaf, box and piece are explained in `pieces.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,11 @@ import torch
 from torch import Tensor
 
 from .destination import remove
+from .formats.safetensors_file import SAFETENSORS_DTYPES
 from .leaves import Leaf
-from .pieces import STRIP_BYTES, Box, Piece
+from .pieces import PART_BYTES, Box, Piece
 from .plan import Parameter, Plan
 from .tensor_bytes import TensorInFile, not_finite_words
-from .weights_folder import SAFETENSORS_DTYPES
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -104,7 +106,7 @@ class ShardWriter:
 
     Args:
         plan (`Plan`): Complete.
-        folder (`Path`): Where the files go; what an interrupted run of the same plan left there is taken over.
+        folder (`Path`): Where the files go; finished files that an interrupted run of the same plan left are reused.
         progress (`Path`): Folder of the notes that say which files are finished.
         max_shard_bytes (`int`): Size of a file.
         advance: Called with the number of source bytes done, from several threads.
@@ -134,7 +136,7 @@ class ShardWriter:
 
     def resume(self) -> int:
         """
-        Take over the finished files of an earlier run whose hashes are right, and remove all others.
+        Reuse the finished files of an earlier run whose hashes are right, and remove all others.
 
         Returns:
             How many.
@@ -145,7 +147,7 @@ class ShardWriter:
         for entry in self.folder.iterdir():
             if entry.name not in {shard.file for shard in self.shards}:
                 remove(entry)
-        return sum(self._take_over(shard) for shard in self.shards)
+        return sum(self._reuse(shard) for shard in self.shards)
 
     def missing_bytes(self) -> int:
         """Disk space that is still needed."""
@@ -157,7 +159,7 @@ class ShardWriter:
     def _note(self, shard: Shard) -> Path:
         return self._progress / f"{shard.file}.json"
 
-    def _take_over(self, shard: Shard) -> bool:
+    def _reuse(self, shard: Shard) -> bool:
         path, note = self.folder / shard.file, self._note(shard)
         if not note.is_file() or not path.is_file() or path.stat().st_size != shard.size:
             return False
@@ -191,7 +193,7 @@ class ShardWriter:
         budget = _Budget(_READ_AHEAD_BYTES)
         torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the pools use every core already
-        with ThreadPoolExecutor(self.workers) as self._strip_pool, ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.workers) as self._write_pool, ThreadPoolExecutor(self.workers) as pool:
             futures = [pool.submit(self._work, budget, *job) for job in jobs]
             try:
                 for future in futures:
@@ -216,59 +218,57 @@ class ShardWriter:
             else:
                 file.truncate(shard.size)
 
-    def _jobs(self):
-        """(leaf, box, strips of its pieces) for every box to read; nothing for what an earlier run finished."""
+    def _jobs(self) -> Iterator[tuple[Leaf, Box, list[Piece]]]:
+        """(leaf, box, pieces, split small) for every box to read; nothing for what an earlier run finished."""
         for name, pieces in self.plan.by_leaf().items():
             leaf = self.plan.leaves[name]
             pieces = [piece for piece in pieces if piece.parameter not in self.written]
             if not pieces:
                 self._advance(leaf.nbytes)
                 continue
-            strips = [
-                strip
+            small = [
+                part
                 for piece in pieces
-                for strip in piece.strips(STRIP_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
+                for part in piece.split(PART_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
             ]
-            for box in leaf.cells(pieces[0].order):
-                yield leaf, box, strips
+            for box in leaf.boxes_to_read(pieces[0].order):
+                yield leaf, box, small
 
-    def _work(self, budget: _Budget, leaf: Leaf, box: Box, strips: list[Piece]) -> None:
-        nbytes = int(np.prod([stop - start for start, stop in box])) * leaf.dtype.itemsize
-        chunk = int(np.prod(leaf.chunk_shape)) * leaf.dtype.itemsize
+    def _work(self, budget: _Budget, leaf: Leaf, box: Box, pieces: list[Piece]) -> None:
+        nbytes = math.prod(stop - start for start, stop in box) * leaf.dtype.itemsize
+        chunk = math.prod(leaf.chunk_shape) * leaf.dtype.itemsize
         with budget.take(nbytes + min(nbytes, _DECODED_AT_ONCE * chunk)):
             if self._stopped.is_set():
                 return
-            strips = [strip for strip in strips if strip.overlap(box)]
-            if strips:
+            parts = [(piece, common) for piece in pieces if (common := piece.overlap(box)) is not None]
+            if parts:
                 values = leaf.read(box)
-                list(self._strip_pool.map(lambda strip: self._write(strip, values, box), strips))
+                list(self._write_pool.map(lambda part: self._write(part[0], part[1], values, box), parts))
         self._advance(nbytes)
 
-    def _write(self, strip: Piece, values: Tensor, box: Box) -> None:
-        common = strip.overlap(box)
-        shard, spec = self._shard_of[strip.parameter], self.plan.parameters[strip.parameter]
-        start = shard.offsets[strip.parameter] + strip.offset * spec.dtype.itemsize
-        if common == strip.box:
-            block, _, error = strip.part(values, box, spec.dtype)
-            content = memoryview(block.contiguous().flatten().view(torch.uint8).numpy())
-            with (self.folder / shard.file).open("r+b", buffering=0) as file:
+    def _write(self, piece: Piece, common: Box, values: Tensor, box: Box) -> None:
+        """Put what `values`, which hold `box`, have of a piece into its file; `common` is that part of the box."""
+        shard, spec = self._shard_of[piece.parameter], self.plan.parameters[piece.parameter]
+        path, start = self.folder / shard.file, shard.offsets[piece.parameter] + piece.offset * spec.dtype.itemsize
+        if common == piece.box:
+            elements, error = piece.cast(values, box, common, spec.dtype)
+            content = elements.contiguous().flatten().view(torch.uint8).numpy().data
+            with path.open("r+b", buffering=0) as file:
                 file.seek(start)
                 while content:
                     content = content[file.write(content) :]
         else:
-            # Chunks that cut through the strip: each fills elements here and there.
-            run = np.memmap(
-                self.folder / shard.file, np.uint8, mode="r+", offset=start, shape=(strip.size * spec.dtype.itemsize,)
-            )
-            error = strip.write_to_parameter(values, box, torch.from_numpy(run).view(spec.dtype))
-            del run
-        size = int(np.prod([stop - start for start, stop in common]))
+            # Chunks that cut through the piece: each fills elements here and there.
+            span = np.memmap(path, np.uint8, mode="r+", offset=start, shape=(piece.size * spec.dtype.itemsize,))
+            error = piece.write_to_parameter(values, box, torch.from_numpy(span).view(spec.dtype))
+            del span
+        size = math.prod(stop - start for start, stop in common)
         with self._lock:
-            self._rounding[strip.parameter] = max(self._rounding[strip.parameter], error)
-            self._remaining[strip.parameter] -= size
-            is_complete = self._remaining[strip.parameter] == 0
+            self._rounding[piece.parameter] = max(self._rounding[piece.parameter], error)
+            self._remaining[piece.parameter] -= size
+            is_complete = self._remaining[piece.parameter] == 0
         if is_complete:
-            self._complete(shard, strip.parameter)
+            self._complete(shard, piece.parameter)
 
     def _complete(self, shard: Shard, name: str) -> None:
         record = self._read_back(shard, name, self._rounding[name])
@@ -297,7 +297,7 @@ class ShardWriter:
 
     def _check_finite(self, shard: Shard, name: str, written: Written) -> None:
         if self._only_finite and not written.is_finite:
-            words = not_finite_words(name, self._in_file(shard, name).strips(), self.plan.parameters[name].shape)
+            words = not_finite_words(name, self._in_file(shard, name).parts(), self.plan.parameters[name].shape)
             raise ValueError(f"{words}; pass --no-verify to convert it all the same.")
 
     def index(self) -> dict | None:
@@ -316,18 +316,14 @@ class _Budget:
     def __init__(self, total: int):
         self._total, self._taken, self._condition = total, 0, threading.Condition()
 
-    def take(self, amount: int):
-        budget = self
-
-        class Taken:
-            def __enter__(self):
-                with budget._condition:
-                    budget._condition.wait_for(lambda: budget._taken == 0 or budget._taken + amount <= budget._total)
-                    budget._taken += amount
-
-            def __exit__(self, *exception):
-                with budget._condition:
-                    budget._taken -= amount
-                    budget._condition.notify_all()
-
-        return Taken()
+    @contextlib.contextmanager
+    def take(self, amount: int) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: self._taken == 0 or self._taken + amount <= self._total)
+            self._taken += amount
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._taken -= amount
+                self._condition.notify_all()

@@ -35,10 +35,12 @@ class Store:
     """
 
     def __init__(self, location: str | os.PathLike):
+        self._base: dict[str, Any]
         self.is_local = not is_remote(location)
         if not self.is_local:
-            self._bucket: Bucket | None = Bucket(str(location))
-            self.location, self._base = self._bucket.location, self._bucket.spec
+            bucket = Bucket(str(location))
+            self._bucket: Bucket | None = bucket
+            self.location, self._base = bucket.location, bucket.spec
             return
         if "://" in str(location):
             raise ValueError(f"{location!r}: the scheme must be gs:// or s3://, or the path a local one.")
@@ -48,7 +50,11 @@ class Store:
         if not Path(self.location).is_dir():
             raise ValueError(f"{str(location)!r} is a file; give the folder of a checkpoint.")
         # Mapped files spare tensorstore a copy of every chunk as it is stored.
-        self._base = {"driver": "file", "path": self.location + "/", "file_io_mode": {"mode": "memmap"}}
+        self._base = {
+            "driver": "file",
+            "path": self.location + "/",
+            "file_io_mode": {"mode": "memmap"},
+        }
 
     def below(self, folder: str) -> Store:
         """The store of a folder inside this one."""
@@ -70,7 +76,7 @@ class Store:
         """The last part of the location."""
         return self.parts[-1]
 
-    def spec(self, path: str = "") -> dict:
+    def spec(self, path: str = "") -> dict[str, Any]:
         """The tensorstore key-value store of a folder inside this one."""
         return {**self._base, "path": self._base["path"] + path}
 
@@ -139,7 +145,7 @@ class Store:
     @cached_property
     def _listed(self) -> list[str]:
         """The files of a bucket, sorted."""
-        return self._bucket.names()
+        return [] if self._bucket is None else self._bucket.names()
 
     @cached_property
     def _kvstore(self):

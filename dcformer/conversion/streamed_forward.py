@@ -30,10 +30,10 @@ def streamed_logits(
     Logits in float32 of a model whose weights are read one by one.
 
     Args:
-        config (`DCFormerConfig`): Of the model.
-        read: From a parameter's name to its values.
+        config (`DCFormerConfig`): The model's configuration.
+        read: Returns the values of a parameter, given its name.
         tokens (`Tensor`): (batch, length) token ids.
-        read_rows: As `read`, for the rows from start to stop only.
+        read_rows (*optional*): As `read`, for the rows from start to stop only. None: `read` all and cut.
 
     Returns:
         (batch, length, vocabulary) logits.

@@ -1,4 +1,4 @@
-"""The bytes of tensors in files, read strip by strip: their SHA-256, and whether every number in them is finite."""
+"""The bytes of tensors in files, read part by part: their SHA-256, and whether every number in them is finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pieces import STRIP_BYTES
+from .pieces import PART_BYTES
 
 
 @dataclass(frozen=True)
@@ -25,34 +25,34 @@ class TensorInFile:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def strips(self) -> Iterator[Tensor]:
+    def parts(self) -> Iterator[Tensor]:
         """
-        The elements, flat and in order; each strip is valid until the next one.
+        The elements, flat and in order, in parts of at most 2 MiB; each is valid until the next one.
 
         Raises:
             OSError: if the file ends inside the tensor.
         """
         left = math.prod(self.shape) * self.dtype.itemsize
-        buffer = torch.empty(min(left, STRIP_BYTES), dtype=torch.uint8)
+        buffer = torch.empty(min(left, PART_BYTES), dtype=torch.uint8)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
             while left > 0:
-                strip = buffer[: min(left, len(buffer))]
-                unfilled = memoryview(strip.numpy())
+                part = buffer[: min(left, len(buffer))]
+                unfilled = part.numpy().data
                 while unfilled:
                     count = file.readinto(unfilled)
                     if not count:
                         raise OSError(f"{self.path} ends inside {self.name}.")
                     unfilled = unfilled[count:]
-                yield strip.view(self.dtype)
-                left -= len(strip)
+                yield part.view(self.dtype)
+                left -= len(part)
 
     def digest(self) -> tuple[str, bool]:
         """The SHA-256 of the bytes, and whether all elements are finite."""
         digest, finite = hashlib.sha256(), True
-        for strip in self.strips():
-            digest.update(strip.view(torch.uint8).numpy())
-            finite = finite and is_finite(strip)
+        for part in self.parts():
+            digest.update(part.view(torch.uint8).numpy().data)
+            finite = finite and is_finite(part)
         return digest.hexdigest(), finite
 
 
@@ -63,15 +63,15 @@ def is_finite(values: Tensor) -> bool:
     return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(values)).tolist())
 
 
-def not_finite_words(name: str, strips: Iterable[Tensor], shape: tuple[int, ...]) -> str:
+def not_finite_words(name: str, parts: Iterable[Tensor], shape: tuple[int, ...]) -> str:
     """A sentence on the elements of a tensor, given flat and in order, that are NaN or infinity."""
     count = first = position = 0
-    for strip in strips:
-        found = (~strip.isfinite()).nonzero()
+    for part in parts:
+        found = (~part.isfinite()).nonzero()
         if len(found) and not count:
-            first = position + found[0].item()
+            first = position + int(found[0])
         count += len(found)
-        position += len(strip)
+        position += len(part)
     layer = name.split(".layers.")[1].split(".")[0] if ".layers." in name else ""
     where = f"The weights of layer {layer} hold" if layer.isdecimal() else "The weights hold"
     values = "1 such value," if count == 1 else f"{count} such values, the first"

@@ -6,7 +6,6 @@ that no more than one layer's parameter is in memory.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import math
@@ -24,30 +23,34 @@ import yaml
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
+from ..optional import import_optional
 from .convert import Progress, check_room, refuse_quantised
-from .destination import Destination, with_number
+from .destination import Destination
+from .formats.authors_torch import plan_torch
+from .formats.config_file import read_config
+from .formats.orbax_writer import create_array, orbax_tree, write_array
+from .formats.safetensors_file import list_safetensors
+from .formats.transformers_folder import local_folder
 from .hash_check import check_kept, check_while_reading, file_digests
-from .hub import local_folder, plan_hub, read_config
 from .leaves import Leaf
 from .mapping import MAXTEXT_ROWS, Row, axis_sizes, leaf_shape, piece_for
 from .pieces import Box, Piece, dtype_name
 from .plan import DTYPES, UNUSED_FILE, Plan
 from .report_file import REPORT_FILE, remembered_source
-from .stores import first_sentence, import_tensorstore
+from .stores import import_tensorstore
 from .tensor_bytes import is_finite, not_finite_words
-from .weights_folder import list_safetensors
 
 
 TRAIN_CONFIG_FILE = "train_config.yml"
 _SCAN_AXIS = 1
 _LARGEST_STEP = 2**31 - 1  # it is written as an int32
 # What the authors' JAX code computes, without a setting for anything else.
-_FIXED = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
+_FIXED: dict[str, Any] = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
 _FIXED |= {"mlp_gate_dim": None, "position_embedding_type": "rope"}
 _FIXED |= dict.fromkeys(("attention_bias", "mlp_bias", "parallel_residual", "tie_word_embeddings"), False)
 _FIXED_ROPE = {"rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 1.0}
-_FIXED_COMPOSITION = dict.fromkeys(("compose_query", "compose_key", "compose_low_rank", "compose_gate"), True)
-_FIXED_COMPOSITION |= {"compose_rank": 2, "compose_groups": 1}
+_FIXED_COMPOSITION: dict[str, Any] = {"compose_rank": 2, "compose_groups": 1}
+_FIXED_COMPOSITION |= dict.fromkeys(("compose_query", "compose_key", "compose_low_rank", "compose_gate"), True)
 _NEARLY_FIXED_COMPOSITION = {"compose_activation": "gelu_pytorch_tanh", "compose_norm_eps": 1e-6}
 _ARCHITECTURE = {"decoder_block": "dcformer", "mlp_activations": ["silu", "linear"], "logits_via_embedding": False}
 
@@ -59,7 +62,7 @@ class MaxTextReport:
         destination (`str`): The run's checkpoints folder.
         step (`int`): Its only step.
         leaves: Per array: name, shape, dtype and the parameters it was made from.
-        seconds (`float`), source_bytes (`int`): Of this run; not in the file.
+        seconds (`float`), source_bytes (`int`): Time and bytes read of this run; not in the file.
     """
 
     destination: str
@@ -115,7 +118,7 @@ def convert_to_maxtext(
     """
     Write a DCFormer as a parameter-only MaxText checkpoint, `destination/<step>/state`, and its `train_config.yml`.
 
-    The folder is built beside the destination and renamed at the end. After an interruption, the same call goes on
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call resumes
     behind the last chunk that was written. Any failure but an interruption or a full disk leaves nothing behind.
 
     Args:
@@ -132,7 +135,7 @@ def convert_to_maxtext(
         verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity.
         force (`bool`): Replace a converted checkpoint at the destination, which stays until the new one is complete;
             refused if files lie in it that no conversion wrote, such as later steps.
-        progress: From the bytes to read to a function that is told of every part done.
+        progress: Called with the number of bytes to read; returns a function that is called with every part done.
 
     Raises:
         FileNotFoundError, FileExistsError: if the source does not exist, or the destination does without `force`.
@@ -144,18 +147,15 @@ def convert_to_maxtext(
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
     if step is not None and not 0 <= step <= _LARGEST_STEP:
         raise ValueError(f"step must be between 0 and {_LARGEST_STEP}, got {step}.")
-    tensorstore = import_tensorstore()
-    try:
-        import msgpack
-    except ImportError as error:
-        raise ImportError("Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.") from error
+    import_tensorstore()
+    msgpack = import_optional("msgpack", "Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.")
     folder = local_folder(source)
     target = Destination(destination, folder, force)
     config = read_config(folder / "config.json")
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     remembered = remembered_source(folder)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
-    plan = plan_hub(folder)
+    plan = plan_torch(folder)
     refuse_quantised(plan)
     check_while_reading(plan, folder)
     if step is None:
@@ -179,9 +179,9 @@ def convert_to_maxtext(
         item = partial / str(step) / "state"
         item.mkdir(parents=True, exist_ok=True)
         check_room(target, sum(leaf.nbytes for leaf in targets) if not log.is_file() else 0)
-        _write_leaves(tensorstore, item, targets, plan, log, progress(total), verify)
-        _write_array(_create(tensorstore, item / "step", (), (), torch.int32), torch.tensor(step, dtype=torch.int32))
-        metadata, tree = _orbax_tree([leaf.name for leaf in targets])
+        _write_leaves(item, targets, plan, log, progress(total), verify)
+        write_array(create_array(item / "step", (), (), torch.int32), torch.tensor(step, dtype=torch.int32))
+        metadata, tree = orbax_tree([leaf.name for leaf in targets])
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
@@ -215,7 +215,7 @@ def _refuse_inexpressible(config: DCFormerConfig, folder: Path, fused_qkv: bool,
 
 
 def _layers_per_block(config: DCFormerConfig, given: int | None, remembered: int | None) -> int:
-    types, layers = config.layer_types, config.num_hidden_layers
+    types, layers = config.layer_types or [], config.num_hidden_layers
     fitting = [n for n in range(1, layers + 1) if layers % n == 0 and types == types[:n] * (layers // n)]
     if given is not None and given not in fitting:
         choices = ", ".join(map(str, fitting))
@@ -277,7 +277,6 @@ def _parameters_of(targets: list[_Target]) -> set[str]:
 
 
 def _write_leaves(
-    tensorstore,
     item: Path,
     targets: list[_Target],
     plan: Plan,
@@ -290,7 +289,7 @@ def _write_leaves(
 
     Args:
         log: Grows by a line with every chunk that is on the disk; what it counts already is not written again.
-        done: Told of the bytes of every parameter that is read, or need not be.
+        done: Called with the bytes of every parameter that is read, or need not be.
         only_finite: Refuse NaN and infinity.
     """
 
@@ -309,9 +308,7 @@ def _write_leaves(
     finished = log.read_bytes().count(b"\n") if log.is_file() else 0
     needed = {piece.parameter for leaf, index in chunks[finished:] for piece in leaf.chunks[index][1]}
     done(sum(plan.parameters[name].nbytes for name in _parameters_of(targets) - needed))
-    arrays = {
-        leaf.name: _create(tensorstore, item / leaf.name, leaf.shape, leaf.chunks[0][0], leaf.dtype) for leaf in targets
-    }
+    arrays = {leaf.name: create_array(item / leaf.name, leaf.shape, leaf.chunks[0][0], leaf.dtype) for leaf in targets}
     with log.open("ab", buffering=0) as lines:
         for leaf, index in chunks[finished:]:
             box, pieces = leaf.chunks[index]
@@ -320,11 +317,11 @@ def _write_leaves(
             if leaf.kept is not None:
                 values.copy_(leaf.kept.read(box))
             for piece in pieces if leaf.sources and leaf.kept is None else []:
-                run = read(piece.parameter)[piece.offset : piece.offset + piece.size]
-                piece.write_to_leaf(run, values, box)
+                span = read(piece.parameter)[piece.offset : piece.offset + piece.size]
+                piece.write_to_leaf(span, values, box)
             if only_finite:  # what is kept, and what a cast has made
                 _check_finite(leaf.name, values)
-            _write_array(part, values)
+            write_array(part, values)
             lines.write(b".\n")
 
 
@@ -334,51 +331,8 @@ def _check_finite(name: str, values: Tensor) -> None:
         raise ValueError(f"{words}; pass --no-verify to convert it all the same.")
 
 
-def _create(tensorstore, folder: Path, shape: tuple[int, ...], first_chunk: Box, dtype: torch.dtype):
-    chunk = [stop - start for start, stop in first_chunk]
-    metadata = {"shape": shape, "chunks": chunk, "compressor": {"id": "zstd", "level": 1}}
-    kvstore = {"driver": "file", "path": f"{folder}/"}
-    spec = {"driver": "zarr", "kvstore": kvstore, "dtype": dtype_name(dtype), "metadata": metadata}
-    # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
-    spec["store_data_equal_to_fill_value"] = True
-    return _done(tensorstore.open(spec, open=True, create=True))
-
-
-def _write_array(array, values: Tensor) -> None:
-    if values.dtype == torch.bfloat16:  # which NumPy does not know
-        values = values.view(torch.int16)
-    _done(array.write(values.numpy().view(array.dtype.numpy_dtype)))
-
-
-def _done(future):
-    """The result of what tensorstore writes; OSError if it cannot be written."""
-    try:
-        return future.result()
-    except (ValueError, OSError) as error:
-        is_full = str(error).startswith("RESOURCE_EXHAUSTED")
-        raise with_number(OSError(first_sentence(error)), errno.ENOSPC if is_full else errno.EIO) from error
-
-
-def _orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """
-    What orbax keeps in `_METADATA` and in `checkpoint`. The arrays are declared as NumPy's: restored without further
-    instructions, JAX's would need a `_sharding` file that names the devices of the machine that reads.
-    """
-    entries, tree = {}, {"opt_state": {}}
-    types = {"step": "scalar", **dict.fromkeys(names, "np.ndarray"), "opt_state": "Dict"}
-    for name, value_type in types.items():
-        *above, last = keys = name.split(".")
-        entries[str(tuple(keys))] = {
-            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {"value_type": value_type, "skip_deserialize": value_type == "Dict"},
-        }
-        node = reduce(lambda node, key: node.setdefault(key, {}), above, tree)
-        node.setdefault(last, f"PLACEHOLDER://{name}")
-    return {"tree_metadata": entries, "use_zarr3": False}, tree
-
-
 def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str, Any]:
-    length, composes = config.max_position_embeddings, config.composes_heads
+    length, composes, types = config.max_position_embeddings, config.composes_heads, config.layer_types or []
     return {
         **_ARCHITECTURE,
         "base_emb_dim": config.hidden_size,
@@ -391,7 +345,7 @@ def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str
         "base_num_decoder_layers": config.num_hidden_layers // (1 if scan_layers else n),
         "num_layers_per_block": n,
         "param_scan_axis": _SCAN_AXIS,
-        "window_size": [config.sliding_window if "sliding" in kind else None for kind in config.layer_types[:n]],
+        "window_size": [config.sliding_window if "sliding" in kind else None for kind in types[:n]],
         "static_proj": composes and config.compose_static,
         **{f"{stage}_compose": composes and getattr(config, f"compose_{stage}") for stage in ("pre", "post")},
         # The authors count the last token, which is only a target.

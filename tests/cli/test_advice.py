@@ -26,7 +26,7 @@ COMMANDS = {
     "eval/plot.py": ("report",),
     "eval": ("eval",),
     "head_tasks": ("eval",),
-    "conversion": ("convert maxtext", "convert pax", "convert hub", "convert to-maxtext", "inspect", "verify"),
+    "conversion": ("convert maxtext", "convert pax", "convert torch", "convert to-maxtext", "inspect", "verify"),
     "training": ("train",),
     "experiments": ("train",),
     "": _ALL,
@@ -100,8 +100,8 @@ def options_of_lm_eval():
 
 
 def test_the_commands_are_found(options):
-    assert {"eval", "report", "train", "convert hub", "verify"} <= options.keys()
-    assert "--max-length" in options["eval"] and "--no-verify" in options["convert hub"]
+    assert {"eval", "report", "train", "convert torch", "verify"} <= options.keys()
+    assert "--max-length" in options["eval"] and "--no-verify" in options["convert torch"]
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from dcformer.conversion import convert_hub, convert_to_maxtext
+from dcformer.conversion import convert_to_maxtext, convert_torch
 from dcformer.conversion.destination import Destination
 
 
@@ -33,7 +33,7 @@ def work(sources, tmp_path):
     return tmp_path
 
 
-CONVERTERS = {"hub": convert_hub, "to_maxtext": convert_to_maxtext}
+CONVERTERS = {"torch": convert_torch, "to_maxtext": convert_to_maxtext}
 both_ways = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
 
 
@@ -48,9 +48,9 @@ def hidden(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "convert, there",
     [
-        (convert_hub, "nothing"),
-        (convert_hub, "empty folder"),
-        (convert_hub, "converted model"),
+        (convert_torch, "nothing"),
+        (convert_torch, "empty folder"),
+        (convert_torch, "converted model"),
         (convert_to_maxtext, "converted model"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
@@ -74,7 +74,7 @@ def test_a_link_stays_and_the_folder_lands_where_it_points(work, convert, there)
 def test_a_link_through_a_linked_folder(work):
     (work / "disk").mkdir()
     (work / "models").symlink_to(work / "disk")
-    convert_hub(work / "a", work / "models" / "out")
+    convert_torch(work / "a", work / "models" / "out")
     assert (work / "disk" / "out" / "config.json").is_file() and (work / "models").is_symlink()
 
 
@@ -82,7 +82,7 @@ def test_a_link_through_a_linked_folder(work):
 def test_a_link_to_a_disk_that_is_not_there_is_refused_before_any_work(work, path):
     (work / "link").symlink_to(work / "not mounted" / "models")
     with pytest.raises(ValueError, match=r"is a link to .*not mounted.*does not exist"):
-        convert_hub(work / "nowhere", work / path)  # the source is not even looked at
+        convert_torch(work / "nowhere", work / path)  # the source is not even looked at
     assert sorted(os.listdir(work)) == ["a", "b", "link"]
 
 
@@ -90,7 +90,7 @@ def test_a_loop_of_links_is_refused(work):
     (work / "one").symlink_to(work / "two")
     (work / "two").symlink_to(work / "one")
     with pytest.raises(ValueError, match="one"):
-        convert_hub(work / "a", work / "one")
+        convert_torch(work / "a", work / "one")
     assert sorted(os.listdir(work)) == ["a", "b", "one", "two"]
 
 
@@ -98,22 +98,22 @@ def test_the_source_by_a_link_is_refused(work):
     (work / "link").symlink_to(work / "a")
     for source, destination in (("a", "link"), ("link", "a"), ("link", "a/out")):
         with pytest.raises(ValueError, match="inside"):
-            convert_hub(work / source, work / destination, force=True)
+            convert_torch(work / source, work / destination, force=True)
 
 
 def test_the_root_and_mount_points_are_refused(work, monkeypatch):
     with pytest.raises(ValueError, match="'/' is a mount point"):
-        convert_hub(work / "a", "/", force=True)
+        convert_torch(work / "a", "/", force=True)
     (work / "volume").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == work / "volume")
     with pytest.raises(ValueError, match=r"mount point.*volume/model"):
-        convert_hub(work / "a", work / "volume")
-    convert_hub(work / "a", work / "volume" / "model")
+        convert_torch(work / "a", work / "volume")
+    convert_torch(work / "a", work / "volume" / "model")
 
 
 def test_no_name_is_refused(work):
     with pytest.raises(ValueError, match="name of a folder"):
-        convert_hub(work / "a", "")
+        convert_torch(work / "a", "")
 
 
 def test_a_read_only_folder_is_refused_before_any_work(work, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_read_only_folder_is_refused_before_any_work(work, monkeypatch):
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != work / "locked" and access(path, mode))
     with pytest.raises(PermissionError, match="locked' is not writable"):
-        convert_hub(work / "nowhere", work / "locked" / "deep" / "out")
+        convert_torch(work / "nowhere", work / "locked" / "deep" / "out")
 
 
 @both_ways
@@ -146,7 +146,7 @@ def failing(error: BaseException):
 def test_force_refuses_a_model_that_no_conversion_wrote(work):
     before = contents(work / "b")
     with pytest.raises(FileExistsError, match="not a converted model"):
-        convert_hub(work / "a", work / "b", force=True)
+        convert_torch(work / "a", work / "b", force=True)
     assert contents(work / "b") == before
 
 
@@ -155,16 +155,16 @@ def test_force_refuses_a_report_that_no_conversion_wrote(work, text):
     (work / "b" / "conversion_report.json").write_text(text)
     before = contents(work / "b")
     with pytest.raises(FileExistsError, match="not a converted model"):
-        convert_hub(work / "a", work / "b", force=True)
+        convert_torch(work / "a", work / "b", force=True)
     assert contents(work / "b") == before
 
 
 @pytest.mark.parametrize(
     "convert, precious",
     [
-        (convert_hub, "precious.txt"),
-        (convert_hub, "results/piqa.json"),
-        (convert_hub, "model-00002-of-00002.safetensors"),
+        (convert_torch, "precious.txt"),
+        (convert_torch, "results/piqa.json"),
+        (convert_torch, "model-00002-of-00002.safetensors"),
         (convert_to_maxtext, "precious.txt"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
@@ -224,7 +224,7 @@ def test_a_file_that_comes_during_the_conversion_costs_neither_it_nor_the_result
     read = []
     convert(work / "b", out, force=force, progress=lambda total: read.append)
     convert(work / "b", work / "plain")
-    assert contents(out) == contents(work / "plain") or convert is convert_hub  # whose model card has the name
+    assert contents(out) == contents(work / "plain") or convert is convert_torch  # whose model card has the name
     assert not hidden(work)
 
 
@@ -292,11 +292,11 @@ def count_writes(monkeypatch) -> list:
     from dcformer.conversion import to_maxtext
     from dcformer.conversion.shard_writer import ShardWriter
 
-    written, write, write_array = [], ShardWriter._write, to_maxtext._write_array
+    written, write, write_array = [], ShardWriter._write, to_maxtext.write_array
     monkeypatch.setattr(ShardWriter, "_write", lambda self, *piece: written.append(1) or write(self, *piece))
     monkeypatch.setattr(
         to_maxtext,
-        "_write_array",
+        "write_array",
         lambda part, values: (written.append(1) if values.dim() else None, write_array(part, values))[1],
     )
     return written
@@ -312,17 +312,17 @@ def test_other_options_after_a_kill_between_the_renames(work, convert, snapshots
 
 
 def test_a_failure_after_a_kill_between_the_renames_brings_the_old_model_back(work, snapshots):
-    convert_hub(work / "a", work / "out")
-    _, copy = snapshots(convert_hub)[1]
+    convert_torch(work / "a", work / "out")
+    _, copy = snapshots(convert_torch)[1]
     before = contents(copy / ".out.partial" / "replaced")
     (copy / "b" / "config.json").unlink()
     with pytest.raises(FileNotFoundError):
-        convert_hub(copy / "b", copy / "out", force=True)
+        convert_torch(copy / "b", copy / "out", force=True)
     assert contents(copy / "out") == before
 
 
 def test_an_interruption_between_the_renames_keeps_both(work, monkeypatch):
-    convert_hub(work / "a", work / "out")
+    convert_torch(work / "a", work / "out")
     before, rename = contents(work / "out"), Path.rename
 
     def interrupted(self, target):
@@ -333,9 +333,9 @@ def test_an_interruption_between_the_renames_keeps_both(work, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            convert_hub(work / "b", work / "out", force=True)
+            convert_torch(work / "b", work / "out", force=True)
     assert contents(work / "out") == before
-    report = convert_hub(work / "b", work / "out", force=True)
+    report = convert_torch(work / "b", work / "out", force=True)
     assert report.resumed_shards == 1 and not hidden(work)
 
 
@@ -391,7 +391,7 @@ def test_two_conversions_to_one_place(work, convert):
 def test_a_result_that_appears_while_another_waits_is_not_replaced(work):
     """The destination was free when the second looked, and is not when it gets the lock."""
     late = Destination(work / "out", work / "b")
-    convert_hub(work / "a", work / "out")
+    convert_torch(work / "a", work / "out")
     before = contents(work / "out")
     with pytest.raises(FileExistsError, match="exists already"), late.open({}, lambda: True):
         raise AssertionError("unreachable")
@@ -419,7 +419,7 @@ def test_a_lock_that_was_removed_is_not_one(work):
 def test_a_file_system_without_locks_is_named(work, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", raising(OSError(38, "Function not implemented")))
     with pytest.raises(OSError, match=r"cannot be locked \(Function not implemented"):
-        convert_hub(work / "a", work / "out")
+        convert_torch(work / "a", work / "out")
 
 
 def test_torn_notes_of_a_power_cut_cost_only_time(work, monkeypatch):
@@ -427,9 +427,9 @@ def test_torn_notes_of_a_power_cut_cost_only_time(work, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("dcformer.conversion.convert.write_model_card", raising(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
-                convert_hub(work / "a", work / "out")
+                convert_torch(work / "a", work / "out")
         (work / ".out.partial" / torn).write_bytes(b"\x00\xff" * 20)
-        assert convert_hub(work / "a", work / "out").resumed_shards == 0
+        assert convert_torch(work / "a", work / "out").resumed_shards == 0
         assert not hidden(work)
         shutil.rmtree(work / "out")
 
@@ -441,9 +441,9 @@ def test_files_of_an_interrupted_run_with_a_tokenizer_do_not_stay(work, tokenize
     with monkeypatch.context() as patch:
         patch.setattr("dcformer.conversion.convert.write_model_card", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            convert_hub(work / "wide", work / "out", tokenizer=tokenizer_folder, verify=False)
+            convert_torch(work / "wide", work / "out", tokenizer=tokenizer_folder, verify=False)
     assert (work / ".out.partial" / "model" / "tokenizer.json").is_file()
-    convert_hub(work / "wide", work / "out", verify=False)
+    convert_torch(work / "wide", work / "out", verify=False)
     assert not list((work / "out").glob("tokenizer*"))
 
 

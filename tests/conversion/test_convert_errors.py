@@ -15,7 +15,7 @@ from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint, write_metad
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from dcformer.conversion import convert_hub, convert_maxtext, convert_pax
+from dcformer.conversion import convert_maxtext, convert_pax, convert_torch
 
 
 ERRORS = (ValueError, FileNotFoundError, FileExistsError, OSError)
@@ -101,7 +101,7 @@ def assert_refused(work, words, convert, source, destination=None, **options):
 def test_the_originals_are_valid(work):
     convert_maxtext(work / "src", work / "a")
     convert_maxtext(work / "ocdbt", work / "b")
-    convert_hub(work / "hub", work / "c")
+    convert_torch(work / "hub", work / "c")
     convert_pax(work / "pax.npz", work / "d", config=work / "config.json")
 
 
@@ -577,7 +577,7 @@ HUB = {
 def test_damaged_torch_folder(work, case):
     corrupt, words = HUB[case]
     corrupt(work / "hub")
-    assert_refused(work, words, convert_hub, work / "hub")
+    assert_refused(work, words, convert_torch, work / "hub")
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before_torch_1.6"])
@@ -585,13 +585,13 @@ def test_a_malicious_pickle_is_not_executed(work, zipped):
     (work / "hub" / "model.safetensors").unlink()
     values = {"a": Malicious(work / "marker")}
     torch.save(values, work / "hub" / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    assert_refused(work, "pytorch_model.bin", convert_hub, work / "hub")
+    assert_refused(work, "pytorch_model.bin", convert_torch, work / "hub")
     assert not (work / "marker").exists()
 
 
 def test_torch_folder_that_is_a_file_or_nothing(work):
-    assert_refused(work, "pax.npz", convert_hub, work / "pax.npz")
-    assert_refused(work, "nowhere", convert_hub, work / "nowhere")
+    assert_refused(work, "pax.npz", convert_torch, work / "pax.npz")
+    assert_refused(work, "nowhere", convert_torch, work / "nowhere")
 
 
 # --- PAX --------------------------------------------------------------------------------------------------------------

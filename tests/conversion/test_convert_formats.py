@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dcformer.conversion import convert_hub, convert_maxtext, convert_pax
+from dcformer.conversion import convert_maxtext, convert_pax, convert_torch
 
 
 def check_logits(folder, tokens, expected):
@@ -99,7 +99,7 @@ def test_pax_golden_logits(pax, tmp_path, name, form):
 @pytest.mark.parametrize("name", TORCH_RUNS)
 def test_authors_torch_golden_logits(fixtures, tmp_path, name):
     root = fixtures / "golden" / "B_torch" / name
-    convert_hub(root, tmp_path / "out", max_shard_size="40KB")
+    convert_torch(root, tmp_path / "out", max_shard_size="40KB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
@@ -121,8 +121,8 @@ def test_split_projections(fixtures, tmp_path, file_format):
         torch.save(tensors, source / "pytorch_model.bin")
     else:
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert_hub(source, tmp_path / "out")
-    convert_hub(root, tmp_path / "whole")
+    convert_torch(source, tmp_path / "out")
+    convert_torch(root, tmp_path / "whole")
     split, whole = weights(tmp_path / "out"), weights(tmp_path / "whole")
     assert split.keys() == whole.keys()
     assert all(np.array_equal(split[name], whole[name]) for name in whole)

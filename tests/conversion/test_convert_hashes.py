@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.conversion import convert_hub, convert_maxtext, convert_to_maxtext, verify_hashes
+from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch, verify_hashes
 
 
 JAX = {"compose_activation": "gelu_pytorch_tanh", "norm_eps": 1e-5, "qk_norm_eps": 1e-5}
@@ -26,8 +26,8 @@ def originals(tmp_path_factory):
     """A converted model in one file, in several, with unused arrays, and as a MaxText run."""
     folder = tmp_path_factory.mktemp("originals")
     tiny_model(**JAX).save_pretrained(folder / "model")
-    convert_hub(folder / "model", folder / "single")
-    convert_hub(folder / "model", folder / "sharded", max_shard_size="40KB")
+    convert_torch(folder / "model", folder / "single")
+    convert_torch(folder / "model", folder / "sharded", max_shard_size="40KB")
     (folder / "off.yml").write_text("{window_size: [null, null], pre_compose: false, post_compose: false}")
     write_checkpoint(folder / "jax" / "7" / "state", maxtext_leaves(0, layers=2))
     convert_maxtext(folder / "jax", folder / "unused", train_config=folder / "off.yml")
@@ -210,7 +210,7 @@ def test_options_of_the_comparison_are_refused(work):
     assert called.exit_code == 1 and "give B too" in called.stderr
 
 
-CONVERTERS = {"hub": convert_hub, "to_maxtext": convert_to_maxtext}
+CONVERTERS = {"hub": convert_torch, "to_maxtext": convert_to_maxtext}
 both_ways = pytest.mark.parametrize("convert", CONVERTERS.values(), ids=CONVERTERS)
 
 
@@ -248,7 +248,7 @@ def test_a_report_of_other_weights_says_what_to_do(work, convert):
 
 
 def test_a_rewritten_folder_is_taken_and_has_the_right_hashes(work):
-    report = convert_hub(work / "sharded", work / "out", dtype="bfloat16", max_shard_size="30KB")
+    report = convert_torch(work / "sharded", work / "out", dtype="bfloat16", max_shard_size="30KB")
     assert {record["dtype"] for record in report.tensors} == {"bfloat16"}
     assert verify_hashes(work / "out").same
 

@@ -1,22 +1,16 @@
 """Interrupted conversions go on from their finished shards and end with the same bytes; the rest of the folder too."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import killable
 import pytest
 from orbax_writer import maxtext_leaves, write_checkpoint
 
 from dcformer.conversion import convert_maxtext
 from dcformer.conversion.shard_writer import ShardWriter
-
-
-SCRIPT = "import sys; from dcformer.conversion import convert_maxtext as c; c(*sys.argv[1:], max_shard_size='100KB')"
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +93,14 @@ def test_other_options_start_anew(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_killed_at_a_random_moment(run, expected, tmp_path, seed):
     destination = tmp_path / "model"
-    command = [sys.executable, "-c", SCRIPT, str(run), str(destination)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    process = killable.start(convert_maxtext, run, destination, max_shard_size="100KB")
     deadline = time.monotonic() + 60
-    while not partial_of(destination).exists() and process.poll() is None and time.monotonic() < deadline:
+    while not partial_of(destination).exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(random.Random(seed).uniform(0, 0.15))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
+    assert partial_of(destination).exists() or destination.exists()
     if not destination.exists():
         convert_maxtext(run, destination, max_shard_size="100KB")
     assert contents(destination) == expected
@@ -125,7 +118,7 @@ def test_an_existing_destination_is_kept_without_force(run, tmp_path):
 
 
 def test_every_chunk_is_read_once(run, tmp_path, monkeypatch):
-    from dcformer.conversion.leaves import ZarrLeaf
+    from dcformer.conversion.formats.zarr_array import ZarrLeaf
 
     boxes, read = [], ZarrLeaf.read
     monkeypatch.setattr(ZarrLeaf, "read", lambda self, box: boxes.append((self.name, box)) or read(self, box))

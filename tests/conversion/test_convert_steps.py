@@ -10,8 +10,8 @@ from orbax_writer import maxtext_leaves, write_checkpoint
 from test_convert_errors import PAX_CONFIG, pax_arrays
 
 from dcformer.conversion import convert_maxtext, inspect_checkpoint
-from dcformer.conversion.orbax_checkpoint import open_orbax
-from dcformer.conversion.pax import plan_pax
+from dcformer.conversion.formats.orbax import open_orbax
+from dcformer.conversion.formats.pax import plan_pax
 
 
 TEMPORARY = ".orbax-checkpoint-tmp"

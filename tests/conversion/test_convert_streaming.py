@@ -25,8 +25,8 @@ def test_parts_of_any_size_give_the_same_tensors(tmp_path, monkeypatch, chunks, 
     write_checkpoint(tmp_path / "whole" / "3" / "state", maxtext_leaves(1))
     write_checkpoint(tmp_path / "parts" / "3" / "state", maxtext_leaves(1), chunks=CHUNKS[chunks])
     expected = convert_maxtext(tmp_path / "whole", tmp_path / "expected", dtype=dtype)
-    monkeypatch.setattr(leaves, "_CELL_BYTES", 64)
-    monkeypatch.setattr(shard_writer, "STRIP_BYTES", 128)
+    monkeypatch.setattr(leaves, "_READ_BYTES", 64)
+    monkeypatch.setattr(shard_writer, "PART_BYTES", 128)
     report = convert_maxtext(tmp_path / "parts", tmp_path / "model", dtype=dtype, workers=3)
     keys = ("parameter", "sha256", "max_rounding_error")
     found = {tuple(record[key] for key in keys) for record in report.tensors}
@@ -36,7 +36,7 @@ def test_parts_of_any_size_give_the_same_tensors(tmp_path, monkeypatch, chunks, 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_piece_goes_and_comes_back(data):
-    """Any box, order of axes and strips: the parameter holds the transposed box, and the inverse restores it."""
+    """Any box, order of axes and parts: the parameter holds the transposed box, and the inverse restores it."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     box = []
     for size in shape:
@@ -48,15 +48,15 @@ def test_a_piece_goes_and_comes_back(data):
     values = torch.randn(shape)
     whole = tuple((0, size) for size in shape)
     parameter = torch.zeros(offset + piece.size + 2)
-    strips = list(piece.strips(data.draw(st.integers(1, piece.size))))
-    for strip in strips:
-        run = parameter[strip.offset : strip.offset + strip.size]
-        assert strip.write_to_parameter(values, whole, run) == 0.0
+    parts = list(piece.split(data.draw(st.integers(1, piece.size))))
+    for part in parts:
+        run = parameter[part.offset : part.offset + part.size]
+        assert part.write_to_parameter(values, whole, run) == 0.0
     selected = values[tuple(slice(*interval) for interval in box)]
     assert torch.equal(parameter[offset : offset + piece.size].view(piece.shape), selected.permute(order))
     assert not parameter[:offset].any() and not parameter[offset + piece.size :].any()
     back = torch.zeros(shape)
-    for strip in strips:
-        strip.write_to_leaf(parameter[strip.offset : strip.offset + strip.size], back, whole)
+    for part in parts:
+        part.write_to_leaf(parameter[part.offset : part.offset + part.size], back, whole)
     assert torch.equal(back[tuple(slice(*interval) for interval in box)], selected)
     assert back.count_nonzero() == selected.count_nonzero()

@@ -14,11 +14,10 @@ from tiny_models import tiny_model
 
 from dcformer.common.json_text import quoted
 from dcformer.conversion import convert_pax, convert_to_maxtext
-from dcformer.conversion.hub import plan_hub
-from dcformer.conversion.maxtext import plan_maxtext
-from dcformer.conversion.maxtext_architecture import TrainConfig
-from dcformer.conversion.pax import plan_pax
-from dcformer.conversion.training_yaml import READ_KEYS
+from dcformer.conversion.formats.authors_torch import plan_torch
+from dcformer.conversion.formats.maxtext import plan_maxtext
+from dcformer.conversion.formats.maxtext_yaml import READ_KEYS, TrainConfig
+from dcformer.conversion.formats.pax import plan_pax
 
 
 # An alias bomb or a billion layers take gigabytes and minutes if they are expanded.
@@ -204,7 +203,7 @@ def plan_with(hub, tmp_path):
                 values.pop("num_hidden_layers")
             content = json.dumps({**values, **content})
         (tmp_path / "config.json").write_text(content)
-        return plan_hub(tmp_path)
+        return plan_torch(tmp_path)
 
     return plan
 
@@ -287,7 +286,7 @@ def test_nested_metadata_of_other_files_is_refused_by_file(hub, tmp_path):
     (tmp_path / "config.json").write_bytes((hub / "config.json").read_bytes())
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": ' + "[" * NESTED)
-    assert str(index) in message_of(lambda: plan_hub(tmp_path))
+    assert str(index) in message_of(lambda: plan_torch(tmp_path))
     for file in ("_METADATA", "params.decoder.decoder_norm.scale/.zarray"):
         item = tmp_path / file.split("/")[-1].strip(".") / "src"
         write_checkpoint(item, maxtext_leaves(0, layers=2))

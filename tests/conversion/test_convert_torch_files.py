@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
-from dcformer.conversion import convert_hub, inspect_checkpoint
-from dcformer.conversion.weights_folder import open_weights
+from dcformer.conversion import convert_torch, inspect_checkpoint
+from dcformer.conversion.formats.transformers_folder import open_weights
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def assert_same(folder, original):
 
 def refused(folder, *words):
     with pytest.raises(ValueError) as caught:
-        convert_hub(folder, folder.parent / "out", verify=False)
+        convert_torch(folder, folder.parent / "out", verify=False)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
@@ -90,7 +90,7 @@ def test_a_torch_file_without_checksums_is_read(folder, original):
         torch.save(load_file(original / "model.safetensors"), folder / "pytorch_model.bin")
     finally:
         torch.serialization.set_crc32_options(True)
-    convert_hub(folder, folder.parent / "out", verify=False)
+    convert_torch(folder, folder.parent / "out", verify=False)
     assert_same(folder.parent / "out", original)
 
 
@@ -144,7 +144,7 @@ def test_files_that_are_links_are_read(folder, original, tmp_path, form):
     for number, source in enumerate([folder / "config.json", (folder if form == "bin" else original) / name]):
         shutil.copy(source, blobs / str(number))
         (snapshot / source.name).symlink_to(f"../blobs/{number}")
-    convert_hub(snapshot, tmp_path / "out", verify=False)
+    convert_torch(snapshot, tmp_path / "out", verify=False)
     assert_same(tmp_path / "out", original)
 
 

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.conversion import compare, convert_hub, convert_maxtext, convert_pax, convert_to_maxtext
+from dcformer.conversion import compare, convert_maxtext, convert_pax, convert_to_maxtext, convert_torch
 from dcformer.conversion.convert import parse_size
 from dcformer.conversion.tensor_bytes import is_finite
 
@@ -50,7 +50,7 @@ def test_values_without_numbers_are_finite():
     assert is_finite(torch.zeros(0)) and is_finite(torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize("convert", [convert_hub, convert_to_maxtext], ids=["hub", "to_maxtext"])
+@pytest.mark.parametrize("convert", [convert_torch, convert_to_maxtext], ids=["torch", "to_maxtext"])
 def test_a_row_that_the_check_forward_does_not_read_is_refused(tmp_path, convert):
     save(tmp_path / "model", bad_row)
     with pytest.raises(ValueError, match=r"embed_tokens.weight has 29 such values, the first at \[50, 3\]; pass --no-"):
@@ -61,7 +61,7 @@ def test_a_row_that_the_check_forward_does_not_read_is_refused(tmp_path, convert
 
 def test_without_verification_the_report_names_what_is_not_finite(tmp_path):
     save(tmp_path / "model", bad_row)
-    report = convert_hub(tmp_path / "model", tmp_path / "out", verify=False)
+    report = convert_torch(tmp_path / "model", tmp_path / "out", verify=False)
     assert report.verification["values"] == f"NaN or infinity in {EMBEDDING}"
     assert f"NaN or infinity in {EMBEDDING}" in (tmp_path / "out" / "README.md").read_text()
     assert load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING].isnan().sum() == 29
@@ -75,10 +75,10 @@ def test_an_interrupted_run_without_verification_is_not_taken_over_unchecked(tmp
     with monkeypatch.context() as patch:
         patch.setattr("dcformer.conversion.convert.write_model_card", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            convert_hub(tmp_path / "model", tmp_path / "out", verify=False)
+            convert_torch(tmp_path / "model", tmp_path / "out", verify=False)
     assert (tmp_path / ".out.partial").exists()
     with pytest.raises(ValueError, match="NaN or infinity"):
-        convert_hub(tmp_path / "model", tmp_path / "out")
+        convert_torch(tmp_path / "model", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -116,7 +116,7 @@ def test_pax_arrays_that_are_not_finite_are_refused(tmp_path):
         convert_pax(tmp_path / "pax.npz", tmp_path / "out", config=tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("convert", [convert_hub, convert_to_maxtext], ids=["hub", "to_maxtext"])
+@pytest.mark.parametrize("convert", [convert_torch, convert_to_maxtext], ids=["torch", "to_maxtext"])
 def test_a_configuration_of_quantised_weights_is_refused(tmp_path, convert):
     path = save(tmp_path / "model") / "config.json"
     values = json.loads(path.read_text())
@@ -130,14 +130,22 @@ def test_a_configuration_of_quantised_weights_is_refused(tmp_path, convert):
 
 @pytest.mark.parametrize(
     "size, nbytes",
-    [("4GB", 4 * 10**9), ("1.5 kb", 1500), ("7", 7), (8, 8), ("9" * 400, 2**62), ("9" * 5000 + "TB", 2**62 * 10**12)],
-    ids=["GB", "KB", "bytes", "int", "400 digits", "5000 digits"],
+    [
+        ("4GB", 4 * 10**9),
+        ("4GiB", 2**32),
+        ("1.5 kb", 1500),
+        ("7", 7),
+        (8, 8),
+        ("9" * 400, 2**62),
+        ("9" * 5000 + "TB", 2**62 * 10**12),
+    ],
+    ids=["GB", "GiB", "KB", "bytes", "int", "400 digits", "5000 digits"],
 )
 def test_sizes_of_any_length(size, nbytes):
     assert parse_size(size) == nbytes
 
 
-@pytest.mark.parametrize("size", ["1e9", "inf", "nan", "4GiB", "0.1", "", "٤GB", "-1"])
+@pytest.mark.parametrize("size", ["1e9", "inf", "nan", "4XB", "0.1", "", "٤GB", "-1"])
 def test_sizes_that_are_none(size):
     with pytest.raises(ValueError, match="max_shard_size must be a size such as 4GB"):
         parse_size(size)

@@ -10,8 +10,8 @@ import yaml
 from tiny_models import tiny_model
 
 from dcformer.conversion.convert import convert_maxtext
-from dcformer.conversion.maxtext import plan_maxtext
-from dcformer.conversion.orbax_checkpoint import open_orbax
+from dcformer.conversion.formats.maxtext import plan_maxtext
+from dcformer.conversion.formats.orbax import open_orbax
 from dcformer.conversion.to_maxtext import TRAIN_CONFIG_FILE, convert_to_maxtext
 
 

@@ -9,8 +9,8 @@ from golden_runs import JAX_RUNS
 from orbax_writer import maxtext_leaves, write_checkpoint
 from test_to_maxtext import assert_identical, read_params
 
-from dcformer.conversion import convert_hub, convert_maxtext, convert_to_maxtext
-from dcformer.conversion.maxtext import plan_maxtext
+from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch
+from dcformer.conversion.formats.maxtext import plan_maxtext
 
 
 @pytest.mark.parametrize("name", JAX_RUNS)
@@ -47,7 +47,7 @@ def test_blocks_of_equal_layers_come_back(equal_layers):
 
 def test_blocks_and_step_survive_a_rewriting(equal_layers):
     _, folder = equal_layers
-    convert_hub(folder / "ours", folder / "rewritten", max_shard_size="10KB")
+    convert_torch(folder / "ours", folder / "rewritten", max_shard_size="10KB")
     report = convert_to_maxtext(folder / "rewritten", folder / "back")
     assert report.step == 7
     assert_identical(read_params(folder / "back"), read_params(folder / "jax"))

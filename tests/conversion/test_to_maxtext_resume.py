@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import killable
 import pytest
 from tiny_models import tiny_model
 from typer.testing import CliRunner
@@ -15,6 +13,7 @@ from typer.testing import CliRunner
 from dcformer import conversion
 from dcformer.cli import app
 from dcformer.conversion import convert_to_maxtext, destination, to_maxtext
+from dcformer.conversion.formats import orbax_writer
 
 
 JAX = {"compose_activation": "gelu_pytorch_tanh", "norm_eps": 1e-5, "qk_norm_eps": 1e-5}
@@ -40,7 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def kill_after(monkeypatch, writes: int, partial: Path, killed: Path):
     """Copy what a kill before the given write of a chunk would leave to `killed`; the run itself goes on."""
-    write, count = to_maxtext._write_array, []
+    write, count = to_maxtext.write_array, []
 
     def writing(part, values):
         count.append(1)
@@ -50,7 +49,7 @@ def kill_after(monkeypatch, writes: int, partial: Path, killed: Path):
             (killed / "model" / "0" / "state" / "params.decoder.decoder_norm.scale" / "0.__lock").write_bytes(b"torn")
         write(part, values)
 
-    monkeypatch.setattr(to_maxtext, "_write_array", writing)
+    monkeypatch.setattr(to_maxtext, "write_array", writing)
     return count
 
 
@@ -119,7 +118,7 @@ def test_an_end_while_the_rest_of_another_run_is_removed(source, expected, tmp_p
 
 def test_an_interrupted_run_goes_on(source, expected, tmp_path, monkeypatch):
     """As the command promises after Ctrl-C."""
-    write, count = to_maxtext._write_array, []
+    write, count = to_maxtext.write_array, []
 
     def writing(part, values):
         count.append(1)
@@ -128,7 +127,7 @@ def test_an_interrupted_run_goes_on(source, expected, tmp_path, monkeypatch):
         write(part, values)
 
     command = ["convert", "to-maxtext", str(source), str(tmp_path / "run")]
-    monkeypatch.setattr(to_maxtext, "_write_array", writing)
+    monkeypatch.setattr(to_maxtext, "write_array", writing)
     stopped = CliRunner().invoke(app, command)
     assert stopped.exit_code == 130 and "finished chunks are kept, run the same command" in stopped.stderr
     assert CliRunner().invoke(app, command).exit_code == 0
@@ -138,14 +137,12 @@ def test_an_interrupted_run_goes_on(source, expected, tmp_path, monkeypatch):
 
 
 def test_a_killed_process(source, expected, tmp_path):
-    script = "import sys; from dcformer.conversion import convert_to_maxtext as c; c(*sys.argv[1:])"
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / "run")]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = killable.start(convert_to_maxtext, source, tmp_path / "run")
     state, deadline = tmp_path / ".run.partial" / "model" / "0" / "state", time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and len(list(state.glob("*/0*"))) < 5:
+    while process.is_alive() and time.monotonic() < deadline and len(list(state.glob("*/0*"))) < 5:
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert os.listdir(tmp_path) == [".run.partial"]
     conversion.convert_to_maxtext(source, tmp_path / "run")
     assert contents(tmp_path / "run") == expected
@@ -159,14 +156,14 @@ def test_a_full_disk_keeps_what_is_written(source, expected, tmp_path, monkeypat
         def result(self):
             raise ValueError('RESOURCE_EXHAUSTED: Error writing local file "x": No space left [source locations=...]')
 
-    done, count = to_maxtext._done, []
+    done, count = orbax_writer._written, []
 
     def filling(future):
         count.append(1)
         return done(Full() if len(count) > 60 else future)
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_maxtext, "_done", filling)
+        patch.setattr(orbax_writer, "_written", filling)
         failed = CliRunner().invoke(app, ["convert", "to-maxtext", str(source), str(tmp_path / "run")])
     assert failed.exit_code == 1 and failed.stderr.startswith(
         "Error: The disk is full; free some space and run the same"

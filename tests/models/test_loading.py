@@ -162,7 +162,7 @@ def test_split_projections_are_refused(authors_folder):
         for name, part in zip("qkv", state.pop(key).chunk(3)):
             state[key.replace("wqkv", f"w{name}")] = part.clone()
     torch.save(state, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"split query, key and value projections.*dcformer convert hub"):
+    with pytest.raises(ValueError, match=r"split query, key and value projections.*dcformer convert torch"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

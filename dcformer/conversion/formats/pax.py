@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
-import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from ..common.quoting import quoted
+from ..leaves import Leaf
+from ..mapping import PAX_ROWS, axis_sizes, leaf_shape, piece_for
+from ..plan import Origin, Plan, complete, listed
+from ..stores import is_remote
 from .config_file import make_config, read_values, shapes_of
-from .leaves import ArrayLeaf, Leaf
-from .mapping import PAX_ROWS, axis_sizes, leaf_shape, piece_for
-from .orbax_checkpoint import open_orbax
-from .plan import Origin, Plan, complete, listed
-from .stores import is_remote
+from .contents import Contents
+from .numpy_files import open_npy_folder, open_npz
+from .orbax import open_orbax
 
 
 _SUB_BLOCK = re.compile(r"\.x_layers_(\d+)\.")
 _ROOT = "mdl_vars.params.lm."
-_IGNORED = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
+_TRAINING_STATE = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
 # Their vocabulary is longer than the model's, up to a multiple that shards well.
 _PADDED = {"embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"}
 
@@ -37,20 +34,16 @@ def plan_pax(
         source: A flat `.npz`, a folder of `.npy` files named by their keys, or a checkpoint folder of zarr arrays.
         config: `config.json` in the authors' keys or ours. A PAX tree says nothing of windows, epsilons or RoPE.
         step (`int`, *optional*): Step of a run folder. None: the latest.
-        dtype (`str`): Of the parameters; `"keep"` for that of each array.
+        dtype (`str`): dtype of the parameters; `"keep"` for that of each array.
 
     Raises:
         FileNotFoundError, ValueError: if it cannot be converted whole; the message says why.
     """
     values = read_values(Path(config))
-    arrays, origin = open_pax(source, step)
-    ignored, leaves = {}, {}
-    for name, leaf in arrays.items():
-        if _IGNORED.fullmatch(name):
-            ignored[name] = "optimizer state"
-        elif _ROOT in name and name.removeprefix("state.").startswith(_ROOT):
-            leaves[name] = leaf
-        else:
+    contents = pax_contents(source, step)
+    leaves = contents.leaves
+    for name in leaves:
+        if not name.removeprefix("state.").startswith(_ROOT):
             raise ValueError(
                 f"{str(source)!r} holds {name!r}, which is neither below {_ROOT!r} nor optimizer state; it is not a "
                 "PAX DCFormer checkpoint."
@@ -63,8 +56,8 @@ def plan_pax(
         model_config,
         leaves,
         [],
-        origin,
-        ignored=ignored,
+        contents.source(),
+        ignored=dict.fromkeys(sorted([*contents.optimizer, *contents.state]), "optimizer state"),
         origins=[Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())],
     )
     shapes = shapes_of(model_config, Path(config))
@@ -85,9 +78,9 @@ def _add_pieces(plan: Plan) -> None:
     found, unknown = [], []
     for name in plan.leaves:
         below = name.split(_ROOT, 1)[1]
-        matching = [(row, row.matches(below)) for row in PAX_ROWS if row.matches(below) is not None]
+        matching = [(index, sub) for index, row in enumerate(PAX_ROWS) if (sub := row.matches(below)) is not None]
         if matching:
-            found.append((PAX_ROWS.index(matching[0][0]), matching[0][1], name))
+            found.append((*matching[0], name))
         else:
             unknown.append(name)
     where = plan.source["location"]
@@ -125,66 +118,40 @@ def _add_pieces(plan: Plan) -> None:
             plan.pieces.append(piece_for(row, name, parameter, sizes, 0, block))
 
 
-def open_pax(source, step: int | None) -> tuple[dict[str, Leaf], dict[str, Any]]:
-    """The arrays of a PAX checkpoint, and what a report says of where they come from."""
+def pax_contents(source: str | os.PathLike, step: int | None = None) -> Contents:
+    """
+    What a PAX checkpoint stores.
+
+    Args:
+        source, step: As in [`plan_pax`].
+
+    Raises:
+        FileNotFoundError, ValueError: if there is no checkpoint or its arrays cannot be listed.
+    """
     path = Path(source)
     if not is_remote(source):
         if not path.exists():
             raise FileNotFoundError(f"There is no PAX checkpoint {str(source)!r}; check the path.")
         if path.is_file():
-            return _open_npz(path), {"format": "PAX (flat .npz)", "location": str(source), "step": None}
+            return _by_kind("PAX (flat .npz)", str(source), open_npz(path))
         if any(path.glob("*.npy")):
-            source = {"format": "PAX (folder of .npy files)", "location": str(source), "step": None}
-            return _open_npy_folder(path), source
+            return _by_kind("PAX (folder of .npy files)", str(source), open_npy_folder(path))
     checkpoint = open_orbax(source, step)
-    names = [name for name in checkpoint.names() if not _IGNORED.fullmatch(name)]
-    origin = checkpoint.source(f"PAX ({checkpoint.format})")
-    return {name: checkpoint.leaf(name) for name in names}, origin
+    names = checkpoint.names()
+    opened = {name: checkpoint.leaf(name) for name in names if not _TRAINING_STATE.fullmatch(name)}
+    contents = _by_kind(f"PAX ({checkpoint.format})", checkpoint.store.location, {**dict.fromkeys(names), **opened})
+    contents.step, contents.skipped_steps = checkpoint.step, checkpoint.skipped_steps
+    return contents
 
 
-def _open_npz(path: Path) -> dict[str, Leaf]:
-    headers: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                key = info.filename.removesuffix(".npy")
-                if key in headers:
-                    raise ValueError(f"it holds {quoted(key)} twice")
-                headers[key] = _npy_header(archive.open(info))
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError, NotImplementedError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete .npz file of arrays ({error}); copy it again.") from error
-
-    def loader(key: str):
-        def load():
-            with np.load(path, allow_pickle=False) as arrays:
-                return arrays[key]
-
-        return load
-
-    return {key: ArrayLeaf(key, str(path), shape, dtype, loader(key)) for key, (shape, dtype) in headers.items()}
-
-
-def _open_npy_folder(folder: Path) -> dict[str, Leaf]:
-    leaves: dict[str, Leaf] = {}
-    for path in sorted(folder.glob("*.npy")):
-        try:
-            with path.open("rb") as file:
-                shape, dtype = _npy_header(file)
-        except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"{path} is not a complete .npy file ({error}); copy it again.") from error
-        key = path.name.removesuffix(".npy")
-
-        def load(path=path):
-            return np.load(path, allow_pickle=False, mmap_mode="r")
-
-        leaves[key] = ArrayLeaf(key, str(path), shape, dtype, load)
-    return leaves
-
-
-def _npy_header(file) -> tuple[tuple[int, ...], np.dtype]:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    if dtype.hasobject:
-        raise ValueError("it holds pickled objects, which are not read")
-    return shape, dtype
+def _by_kind(format: str, location: str, arrays: Mapping[str, Leaf | None]) -> Contents:
+    """The contents by kind; the arrays of the training state need not be open."""
+    contents = Contents(format, location, {})
+    for name, leaf in arrays.items():
+        if not _TRAINING_STATE.fullmatch(name) and leaf is not None:
+            contents.leaves[name] = leaf
+        elif name.removeprefix("state.") == "step":
+            contents.state.append(name)
+        else:
+            contents.optimizer.append(name)
+    return contents

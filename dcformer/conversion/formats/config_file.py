@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..common.json_text import parse_json
-from ..common.quoting import quoted
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .plan import parameter_shapes
-from .weights_folder import count_layers, open_weights
+from ...common.json_text import parse_json
+from ...common.quoting import quoted
+from ...configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..plan import parameter_shapes
+from .transformers_folder import count_layers, open_weights
 
 
 # So many layers are checked against the weights before a configuration is made.
@@ -73,8 +73,8 @@ def make_config(
     The configuration that values stand for, in the authors' keys or ours.
 
     Args:
-        values: From [`read_values`].
-        path (`Path`): Where they are from, for messages.
+        values: What [`read_values`] returned.
+        path (`Path`): The file that they are from, for messages.
         layers (`int`, *optional*): Layers that the weights have. A configuration with more of them is refused before
             it is made, which for a billion takes long.
         where (`str`): What has these layers, for the message.

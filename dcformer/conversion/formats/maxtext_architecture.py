@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..common.quoting import quoted
-from ..configuration_dcformer import DCFormerConfig
-from .leaves import Leaf
-from .mapping import MAXTEXT_ROWS, Row
-from .plan import Origin, listed
-from .training_yaml import TrainConfig
+from ...common.quoting import quoted
+from ...configuration_dcformer import DCFormerConfig
+from ..leaves import Leaf
+from ..mapping import MAXTEXT_ROWS, Row
+from ..plan import Origin, listed
+from .maxtext_yaml import TrainConfig
 
 
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
@@ -95,9 +94,12 @@ def read_tree(leaves: dict[str, Leaf], root: str, where: str, stack_axis: int) -
             below = below.removeprefix(_STACKED)
         else:
             in_layer = False
-        rows = [row for row in MAXTEXT_ROWS if row.per_layer == in_layer and row.matches(below) is not None]
-        if rows:
-            entries[name] = TreeEntry(leaf, rows, rows[0].matches(below), block)
+        matching = [
+            (row, sub) for row in MAXTEXT_ROWS if row.per_layer == in_layer and (sub := row.matches(below)) is not None
+        ]
+        if matching:
+            rows = [row for row, _ in matching]
+            entries[name] = TreeEntry(leaf, rows, matching[0][1], block)
         else:
             unknown.append(name)
     if unknown:
@@ -106,14 +108,15 @@ def read_tree(leaves: dict[str, Leaf], root: str, where: str, stack_axis: int) -
             "architecture or a newer layout."
         )
     in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
-    blocks = {entry.block for entry in in_layers}
-    if not in_layers or (None in blocks and len(blocks) > 1):
+    blocks = {entry.block for entry in in_layers if entry.block is not None}
+    is_stacked = any(entry.block is None for entry in in_layers)
+    if not in_layers or (is_stacked and blocks):
         raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
     tree = MaxTextTree(root, entries, 1 + max(entry.sub for entry in in_layers), 0, None)
-    if None in blocks:
+    if is_stacked:
         tree.stack_axis = stack_axis
     _measure(tree)
-    tree.num_layers = (tree.sizes["block"] if None in blocks else 1 + max(blocks)) * tree.layers_per_block
+    tree.num_layers = (tree.sizes["block"] if is_stacked else 1 + max(blocks)) * tree.layers_per_block
     return tree
 
 
@@ -149,14 +152,14 @@ def _measure(tree: MaxTextTree) -> None:
             raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
     group, per_group = sizes.get("group", 1), sizes.get("head_of_group", sizes["head"] // sizes.get("group", 1))
     two_ranks = sizes.get("two_ranks", 4)
-    expected = {
+    implied = {
         "head": group * per_group,
         "head_out": per_group,
         "gate": 4 * per_group,
         "inner": two_ranks * per_group,
         "two_ranks": 2 * (two_ranks // 2),
     }
-    for axis, size in expected.items():
+    for axis, size in implied.items():
         if sizes.get(axis, size) != size:
             name = first[axis].leaf.name
             raise ValueError(
@@ -183,7 +186,7 @@ def infer_config(tree: MaxTextTree, train: TrainConfig) -> tuple[DCFormerConfig,
 
     def choose(name: str, key: str, kinds: tuple[type, ...], default):
         if key in train:
-            put(name, train.get(key, kinds), f"{key} in {Path(train.path).name}")
+            put(name, train.get(key, kinds), f"{key} in {train.name}")
         else:
             put(name, default, f"default of the authors' configs; {_ADVICE}", True)
 
@@ -244,7 +247,7 @@ def _choose_windows(tree: MaxTextTree, train: TrainConfig, put) -> None:
                 f"window_size in {str(train.path)!r} must list a positive number or null for each of the {n} layers of "
                 f"a block, got {quoted(windows)}."
             )
-        windows, origin, is_default = windows[:n], f"window_size in {Path(train.path).name}", False
+        windows, origin, is_default = windows[:n], f"window_size in {train.name}", False
     elif n in DEFAULT_WINDOWS:
         windows, origin, is_default = DEFAULT_WINDOWS[n], f"default of the authors' configs; {_ADVICE}", True
     else:
@@ -267,7 +270,7 @@ def _choose_length(train: TrainConfig, put) -> None:
         put("max_position_embeddings", 2048, f"default of the authors' configs; {_ADVICE}", True)
         return
     length = train.get("max_target_length", (int,))
-    inputs, origin = length, f"max_target_length in {Path(train.path).name}"
+    inputs, origin = length, f"max_target_length in {train.name}"
     if (length - 1) & (length - 2) == 0 and length > 3:  # a power of two and one token that is only a target
         inputs, origin = length - 1, f"{origin}, less the token that is only a target"
     put("max_position_embeddings", inputs, origin)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..common.json_text import parse_json
-from .leaves import ZarrLeaf
+from ...common.json_text import parse_json
+from ..stores import Store, first_sentence, import_tensorstore
 from .orbax_steps import TEMPORARY, choose_step, step_number
-from .stores import Store, first_sentence, import_tensorstore
+from .zarr_array import ZarrLeaf
 
 
 # Items are tried in this order when a step holds several with parameters.
@@ -186,8 +186,10 @@ def _as_run(store: Store, step: int | None) -> OrbaxCheckpoint | None:
     def open_folder(name: str) -> OrbaxCheckpoint | None:
         below = store.below(name)
         found = _as_step(below) or _as_item(below)
-        is_partial = found is not None and any(TEMPORARY in item for item in below.children())
-        return None if is_partial and not _has_parameters(found) else found
+        if found is None or _has_parameters(found):
+            return found
+        # Its parameters may be in the item that was being written.
+        return None if any(TEMPORARY in item for item in below.children()) else found
 
     chosen = choose_step(store, step, open_folder)
     if chosen is None:

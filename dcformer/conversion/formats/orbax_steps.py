@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .plan import listed
-from .stores import Store
+from ..plan import listed
+from ..stores import Store
 
 
 Found = TypeVar("Found")
@@ -65,7 +65,7 @@ def choose_step(store: Store, step: int | None, open_folder: Callable[[str], Fou
     Args:
         store (`Store`): The run folder.
         step (`int`, *optional*): None: the latest.
-        open_folder: From a folder's name to what is in it, None if that is no checkpoint.
+        open_folder: Opens the folder of a given name; returns None if it is no checkpoint.
 
     Returns:
         The step; None if this is no folder of steps.

@@ -1,20 +1,20 @@
-"""The authors' torch checkpoints to plans: renaming, and joining projections where old files have them split."""
+"""The authors' torch files to plans: renaming, and joining projections where old files have them split.
+
+Folders of ours are read in the same way; their tensors keep their names.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
-from ..loading_dcformer import AUTHORS_NAMES
-from .config_file import make_config, read_config, read_values, shapes_of
-from .mapping import axis_sizes, part_offset
-from .pieces import Piece
-from .plan import Origin, Plan, complete
-from .weights_folder import count_layers, open_weights
-
-
-__all__ = ["local_folder", "our_name", "plan_hub", "read_config"]
+from ...loading_dcformer import AUTHORS_NAMES
+from ..mapping import axis_sizes, part_offset
+from ..pieces import Piece
+from ..plan import Origin, Plan, complete
+from .config_file import make_config, read_values, shapes_of
+from .contents import Contents
+from .transformers_folder import count_layers, local_folder, open_weights
 
 
 # What the authors' files hold besides parameters.
@@ -28,13 +28,13 @@ _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 _PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
-def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
+def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     """
     Plan the conversion of a folder of the authors' torch files (or of our own).
 
     Args:
         source: A folder with `config.json` and safetensors or torch weights, or a name on the Hub.
-        dtype (`str`): Of the parameters; `"keep"` for that of the files.
+        dtype (`str`): dtype of the parameters; `"keep"` for that of the files.
 
     Raises:
         FileNotFoundError, ValueError: if it cannot be converted whole; the message says why.
@@ -42,7 +42,8 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     folder = local_folder(source)
     path = folder / "config.json"
     values = read_values(path)
-    leaves, ignored = open_weights(folder), {}
+    leaves = open_weights(folder)
+    ignored: dict[str, str] = {}
     config = make_config(values, path, count_layers(leaves))
     shapes = shapes_of(config, path)
     for name in list(leaves):
@@ -55,11 +56,11 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
         config,
         leaves,
         [],
-        {"format": "torch files", "location": str(folder), "step": None},
+        Contents("torch files", str(folder), leaves).source(),
         ignored=ignored,
         origins=[Origin(name, value, "config.json") for name, value in sorted(config.to_diff_dict().items())],
     )
-    tables = {**_SHARED_TABLES[config.model_type]}
+    table = _NAMES[config.model_type]
     for name, leaf in leaves.items():
         if match := _SPLIT.fullmatch(name):
             layer, letter, kind = match.groups()
@@ -69,7 +70,7 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
             offset, words = part_offset(_PARTS[letter], sizes), f"as its {_PARTS[letter]} part"
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
         else:
-            parameter, offset = our_name(name, tables), 0
+            parameter, offset = _our_name(name, table), 0
             words = "as is" if parameter == name else "renamed"
         if parameter in shapes and offset == 0 and not _SPLIT.fullmatch(name) and leaf.shape != shapes[parameter]:
             raise ValueError(
@@ -82,25 +83,19 @@ def plan_hub(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     return complete(plan, dtype, shapes)
 
 
-def local_folder(source: str | os.PathLike) -> Path:
-    """The folder itself, or the download of a name on the Hub."""
-    folder = Path(source)
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ValueError(f"{str(source)!r} is a file; give the folder that holds config.json and the weights.")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or str(source).startswith("."):
-        raise FileNotFoundError(f"There is no folder {str(source)!r}; check the path.")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+def torch_contents(source: str | os.PathLike, step: int | None = None) -> Contents:
+    """
+    What a folder of torch files or safetensors stores.
 
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "tokenizer*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"There is no folder {str(source)!r}, and it cannot be downloaded from the Hub; check the name and the "
-            "network."
-        ) from error
+    Args:
+        source: As in [`plan_torch`].
+        step: Torch files belong to no step; accepted as by the other formats.
+
+    Raises:
+        FileNotFoundError, ValueError: if there are no weights or they are damaged.
+    """
+    folder = local_folder(source)
+    return Contents("torch files", str(folder), open_weights(folder))
 
 
 def _with_prefix(names: dict[str, str]) -> dict[str, str]:
@@ -108,13 +103,13 @@ def _with_prefix(names: dict[str, str]) -> dict[str, str]:
     return {old: new if old.startswith(".") else f"model.{new}" for old, new in names.items()}
 
 
-_SHARED_TABLES = {
+_NAMES = {
     "dcformer": {**_with_prefix(AUTHORS_NAMES["DCFormerModel"]), **AUTHORS_NAMES["DCFormerForCausalLM"]},
     "dcpythia": {**_with_prefix(AUTHORS_NAMES["DCPythiaModel"]), **AUTHORS_NAMES["DCPythiaForCausalLM"]},
 }
 
 
-def our_name(name: str, table: dict[str, str]) -> str:
+def _our_name(name: str, table: dict[str, str]) -> str:
     """Our name of one of the authors' parameters; a name of ours stays."""
     for old, new in table.items():
         if not old.startswith("."):

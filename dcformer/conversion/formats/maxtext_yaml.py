@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..common.quoting import quoted
-from ..common.yaml_text import read_yaml
+from ...common.quoting import quoted
+from ...common.yaml_text import read_yaml
 
 
 # Every key that the conversion reads. A training YAML has hundreds more, which say nothing about the model.
@@ -54,11 +54,15 @@ class TrainConfig:
 
     def __init__(self, path: Path | None):
         """
+        Args:
+            path (`Path`, *optional*): The YAML file. None: no values.
+
         Raises:
             FileNotFoundError: if the file does not exist.
             ValueError: if it is not a YAML mapping, or has a key that is one we read, misspelt.
         """
-        self.path, self.values = path, {}
+        self.path = path
+        self.values: dict[Any, Any] = {}
         if path is None:
             return
         if not Path(path).is_file():
@@ -73,6 +77,11 @@ class TrainConfig:
         for key in self.values:
             if (meant := _meant(key)) is not None:
                 raise ValueError(f"{str(path)!r} has the key {quoted(key)}; {meant!r} was meant: correct or remove it.")
+
+    @property
+    def name(self) -> str:
+        """The file's name without its folders; empty if there is no file."""
+        return "" if self.path is None else Path(self.path).name
 
     def __contains__(self, key: str) -> bool:
         return key in self.values

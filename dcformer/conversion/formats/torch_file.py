@@ -10,20 +10,22 @@ import pickle
 import threading
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..common.quoting import quoted
-from .leaves import TensorLeaf
+from ...common.quoting import quoted
+from ..leaves import Leaf, file_fingerprint
+from ..pieces import Box
 
 
 _READ_BYTES = 2**20
 
 
-def list_torch(path: Path) -> list[TensorLeaf]:
+def list_torch(path: Path) -> list[Leaf]:
     """
     The tensors of one torch file.
 
@@ -40,10 +42,7 @@ def list_torch(path: Path) -> list[TensorLeaf]:
         if (kind := _unusual_kind(values)) is not None:
             raise ValueError(f"{path} holds {quoted(name)} as a {kind} tensor; save the model with dense tensors.")
 
-    def loader(name: str):
-        return lambda: file.read(name)
-
-    return [TensorLeaf(name, path, values.shape, values.dtype, loader(name)) for name, values in state.items()]
+    return [TorchLeaf(name, file, tuple(values.shape), values.dtype) for name, values in state.items()]
 
 
 def _unusual_kind(values: Tensor) -> str | None:
@@ -59,7 +58,7 @@ class TorchFile:
     A file of `torch.save`.
 
     Args:
-        path (`Path`): Where it is.
+        path (`Path`): The file.
 
     Raises:
         ValueError: if its archive is damaged or compressed.
@@ -91,7 +90,7 @@ class TorchFile:
                 self._is_checked = True
         return self.load()[name]
 
-    def _check(self, is_wanted) -> None:
+    def _check(self, is_wanted: Callable[[zipfile.ZipInfo], bool]) -> None:
         """Compare the members with their checksums."""
         try:
             with zipfile.ZipFile(self.path) as archive:
@@ -120,10 +119,26 @@ class TorchFile:
             names.add(member.filename)
 
 
+class TorchLeaf(Leaf):
+    """A tensor of a torch file."""
+
+    def __init__(self, name: str, file: TorchFile, shape: tuple[int, ...], dtype: torch.dtype):
+        self.name, self.where, self.shape, self.dtype = name, str(file.path), shape, dtype
+        self.chunk_shape = shape
+        self._file = file
+
+    def fingerprint(self) -> list:
+        return file_fingerprint(self.where)
+
+    def read(self, box: Box) -> Tensor:
+        return self._file.read(self.name)[tuple(slice(*interval) for interval in box)]
+
+
 def _is_data(member: zipfile.ZipInfo) -> bool:
     return member.filename.split("/")[-2:-1] == ["data"]
 
 
 def damaged(path: Path, error: Exception) -> str:
+    """A sentence on a file of tensors, torch's or safetensors, that cannot be read."""
     reason = str(error).split("\n")[0].split(". ")[0]
     return f"{path} is truncated, damaged or holds something else than tensors ({reason}); copy or download it again."
