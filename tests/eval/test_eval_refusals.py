@@ -273,7 +273,7 @@ def test_the_command_refuses_them_in_one_line(arguments, model):
 
 
 def test_more_examples_than_there_are_documents_are_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(
         ValueError, match="num_fewshot is 4, and piqa has 3 documents to draw examples from; give fewer"
     ):
@@ -297,7 +297,7 @@ def test_data_that_are_not_there_are_told_before_the_model_is_loaded(
         shutil.copytree(data, tmp_path / "data")
         (tmp_path / "data" / "sciq").mkdir()
         folder, task, words = tmp_path / "data", "sciq", r"There is no file '.*sciq/test\.parquet'"
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(FileNotFoundError, match=words) as raised:
         run(tasks=task, data_dir=data / folder)
     assert "\n" not in str(raised.value)
