@@ -18,7 +18,7 @@ from ..eval.bootstrap import Difference, paired_difference
 from ..eval.devices import choose_device, describe_device
 from ..eval.model_files import check_complete, check_path
 from ..eval.provenance import find_model
-from ..eval.report import short_names
+from ..eval.short_names import short_names
 from ..pretrained import pretrained_names, pretrained_path, seed_results
 from .intervals import seed_interval
 from .scoring import summarise

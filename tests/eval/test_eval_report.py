@@ -122,8 +122,9 @@ def terminal_text(report, width=400):
 
 def markdown_tables(text):
     """Rows of cells, unescaped, of all tables."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    return [[re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", line[2:-2])] for line in lines]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in lines]
+    return [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in row] for row in rows]
 
 
 class Page(html.parser.HTMLParser):
