@@ -75,7 +75,8 @@ def paired_difference(
             `bits_per_byte` the pair of a log-likelihood (nats) and the number of tokens or bytes.
         baseline: The same of the baseline; its lines may be in another order.
         task (`str`): For errors.
-        seed (`int`, defaults to 0), resamples (`int`, defaults to 10,000): Of the bootstrap.
+        seed (`int`, defaults to 0): Seed of the bootstrap.
+        resamples (`int`, defaults to 10,000): Number of its resamples.
 
     Raises:
         ValueError: if the two have different documents, or a line lacks the metric.

@@ -51,7 +51,8 @@ def build_report(
     Args:
         output: Folder that `dcformer eval` wrote.
         baseline (`str`, *optional*): Model that the others are compared with; no differences if `None`.
-        seed (`int`, defaults to 0), resamples (`int`, defaults to 10,000): Of the bootstrap.
+        seed (`int`, defaults to 0): Seed of the bootstrap.
+        resamples (`int`, defaults to 10,000): Number of its resamples.
         paper_rows (`Mapping[str, str]`, *optional*): Model -> row of the paper, see `published.paper_row`.
 
     Raises:
