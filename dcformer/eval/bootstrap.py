@@ -132,7 +132,8 @@ def metric_and_stderr(samples: Sequence[Mapping], metric: str, *, task: str) -> 
 
 def _keys(samples: Sequence[Mapping]) -> list[tuple[str, int]]:
     """(hash, occurrence) of every document in the order of their numbers; data sets hold some documents twice."""
-    seen, keys = Counter(), []
+    seen: Counter[str] = Counter()
+    keys = []
     for sample in _in_order(samples):
         seen[sample["doc_hash"]] += 1
         keys.append((sample["doc_hash"], seen[sample["doc_hash"]]))

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def task_manager(metadata: dict | None = None):
     return TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 
 
+@cache
 def _task_versions() -> dict[str, float]:
     entries = task_manager().task_index.values()
     return {entry.name.removeprefix(PREFIX): entry.cfg["metadata"]["version"] for entry in entries}

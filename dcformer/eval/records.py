@@ -59,7 +59,8 @@ class Record:
             if all but the git revision are the same.
         timings: Seconds, requests, tokens; no part of the result.
         samples_sha256 (`str`, *optional*): SHA-256 of the file of samples; unknown in results of the first format.
-        values_sha256 (`str`, *optional*): SHA-256 of what was measured and of what; unknown in results of the first format.
+        values_sha256 (`str`, *optional*): SHA-256 of what was measured and of what; unknown in results of the first
+            format.
     """
 
     model: str

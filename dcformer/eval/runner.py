@@ -124,8 +124,12 @@ def evaluate(
         if left and group.is_first:
             logger.info("Device: %s.", describe_device(device))
         # An input's length belongs to a scorer, so tasks of another length load the model again.
+        scorer = None
         for index, length in dict.fromkeys((job.model, job.settings["max_length"]) for job in left):
             model = found[index]
+            if scorer is not None:
+                del scorer  # or there would be two models in memory
+                free_memory()
             scorer = build_scorer(model, policies[index], device, common, length)
             for job in left:
                 if (job.model, job.settings["max_length"]) != (index, length):
@@ -134,8 +138,6 @@ def evaluate(
                 with _naming_the_task(model, job):
                     result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
                 group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
-            del scorer
-            free_memory()
         return [finished(output, found[job.model], job) for job in jobs] if group.is_first else []
 
 

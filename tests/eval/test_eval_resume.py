@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import datasets
-from test_eval_scoring import save_model, save_tokenizer
+from test_eval_scoring import save_model
 from typer.testing import CliRunner
 
 from dcformer.cli import app
@@ -20,13 +20,15 @@ from dcformer.eval import records, runner
 from dcformer.eval.records import read_records, record_path, samples_path
 from dcformer.eval.runner import evaluate
 from dcformer.eval.scoring import TargetScorer
+from dcformer.head_tasks import build_tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(fixtures, tmp_path_factory):
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder, "dcformer")
-    save_tokenizer(folder, fixtures)
+    tokenizer = build_tokenizer()  # which is quick to read
+    save_model(folder, "dcformer", rows=len(tokenizer))
+    tokenizer.save_pretrained(folder)
     return folder
 
 
