@@ -90,9 +90,7 @@ def _join_parts(w1: Tensor | None, w2: Tensor | None, gate: Tensor | None) -> Te
     if (w1 is None) != (w2 is None):
         raise ValueError("A ComposeSide needs both w1 and w2, or neither.")
     if w1 is None and gate is None:
-        raise ValueError(
-            "A ComposeSide needs w1 and w2, a gate, or all three; give None for a side without any."
-        )
+        raise ValueError("A ComposeSide needs w1 and w2, a gate, or all three; give None for a side without any.")
     parts = [] if w1 is None else [w1, w2]
     if gate is not None:
         parts.append(gate.unsqueeze(-1))

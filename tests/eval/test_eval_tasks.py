@@ -457,3 +457,12 @@ def test_the_list_of_tasks_holds_every_task_once_with_its_suite_and_source():
     for summary in summaries[:-1]:
         assert summary.name in suites.find_tasks(summary.suite) and summary.asks
     assert (tasks_folder() / "dcformer_piqa.yaml").is_file()
+
+
+def test_every_public_name_of_the_package_is_there():
+    import dcformer.eval
+
+    for name in dcformer.eval.__all__:
+        assert getattr(dcformer.eval, name).__name__ == name
+    with pytest.raises(ImportError, match="nothing"):
+        from dcformer.eval import nothing  # noqa: F401
