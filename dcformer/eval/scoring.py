@@ -9,6 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class ScoredInput:
     ids: Sequence[int]
     targets: Sequence[Target]
 
-    @property
+    @cached_property
     def positions(self) -> list[int]:
         """Positions at which logits are needed, in ascending order."""
         return sorted({position for target in self.targets for position in target.positions})
@@ -133,12 +134,14 @@ class TargetScorer:
         for each, (places, expected), logits in zip(batch, pairs, all_logits):
             if len(places) == 0:
                 continue
-            # Between the first and the last, other inputs' positions may lie.
-            first, last = column[each.positions[0]], column[each.positions[-1]]
-            normalizer, best = self._normalizer_and_best(logits[first : last + 1])
+            own = [column[position] for position in each.positions]
+            is_range = own[-1] - own[0] + 1 == len(own)  # of which a slice is no copy
+            rows = logits[own[0] : own[-1] + 1] if is_range else logits[own]
+            normalizer, best = self._normalizer_and_best(rows)
+            in_rows = torch.searchsorted(torch.tensor(own, device=device), places)
             picked = logits[places, expected].to(normalizer.dtype)
-            log_probabilities.append(picked - normalizer[places - first])
-            hits.append(best[places - first] == expected)
+            log_probabilities.append(picked - normalizer[in_rows])
+            hits.append(best[in_rows] == expected)
         lengths = [len(target.ids) for each in batch for target in each.targets]
         parts = zip(*(torch.cat(values).cpu().split(lengths) for values in (log_probabilities, hits)))
         scores = (TargetScore(float(values.double().sum()), bool(greedy.all())) for values, greedy in parts)
