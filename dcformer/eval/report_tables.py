@@ -170,9 +170,9 @@ class Report:
                 columns = [(task, task, "acc") for task in (*TABLE4_COLUMNS, AVERAGE) if (task, "acc") in pairs]
                 yield self._section(f"Accuracy in percent, {shots}-shot", shots, columns)
             elif kind == "authors":
-                tasks, metrics = ({pair[place] for pair in pairs} for place in (0, 1))
+                tasks, present_metrics = ({pair[place] for pair in pairs} for place in (0, 1))
                 columns = [(heading, task, "") for task, heading in AUTHORS_HEADINGS.items() if task in tasks]
-                metrics = [metric for metric in AUTHORS_METRICS if metric in metrics]
+                metrics = [metric for metric in AUTHORS_METRICS if metric in present_metrics]
                 yield self._section(
                     f"Head tasks, the authors' texts, accuracy in percent{with_shots}", shots, columns, metrics
                 )
@@ -194,7 +194,7 @@ class Report:
                 rows.append(
                     SectionRow("value", [line for line in label if line], [_value_lines(cell) for cell in cells])
                 )
-                if any(cell and cell.delta for cell in cells):
+                if self.baseline is not None and any(cell and cell.delta for cell in cells):
                     label = [f"Δ to {self.names[self.baseline]}", "[95 % interval]"]
                     rows.append(SectionRow("baseline", label, [_delta_lines(cell) for cell in cells]))
                 if any(cell and cell.paper is not None for cell in cells):

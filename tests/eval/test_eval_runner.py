@@ -1,9 +1,11 @@
 """The runner: records on disk, resuming, several processes, and what it says when something is wrong."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
-import subprocess
+import socket
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 pytest.importorskip("lm_eval")
 pytest.importorskip("typer")
 
+from accelerate.state import AcceleratorState
 from test_eval_scoring import by_hand, save_model, save_tokenizer
 from typer.testing import CliRunner
 
@@ -303,19 +306,36 @@ def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
     assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
 
 
+def evaluate_as_one_of_two(rank, port, arguments, told):
+    """`python -m dcformer.eval` in a process that `torchrun` has started; what it says goes to a file."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of the process from which this one was forked
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    sys.argv = ["dcformer.eval", *map(str, arguments)]
+    sys.stdout = sys.stderr = told.open("w", buffering=1)
+    runpy.run_module("dcformer.eval", run_name="__main__")
+
+
 def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
-    # `accelerate launch --cpu` starts a single process whatever number is asked for.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcformer.eval"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     arguments = ["--tasks", "piqa,winogrande", "--limit", 7, "--data-dir", data_dir, "--dtype", "float32"]
-    done = subprocess.run(
-        [sys.executable, *launch, *map(str, (folders["ours"], *arguments, "--output", tmp_path / "two"))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("piqa, 0-shot: 8 requests") == 1  # four of the seven documents
+    arguments = [folders["ours"], *arguments, "--device", "cpu", "--output", tmp_path / "two"]
+    # Forked, so that they need not import all of it again.
+    context = multiprocessing.get_context("fork")
+    told = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    processes = [
+        context.Process(target=evaluate_as_one_of_two, args=(rank, port, arguments, told[rank])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], [file.read_text() for file in told]
+    said = "".join(file.read_text() for file in told)
+    assert said.count("piqa, 0-shot: 8 requests") == 1  # four of the seven documents
     run("ours", output="one", tasks="piqa,winogrande", limit=7)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()

@@ -1,5 +1,7 @@
 """Log-likelihoods of the lm-eval model class against plain forward passes and against the harness's own class."""
 
+import functools
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -86,10 +88,17 @@ def instances(pairs):
     ]
 
 
+@functools.cache
+def loaded(folder):
+    return (
+        PreTrainedTokenizerFast.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
+
+
 def by_hand(folder, context, continuation, most=64):
     """Log-probability of the continuation and whether it is greedy, by one plain forward pass without padding."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = loaded(folder)
     spaces = len(context) - len(context.rstrip())
     whole = tokenizer(context + continuation)["input_ids"]
     start = len(tokenizer(context[: len(context) - spaces])["input_ids"])
