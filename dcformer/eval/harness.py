@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 
 from .plan import STOCK_SCORER, Job
 from .provenance import Model, hardware_name
+from .scoring import message_of_nan
 from .suites import PREFIX
 
 
@@ -107,6 +109,7 @@ def score_task(
     if counts is None:
         # The harness shows a bar of its own, and tells nobody of cut inputs or unknown ids.
         requests = sum(len(sample["requests"]) for sample in samples)
+        _check_numbers(samples, job.task)
         counts = {"requests": requests, "input_tokens": None, "oov_documents": None, "truncated_documents": None}
         on_progress(0, requests)
         on_progress(requests, requests)
@@ -122,6 +125,13 @@ def score_task(
         },
     }
     return results["results"][name], samples, measured
+
+
+def _check_numbers(samples: list[dict], task: str) -> None:
+    """What `DCFormerLM` refuses itself."""
+    for sample in samples:
+        if any(math.isnan(request["log_likelihood"]) for request in sample["requests"]):
+            raise ValueError(message_of_nan(f"document {sample['doc_id']} of {PREFIX}{task}"))
 
 
 def _counts(scorer: DCFormerLM) -> dict[str, int | None]:

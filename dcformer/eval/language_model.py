@@ -27,7 +27,7 @@ from ..configuration_dcformer import DCFormerConfig
 from .devices import choose_device
 from .model_files import check_complete
 from .processes import processes_here
-from .scoring import ScoredInput, Target, TargetScorer, clamped, message_of_missing_row
+from .scoring import ScoredInput, Target, TargetScorer, clamped, message_of_missing_row, message_of_nan
 
 
 OOV_POLICIES = ("error", "clamp", "pad")
@@ -179,7 +179,8 @@ class DCFormerLM(HFLM):
                 for answer, index in zip(scores, owners):
                     answers[index] = answer
                     if math.isnan(answer[0]):
-                        problem = problem or self._not_a_number(index)
+                        instance = self._instances[index] if self._instances else None
+                        problem = problem or message_of_nan(_name(instance))
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
                 advance(len(scores))
@@ -232,13 +233,6 @@ class DCFormerLM(HFLM):
                 f"{self.max_length} positions; leave the task out with --tasks."
             )
         return None
-
-    def _not_a_number(self, index: int) -> str:
-        return (
-            f"The log-likelihood of {_name(self._instances[index] if self._instances else None)} is not a number: the "
-            "weights hold NaN or infinity, or the dtype is too narrow for them; check the weights, or give a wider "
-            "dtype."
-        )
 
     def _raise_on_all_processes(self, problem: str | None) -> None:
         """Raise everywhere what any process found; the others would wait for it for ever."""

@@ -185,6 +185,14 @@ def message_of_missing_row(token: int, rows: int, where: str = "", advice: str =
     return f"Token id {token}{place} has no row in the embedding, which has {rows}; {remedy}."
 
 
+def message_of_nan(what: str) -> str:
+    """The sentence that refuses a log-likelihood that is not a number; `what` is what was scored."""
+    return (
+        f"The log-likelihood of {what} is not a number: the weights hold NaN or infinity, or the dtype is too narrow "
+        "for them; check the weights, or give a wider dtype."
+    )
+
+
 def clamped(ids: Iterable[int], rows: int) -> list[int]:
     """Token ids where those without a row are replaced by the last that has one, as JAX reads them."""
     return [min(token, rows - 1) for token in ids]

@@ -18,6 +18,7 @@ from ..eval.bootstrap import Difference, paired_difference
 from ..eval.devices import choose_device, describe_device
 from ..eval.model_files import check_complete, check_path
 from ..eval.provenance import find_model
+from ..eval.scoring import message_of_nan
 from ..eval.short_names import short_names
 from ..pretrained import pretrained_names, pretrained_path, seed_results
 from .intervals import seed_interval
@@ -239,11 +240,8 @@ def _check_numbers(scores: Mapping[str, Sequence[Mapping]], name: str) -> None:
     for which, answers in scores.items():
         for score in answers:
             if math.isnan(score["log_likelihood"]):
-                raise ValueError(
-                    f"The log-likelihood of an answer in document {score['document']} of {which} with {name!r} is not "
-                    "a number: the weights hold NaN or infinity, or the dtype is too narrow for them; check the "
-                    "weights, or give a wider dtype."
-                )
+                where = f"an answer in document {score['document']} of {which} with {name!r}"
+                raise ValueError(message_of_nan(where))
 
 
 def _samples(documents: Sequence[Mapping], scores: Sequence[Mapping]) -> list[dict]:

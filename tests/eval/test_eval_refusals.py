@@ -125,8 +125,9 @@ def test_a_model_that_lacks_weights_is_not_scored_with_random_ones(run, copied, 
 
 def test_nan_in_the_weights_is_told_and_no_result_is_written(run, copied, tmp_path, monkeypatch):
     change_weights(copied, lambda weights: weights[TENSOR].fill_(float("nan")))
-    with pytest.raises(ValueError, match=r"piqa, 0-shot, .* log-likelihood of document \d of .* is not a number"):
-        run(copied)
+    for stock in (False, True):
+        with pytest.raises(ValueError, match=r"piqa, 0-shot, .* log-likelihood of document \d of .* is not a number"):
+            run(copied, stock=stock)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"an answer in document 0 of held_out with .* is not a number"):
         compare_models([str(copied)], documents=1, with_authors=False)
