@@ -438,12 +438,6 @@ def test_the_fingerprint_of_published_data_names_them(monkeypatch, tmp_path):
     data._newest_revision.cache_clear()
 
 
-if __name__ == "__main__":
-    folder = Path(os.environ.get("DCFORMER_FIXTURES", Path(__file__).resolve().parents[3] / "shared")) / "benchdata"
-    expected = {name.removeprefix("dcformer_"): rendered(task) for name, task in load_group(folder)["tasks"].items()}
-    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
-
-
 def test_the_list_of_tasks_holds_every_task_once_with_its_suite_and_source():
     summaries = list_tasks()
     assert [summary.name for summary in summaries] == [*suites.TASKS, suites.HEAD_TASKS]
@@ -466,3 +460,9 @@ def test_every_public_name_of_the_package_is_there():
         assert getattr(dcformer.eval, name).__name__ == name
     with pytest.raises(ImportError, match="nothing"):
         from dcformer.eval import nothing  # noqa: F401
+
+
+if __name__ == "__main__":
+    folder = Path(os.environ.get("DCFORMER_FIXTURES", Path(__file__).resolve().parents[3] / "shared")) / "benchdata"
+    expected = {name.removeprefix("dcformer_"): rendered(task) for name, task in load_group(folder)["tasks"].items()}
+    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
