@@ -1,4 +1,4 @@
-"""Put a trained model among those of the package: `python scripts/pack_pretrained.py RUN/final NAME`."""
+"""Put a trained model among the bundled models of the package: `python scripts/pack_pretrained.py RUN/final NAME`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import dcformer
 
 def pack_model(source: str | Path, destination: str | Path) -> None:
     """
-    Save a model of the head tasks as the package has them: bfloat16, and generation that ends with the line.
+    Save a model of the head tasks as the package bundles it: bfloat16, and generation that ends with the line.
 
     Args:
         source: Folder `final` of a run, with model and tokenizer.
@@ -39,7 +39,7 @@ def pack_model(source: str | Path, destination: str | Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", help="folder `final` of a run of dcformer-tiny or transformer-tiny")
-    parser.add_argument("name", help="of the model in the package")
+    parser.add_argument("name", help="name of the bundled model")
     arguments = parser.parse_args()
     pack_model(arguments.source, Path(dcformer.pretrained.__file__).parent / arguments.name)
 

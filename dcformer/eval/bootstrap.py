@@ -75,7 +75,8 @@ def paired_difference(
             `bits_per_byte` the pair of a log-likelihood (nats) and the number of tokens or bytes.
         baseline: The same of the baseline; its lines may be in another order.
         task (`str`): For errors.
-        seed (`int`, defaults to 0), resamples (`int`, defaults to 10,000): Of the bootstrap.
+        seed (`int`, defaults to 0): Seed of the bootstrap.
+        resamples (`int`, defaults to 10,000): Number of its resamples.
 
     Raises:
         ValueError: if the two have different documents, or a line lacks the metric.
@@ -131,7 +132,8 @@ def metric_and_stderr(samples: Sequence[Mapping], metric: str, *, task: str) -> 
 
 def _keys(samples: Sequence[Mapping]) -> list[tuple[str, int]]:
     """(hash, occurrence) of every document in the order of their numbers; data sets hold some documents twice."""
-    seen, keys = Counter(), []
+    seen: Counter[str] = Counter()
+    keys = []
     for sample in _in_order(samples):
         seen[sample["doc_hash"]] += 1
         keys.append((sample["doc_hash"], seen[sample["doc_hash"]]))

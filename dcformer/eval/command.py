@@ -60,6 +60,9 @@ def eval_command(
     oov_policy: Annotated[
         Literal["error", "clamp", "pad"] | None, typer.Option(help="For token ids that the embedding lacks.")
     ] = None,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Score with lm-eval's own model class instead of ours, to compare the two.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Of the models on the Hub.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name, for all models.")] = None,
     seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 1234,
@@ -142,6 +145,7 @@ def _compare_on_head_tasks(
     batch_size: str,
     max_length: int | None,
     oov_policy: str | None,
+    stock: bool,
     seed: int,
     **options,
 ) -> None:
@@ -151,6 +155,7 @@ def _compare_on_head_tasks(
         "--num-fewshot": shots != (0,),
         "--oov-policy": oov_policy is not None,
         "--max-length": max_length is not None,
+        "--stock": stock,
     }
     for name, is_given in meaningless.items():
         if is_given:

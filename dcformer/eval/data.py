@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
-from ..optional import import_optional
+from ..common.digests import file_digest
+from ..common.optional import import_optional
 
 
 if TYPE_CHECKING:
@@ -96,6 +97,11 @@ def import_datasets():
         ImportError: if it is not installed.
     """
     return import_optional("datasets", "Reading evaluation data needs datasets: pip install 'dcformer[eval]'.")
+
+
+def data_folders(task: str) -> tuple[str, ...]:
+    """Names of the folders below `data_dir` that may hold a task's data; the first one that holds files is read."""
+    return _FOLDERS.get(task, (task,))
 
 
 def data_folder(data_dir: str | os.PathLike, column: str) -> Path:
@@ -226,7 +232,7 @@ def fetch_file(column: str, name: str, sha256: str) -> Path:
         file = Path(datasets.DownloadManager(download_config=settings).download(address))
     except OSError as error:
         raise _unreachable(column) from error
-    if (found := _sha256(file)) != sha256:
+    if (found := file_digest(file)) != sha256:
         raise ValueError(
             f"{address} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
             "folder as --data-dir."
@@ -251,11 +257,11 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
         FileNotFoundError: if the folder is not there.
         ValueError: if there is no folder and the task has no known source.
     """
-    folders = _FOLDERS.get(column, (column,))
+    folders = data_folders(column)
     if data_dir is not None:
         chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl"))), folders[0])
         files = sorted(file for file in data_folder(data_dir, chosen).iterdir() if file.suffix in SUFFIXES)
-        contents = "".join(f"{file.name} {_sha256(file)}\n" for file in files)
+        contents = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
         return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
     if folders[0] not in SOURCES:
         raise ValueError(f"The data of {column!r} have no known source; give a --data-dir.")
@@ -282,11 +288,3 @@ def _unreachable(column: str) -> FileNotFoundError:
         f"The data of {column} ({SOURCES[column]}) cannot be downloaded; check the network, or give a --data-dir that "
         f"holds {column}/."
     )
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

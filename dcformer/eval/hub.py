@@ -17,8 +17,8 @@ def is_on_hub(name: str, revision: str, kind: str) -> bool:
     Ask the Hub once for a repository; Transformers would ask for half a minute if it does not answer.
 
     Args:
-        name (`str`): Of the repository.
-        revision (`str`): Of it.
+        name (`str`): Name of the repository.
+        revision (`str`): Git revision in it.
         kind (`str`): What it is, for the message: `"model"` or `"tokenizer"`.
 
     Returns:

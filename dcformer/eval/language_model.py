@@ -1,17 +1,17 @@
 """Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
 
-Importing this module registers the class under the name "dcformer". It differs from the harness's own `HFLM` in three
-points: logits are computed only at the positions whose next token is scored, the log-softmax is taken in float32, and
-a token id without an embedding row is handled by a named policy instead of reading past the end of the table.
+Importing this module registers the class under the name "dcformer". It differs from the harness's own `HFLM` in two
+points: logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored;
+and a token id without an embedding row is handled by a named policy instead of reading past the end of the table.
+`stock_language_model` is the harness's own class, to compare with.
 """
 
 import contextlib
-import inspect
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,20 +21,18 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'") from error
+    raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'.") from error
 
 from ..configuration_dcformer import DCFormerConfig
 from .devices import choose_device
 from .model_files import check_complete
 from .processes import processes_here
+from .scoring import ScoredInput, Target, TargetScorer, clamped, message_of_missing_row, message_of_nan
 
 
 OOV_POLICIES = ("error", "clamp", "pad")
 
 CPU_BATCH_SIZE = 16
-# A batch is cut where its logits would be more; in float32 this many are 1 GiB.
-_MOST_LOGITS = 2**28
-_POSITIONS_AT_ONCE = 128
 # Arguments by which the harness loads something else than the weights of a folder.
 _OTHER_LOADERS = ("peft", "delta", "autogptq", "gptqmodel", "gguf_file")
 
@@ -86,12 +84,10 @@ class DCFormerLM(HFLM):
         if hasattr(self, "accelerator"):
             # HFLM counts processes only where each of several sees all GPUs of one machine.
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self.embedding_rows = _rows(self.model)
+        self._scorer = TargetScorer(self.model, self.softmax_dtype, self.mixed_precision_dtype)
+        self.embedding_rows = self._scorer.rows
         # Rows that hold an embedding of their own; HFLM's configuration was read before any were added.
         self.trained_rows = min(self.embedding_rows, self.config.get_text_config().vocab_size)
-        parameters = inspect.signature(self.model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
-        self._forward_arguments = {"use_cache": False} if "use_cache" in parameters else {}
         self.forget_documents()
 
     def forget_documents(self) -> None:
@@ -147,7 +143,7 @@ class DCFormerLM(HFLM):
             answers = self._loglikelihood_tokens([windows[index] for index in own], disable_tqdm=disable_tqdm)
         by_window = {index: log_likelihood for index, (log_likelihood, _) in zip(own, answers)}
         if step > 1:
-            shares = [None] * step
+            shares: list[Any] = [None] * step
             torch.distributed.all_gather_object(shares, by_window)
             by_window = {index: value for share in shares for index, value in share.items()}
         totals = [0.0] * len(requests)
@@ -160,7 +156,8 @@ class DCFormerLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
+        """
+        Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
 
         Requests of one input, as the one-token choices of a question are, share a row of the batch.
         """
@@ -169,87 +166,42 @@ class DCFormerLM(HFLM):
         for index, (_, context, continuation) in enumerate(requests):
             groups.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(index)
         ordered = sorted(groups.items(), key=lambda group: (-len(group[0]), group[0]))
+        inputs = [ScoredInput(ids, [_target(ids, requests[index][2]) for index in own]) for ids, own in ordered]
+        owners = iter([index for _, own in ordered for index in own])
         answers: list = [None] * len(requests)
         self.scored_requests += len(requests)
         problem = None
         with self._bar(len(requests), disable_tqdm) as advance:
-            for batch in self._batches(ordered, requests, override_bs):
-                self.input_tokens += sum(len(tokens) for tokens, _ in batch)
-                scored = [index for _, indices in batch for index in indices]
-                for index, answer in zip(scored, self._score(batch, requests)):
+            sizes = self._batch_sizes([requests[own[0]] for _, own in ordered], override_bs)
+            for batch in self._scorer.batches(inputs, sizes):
+                self.input_tokens += sum(len(each.ids) for each in batch)
+                scores = [tuple(score) for of_input in self._scorer.score(batch) for score in of_input]
+                for answer, index in zip(scores, owners):
                     answers[index] = answer
                     if math.isnan(answer[0]):
-                        problem = problem or self._not_a_number(index)
+                        instance = self._instances[index] if self._instances else None
+                        problem = problem or message_of_nan(_name(instance))
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
-                advance(len(scored))
+                advance(len(scores))
                 if problem:
                     break
         self._raise_on_all_processes(problem)
         return answers
 
-    def _score(self, batch: list[tuple], requests: list[tuple]) -> list[tuple[float, bool]]:
-        """Answers for one batch of (input ids, requests of that input), in the order in which they are listed."""
-        input_ids = torch.zeros(len(batch), max(len(tokens) for tokens, _ in batch), dtype=torch.long)
-        ranges, scored = [], []
-        for row, (tokens, indices) in enumerate(batch):
-            input_ids[row, : len(tokens)] = torch.tensor(tokens)
-            ranges.append(_scored_positions(tokens, indices, requests))
-            scored += indices
-        kept = sorted(set().union(*ranges))
-        column = {position: place for place, position in enumerate(kept)}
-        lengths = [len(requests[index][2]) for index in scored]
-        targets = torch.tensor([token for index in scored for token in requests[index][2]], device=self.device)
-        targets = iter(targets.split(lengths))
-
-        all_logits = self._logits(input_ids.to(self.device), torch.tensor(kept, device=self.device))
-        log_probabilities, hits = [], []
-        for (_, indices), positions, logits in zip(batch, ranges, all_logits):
-            logits = logits[column[positions[0]] : column[positions[-1]] + 1]  # (scored positions, vocabulary)
-            normalizer, best = self._normalizer_and_best(logits)
-            for target in itertools.islice(targets, len(indices)):
-                count = len(target)
-                picked = logits[-count:].gather(-1, target[:, None])[:, 0].to(normalizer.dtype)
-                log_probabilities.append(picked - normalizer[-count:])
-                hits.append(best[-count:] == target)
-        by_request = zip(*(torch.cat(values).cpu().split(lengths) for values in (log_probabilities, hits)))
-        return [(float(values.double().sum()), bool(greedy.all())) for values, greedy in by_request]
-
-    def _normalizer_and_best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-sum-exp of (positions, vocabulary) logits and the id of the largest, without a copy of all of them."""
-        dtype = self.softmax_dtype or torch.float32
-        pieces = logits.split(_POSITIONS_AT_ONCE)
-        normalizer = torch.cat([piece.to(dtype).logsumexp(-1) for piece in pieces])
-        return normalizer, torch.cat([piece.argmax(-1) for piece in pieces])
-
-    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """(batch, positions, vocabulary). Right padding needs no mask, since no scored position sees it."""
-        mixed = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
-            if self._keeps_logits:
-                return self.model(input_ids, logits_to_keep=positions, **self._forward_arguments).logits
-            return self.model(input_ids, **self._forward_arguments).logits[:, positions]
-
-    def _batches(self, ordered: list[tuple], requests: list[tuple], override_bs: int | None) -> Iterator[list[tuple]]:
-        """Consecutive (input ids, requests) pairs: as many as the batch size says, or as their logits allow."""
-        most_positions = _MOST_LOGITS // self.embedding_rows
-        longest_first = [requests[indices[0]] for _, indices in ordered]
+    def _batch_sizes(self, longest_first: list[tuple], override_bs: int | None) -> Callable[[int], int]:
+        """Number of inputs in the batch that begins with the input of an index."""
         self.batch_sizes = {}
-        start = 0
-        while start < len(ordered):
+
+        def size_at(start: int) -> int:
             size = override_bs or self.batch_size
-            if size == "auto":
-                # The harness announces on stdout what it tries.
-                with contextlib.redirect_stdout(io.StringIO()):
-                    size = self._batch_scheduler(start, longest_first)
-            batch, positions = [], set()
-            for tokens, indices in ordered[start : start + size]:
-                positions.update(_scored_positions(tokens, indices, requests))
-                if batch and (len(batch) + 1) * len(positions) > most_positions:
-                    break
-                batch.append((tokens, indices))
-            yield batch
-            start += len(batch)
+            if size != "auto":
+                return size
+            # The harness announces on stdout what it tries.
+            with contextlib.redirect_stdout(io.StringIO()):
+                return self._batch_scheduler(start, longest_first)
+
+        return size_at
 
     def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
         """The requests with ids that all have an embedding row, by `oov_policy`; counts documents that had others."""
@@ -265,19 +217,14 @@ class DCFormerLM(HFLM):
         self._raise_on_all_processes(problem)
         if self.oov_policy != "clamp":
             return requests
-        last = self.embedding_rows - 1
-        return [
-            (key, [min(token, last) for token in context], [min(token, last) for token in continuation])
-            for key, context, continuation in requests
-        ]
+        rows = self.embedding_rows
+        return [(key, clamped(context, rows), clamped(continuation, rows)) for key, context, continuation in requests]
 
     def _problem(self, largest: int, context: list[int], continuation: list[int], instance) -> str | None:
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
             others = "--oov-policy clamp" if self.oov_policy == "pad" else "--oov-policy clamp|pad"
-            return (
-                f"Token id {largest} in {_name(instance)} has no row in the embedding, which has "
-                f"{self.embedding_rows}; say by {others} what to do with such ids, or use the model's own tokenizer."
-            )
+            advice = f"say by {others} what to do with such ids"
+            return message_of_missing_row(largest, self.embedding_rows, _name(instance), advice)
         if not context or not continuation:
             return f"There is an empty context or continuation in {_name(instance)}, which cannot be scored."
         if len(continuation) > self.max_length:
@@ -287,16 +234,9 @@ class DCFormerLM(HFLM):
             )
         return None
 
-    def _not_a_number(self, index: int) -> str:
-        return (
-            f"The log-likelihood of {_name(self._instances[index] if self._instances else None)} is not a number: the "
-            "weights hold NaN or infinity, or the dtype is too narrow for them; check the weights, or give a wider "
-            "dtype."
-        )
-
     def _raise_on_all_processes(self, problem: str | None) -> None:
         """Raise everywhere what any process found; the others would wait for it for ever."""
-        problems = [problem]
+        problems: list[str | None] = [problem]
         count = max(self.world_size, self._window_share[1])
         if count > 1:
             problems = [None] * count
@@ -333,6 +273,19 @@ class DCFormerLM(HFLM):
             yield bar.update
 
 
+def stock_language_model(pretrained: str, *, device: str, batch_size: int | str, **options) -> HFLM:
+    """
+    The harness's own class for causal models, with its own batches, forward passes and log-softmax.
+
+    Args:
+        pretrained (`str`): Folder or Hub id.
+        device (`str`): What [`dcformer.eval.devices.choose_device`] has chosen.
+        batch_size (`int` or `"auto"`): Inputs in a forward pass.
+        options: Further arguments of `HFLM`.
+    """
+    return HFLM(pretrained, backend="causal", device=device, batch_size=batch_size, **options)
+
+
 def _check_device_of(model, device: str | None) -> None:
     """That a loaded model is on the device that is asked for, since it stays where it is."""
     if device is None:
@@ -357,16 +310,9 @@ def policy_in_force(config, oov_policy: str | None) -> str:
     return oov_policy or getattr(config, "oov_policy", "error")
 
 
-def _scored_positions(tokens: Sequence[int], indices: list[int], requests: list[tuple]) -> range:
-    """Positions of an input whose next token is scored in any of its requests."""
-    return range(len(tokens) - max(len(requests[index][2]) for index in indices), len(tokens))
-
-
-def _rows(model) -> int:
-    """Ids that a model can both read and predict."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    output = model.get_output_embeddings()
-    return rows if output is None else min(rows, output.weight.shape[0])
+def _target(ids: Sequence[int], continuation: Sequence[int]) -> Target:
+    """The continuation of a text, of whose tokens all but the last end its input."""
+    return Target(range(len(ids) - len(continuation), len(ids)), continuation)
 
 
 def _name(instance) -> str:

@@ -27,13 +27,13 @@ def locked_folders(output: str | os.PathLike, names: Iterable[str] = (".",)) -> 
 
     Args:
         output: Folder of the results.
-        names (defaults to the output itself): Of the folders below it.
+        names (defaults to the output itself): Names of the folders below it.
 
     Raises:
         ValueError: if another process is writing in one of them, or one cannot be written.
     """
     with contextlib.ExitStack() as stack:
-        for name in sorted(set(names)):  # in the same order everywhere, so that of two evaluations one goes on
+        for name in sorted(set(names)):  # in the same order everywhere, so that of two evaluations one continues
             stack.enter_context(_locked(Path(output) / name, output))
         yield
 
@@ -97,7 +97,7 @@ def _obstacle(folder: Path) -> str:
 
 def check_places(paths: Iterable[Path]) -> None:
     """
-    Refuse to go on where a file of results could not be put in its place.
+    Check that files of results can be put in their places.
 
     Raises:
         ValueError: if there is something else than a file.

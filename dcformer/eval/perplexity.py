@@ -16,27 +16,22 @@ each other but not with the paper's column.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .data import SOURCES, import_datasets
+from .task_tokens import continuation_ids, load_task_tokenizer
+from .text_files import DEFAULT_SEED, drawn_places, existing_file, jsonl_fields
+from .windows import PAPER_WINDOW, check_window, pack_documents
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-PAPER_WINDOW = 2048
-WINDOWS_PER_STREAM = 64
-DEFAULT_SEED = 1234
 
 # The Pile's own validation split as one plain file. Names of test and validation follow the Pile, not lm-eval.
 PILE_FILE = "val.jsonl"
@@ -78,13 +73,13 @@ def load_pile(
         ValueError: if the tokenizer or the model's length is not known or does not fit, or a file is damaged.
     """
     check_window("dcformer_pile_ppl", window, **settings)
-    tokenizer = load_tokenizer(**settings)
+    tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
         rows = _from_hub("the Pile", "pile/val.jsonl", SOURCES["pile"].path, data_files={"test": PILE_FILE})
-        documents = [row["text"] for row in rows.select(_drawn(len(rows), subset, seed))]
+        documents = [row["text"] for row in rows.select(drawn_places(len(rows), subset, seed))]
     else:
         documents = [text for (text,) in jsonl_fields(_pile_files(Path(data_dir)), ("text",), subset, seed)]
-    return {"test": _streams(documents, tokenizer, window, windows, settings.get("add_bos_token"))}
+    return {"test": pack_documents(documents, tokenizer, window, windows, settings.get("add_bos_token"))}
 
 
 def load_wikitext2(
@@ -104,7 +99,7 @@ def load_wikitext2(
     next; nothing is removed. Arguments, result and errors are those of [`load_pile`].
     """
     check_window("dcformer_wikitext2_ppl", window, **settings)
-    tokenizer = load_tokenizer(**settings)
+    tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
         source = SOURCES["wikitext2"]
         rows = _from_hub("WikiText-2", "wikitext2/wikitext2_test.txt", source.path, source.name)
@@ -115,8 +110,8 @@ def load_wikitext2(
             encoding="utf-8"
         )
     articles = wikitext_articles(text)
-    chosen = [articles[index] for index in _drawn(len(articles), subset, seed)]
-    return {"test": _streams(chosen, tokenizer, window, windows, settings.get("add_bos_token"))}
+    chosen = [articles[index] for index in drawn_places(len(articles), subset, seed)]
+    return {"test": pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token"))}
 
 
 def load_flan(
@@ -151,10 +146,10 @@ def load_flan(
         FileNotFoundError, ValueError: as for [`load_pile`].
     """
     check_window("dcformer_flan_ppl", window, **settings)
-    tokenizer = load_tokenizer(**settings)
+    tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
         rows = _from_hub("Flan", "flan/*.jsonl", SOURCES["flan"].path, split="train")
-        chosen = rows.select(_drawn(len(rows), subset, seed))
+        chosen = rows.select(drawn_places(len(rows), subset, seed))
         pairs: Iterable = ((row["prompt"], row["completion"]) for row in chosen)
     else:
         files = sorted((Path(data_dir) / "flan").glob("*.jsonl"))
@@ -211,217 +206,12 @@ def _log_likelihood(result: Any) -> float:
     return float(result[0] if isinstance(result, (tuple, list)) else result)
 
 
-def load_tokenizer(
-    pretrained: Any = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    trust_remote_code: bool | None = None,
-    **_: Any,
-) -> PreTrainedTokenizerBase:
-    """
-    The tokenizer that the model under test uses: `tokenizer` if given, otherwise that of `pretrained`.
-
-    Args:
-        pretrained: Folder or Hub id of the model.
-        tokenizer: Folder or Hub id of a tokenizer, or a tokenizer.
-        revision: Of either on the Hub.
-        trust_remote_code: Run code that comes with the tokenizer.
-
-    Raises:
-        ValueError: if neither names a tokenizer.
-    """
-    if tokenizer is not None and not isinstance(tokenizer, str):
-        return tokenizer
-    source = tokenizer or pretrained
-    if not isinstance(source, str):
-        raise ValueError(
-            "This task counts tokens and must know the model's tokenizer: give `pretrained` or `tokenizer` in the "
-            'arguments of the model, or lm-eval\'s --metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'.'
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"There is no tokenizer in {source!r}; name one with `tokenizer`.") from error
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Token ids as lm-eval's model makes them of the same text; `add_bos_token` as in the model's arguments."""
-    prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
-    if prefix is not None and text.startswith(prefix):
-        add_bos_token = False
-    special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
-    # Streams are longer than any model takes at once, of which the tokenizer would warn.
-    return tokenizer(text, verbose=False, **special)["input_ids"]
-
-
-def continuation_ids(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, add_bos_token: bool | None = None
-) -> list[int]:
-    """The ids that lm-eval scores for a context, which must not end in white space, and its continuation."""
-    if not context:
-        return encode(tokenizer, continuation, add_bos_token=False)
-    whole = encode(tokenizer, context + continuation, add_bos_token)
-    return whole[len(encode(tokenizer, context, add_bos_token)) :]
-
-
-def check_window(
-    task: str,
-    window: int,
-    max_length: int | None = None,
-    pretrained: Any = None,
-    revision: str | None = None,
-    trust_remote_code: bool | None = None,
-    **_: Any,
-) -> None:
-    """
-    Refuse to score windows of another length than the task says.
-
-    lm-eval takes windows as long as the model's `max_length`, which is an argument of the model or comes from its
-    configuration (`max_position_embeddings`). Perplexities over other windows are other quantities.
-
-    Raises:
-        ValueError: if the length is not known or is not `window`.
-    """
-    if max_length is None:
-        if not isinstance(pretrained, str):
-            raise ValueError(
-                f"{task} must know the length of the model's windows: give `max_length={window}` to the model, and in "
-                "lm-eval's --metadata if the model is not named by `pretrained`."
-            )
-        from lm_eval.models.utils import resolve_max_length
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(
-            pretrained, revision=revision or "main", trust_remote_code=trust_remote_code
-        )
-        max_length = resolve_max_length(config, None, default=PAPER_WINDOW)
-    if int(max_length) != window:
-        raise ValueError(
-            f"{task} scores windows of {window} tokens, but the model would take {max_length}: give "
-            f"`max_length={window}` to the model, or lm-eval's --metadata '{{\"window\": {max_length}}}' for figures "
-            "that compare with no other window."
-        )
-
-
 def wikitext_articles(text: str) -> list[str]:
     """Split WikiText into articles, each from its heading to the next; joined they are the text again."""
     # The file begins with a blank line, so a line feed before it makes the first heading like the others.
     starts = [match.start() - 1 for match in _HEADING.finditer("\n" + text)]
     starts = [0, *starts[1:]]
     return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
-
-
-def existing_file(file: Path, content: str) -> Path:
-    """
-    Raises:
-        FileNotFoundError: if there is no such file; `content` is what the message tells to put there.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no file {str(file)!r}; put {content} there.")
-    return file
-
-
-def jsonl_fields(
-    files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
-) -> Iterator[tuple[str, ...]]:
-    """
-    The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`.
-
-    The files may be larger than memory, so they are read twice: to count lines and to take some.
-
-    Raises:
-        ValueError: if there is no line, or one of those drawn is no object with the fields.
-    """
-    count = sum(1 for _ in _lines(files))
-    chosen = set(_drawn(count, subset, seed))
-    if not chosen:
-        raise ValueError(f"{str(files[0])!r} is empty; it must hold one JSON object per line.")
-    for index, (file, number, line) in enumerate(_lines(files)):
-        if index in chosen:
-            try:
-                row = json.loads(line)
-                values = tuple(row[field] for field in fields)
-            except (ValueError, KeyError, TypeError) as error:
-                names = " and ".join(f'"{field}"' for field in fields)
-                raise ValueError(f"Line {number} of {str(file)!r} is not a JSON object with {names}.") from error
-            yield values
-
-
-def _streams(
-    documents: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    window: int,
-    windows: int | None,
-    add_bos_token: bool | None,
-) -> Dataset:
-    separator = tokenizer.eos_token
-    if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token that stands for itself in text, and "
-            "documents are packed with one; use the GPT-NeoX tokenizer."
-        )
-    if windows is not None and windows < 1:
-        raise ValueError(f"windows must be at least 1, got {windows}; leave it out to score everything.")
-    left = math.inf if windows is None else windows * window
-    streams, packed, length, n_whole, n_all = [], [], 0, 0, 0
-    for index, document in enumerate(documents, start=1):
-        n_tokens = len(encode(tokenizer, document, add_bos_token=False)) + 1
-        length += n_tokens
-        is_end = length >= WINDOWS_PER_STREAM * window or index == len(documents)
-        if left > 0:
-            is_cut = n_tokens > left
-            packed.append(_beginning(tokenizer, document, int(left) - 1) if is_cut else document)
-            left -= n_tokens
-            if is_end or left <= 0:
-                streams.append(_stream(packed, separator, tokenizer, window, add_bos_token))
-                n_whole += is_end and not is_cut
-                packed = []
-        if is_end:
-            n_all += 1
-            length = 0
-    rows = [{**stream, "n_unscored": n_all - n_whole} for stream in streams]
-    return import_datasets().Dataset.from_list(rows)
-
-
-def _stream(
-    documents: list[str], separator: str, tokenizer: PreTrainedTokenizerBase, window: int, add_bos_token: bool | None
-) -> dict[str, Any]:
-    text = "".join(document + separator for document in documents)
-    return {
-        "text": text,
-        "n_documents": len(documents),
-        # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
-        "n_tokens": len(encode(tokenizer, text, add_bos_token)),
-        "n_bytes": sum(len(document.encode("utf-8")) for document in documents),
-        "window": window,
-    }
-
-
-def _beginning(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
-    if n_tokens == 0:
-        return ""
-    offsets = tokenizer(document, verbose=False, add_special_tokens=False, return_offsets_mapping=True)[
-        "offset_mapping"
-    ]
-    return document[: offsets[n_tokens - 1][1]]
-
-
-def _drawn(count: int, subset: int | None, seed: int) -> list[int]:
-    if subset is None or subset >= count:
-        return list(range(count))
-    if subset < 1:
-        raise ValueError(f"subset must be at least 1, got {subset}; leave it out for all documents.")
-    return sorted(random.Random(seed).sample(range(count), subset))
-
-
-def _lines(files: list[Path]) -> Iterator[tuple[Path, int, str]]:
-    for file in files:
-        with open(file, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield file, number, line
 
 
 def _pile_files(data_dir: Path) -> list[Path]:

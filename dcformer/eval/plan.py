@@ -6,21 +6,25 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from . import provenance
 from .data import data_fingerprint
-from .perplexity import PAPER_WINDOW
 from .records import DamagedResult, Record, read_record, read_samples, record_path, samples_path
 from .suites import PERPLEXITY_TASKS, PREFIX, shots_of
 from .table4_tasks import tasks_folder
+from .windows import PAPER_WINDOW
 
 
 logger = logging.getLogger(__name__)
 
 # What is found while a task runs.
 OBSERVED = "observed"
-# These do not decide whether a record is taken over: a commit need not concern the task, whose version does decide.
+# Which class has scored: `DCFormerLM`, or the harness's own `HFLM`.
+OUR_SCORER, STOCK_SCORER = "dcformer", "stock"
+# These do not decide whether a record is reused: a commit need not concern the task, whose version does decide.
 _NOT_DECISIVE = (OBSERVED, "git_revision")
 
 
@@ -81,7 +85,7 @@ def finished(output: str | os.PathLike, model: provenance.Model, job: Job) -> Re
     A damaged one is named in the log, and is to be made again.
 
     Raises:
-        ValueError: if a file that is no result of ours, or is that of another model, is in its place.
+        ValueError: if a file that is no result of ours, or is that of another model or scorer, is in its place.
     """
     path = record_path(output, model.name, job.task, job.num_fewshot)
     if not path.is_file():
@@ -93,6 +97,7 @@ def finished(output: str | os.PathLike, model: provenance.Model, job: Job) -> Re
                 f"{str(path)!r} is a result of {record.model!r}, where that of {model.name!r} is to be written; give "
                 "another output."
             )
+        _check_scorer(path, record, job)
         if not _same_settings(record.settings, job.settings):
             return None
         if not samples_path(path).is_file():
@@ -104,12 +109,23 @@ def finished(output: str | os.PathLike, model: provenance.Model, job: Job) -> Re
     return record
 
 
+def _check_scorer(path: Path, record: Record, job: Job) -> None:
+    scorers = {OUR_SCORER: "DCFormerLM", STOCK_SCORER: "lm-eval's own HFLM (--stock)"}
+    theirs, ours = _decisive(record.settings)["scorer"], job.settings["scorer"]
+    if theirs != ours:
+        raise ValueError(
+            f"{str(path)!r} was scored by {scorers.get(theirs, theirs)}, and this run scores by {scorers[ours]}; give "
+            "another output."
+        )
+
+
 def _same_settings(then: dict[str, Any], now: dict[str, Any]) -> bool:
     return _decisive(then) == _decisive(now)
 
 
 def _decisive(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in _NOT_DECISIVE}
+    decisive = {name: value for name, value in settings.items() if name not in _NOT_DECISIVE}
+    return {"scorer": OUR_SCORER, **decisive}  # of which records of earlier versions do not tell
 
 
 def task_manager(metadata: dict | None = None):
@@ -119,6 +135,7 @@ def task_manager(metadata: dict | None = None):
     return TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 
 
+@cache
 def _task_versions() -> dict[str, float]:
     entries = task_manager().task_index.values()
     return {entry.name.removeprefix(PREFIX): entry.cfg["metadata"]["version"] for entry in entries}

@@ -104,7 +104,7 @@ def paper_authors_texts(row: str | None) -> dict[str, float]:
 def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, PublishedAccuracy]:
     """EleutherAI's accuracies of the Pythia model that a row of the paper is, by task; empty if there are none."""
     numbers = _numbers("pythia")
-    scores = numbers["scores"].get(_PYTHIA_OF_ROW.get(row), {}).get(str(num_fewshot))
+    scores = numbers["scores"].get(_PYTHIA_OF_ROW.get(row or ""), {}).get(str(num_fewshot))
     if scores is None:
         return {}
     source = f"{numbers['source']}/blob/{numbers['commit']}/{scores['path']}"

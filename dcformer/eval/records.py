@@ -58,8 +58,9 @@ class Record:
             size, out-of-vocabulary policy, versions of libraries, git revision. A later run takes the record over only
             if all but the git revision are the same.
         timings: Seconds, requests, tokens; no part of the result.
-        samples_sha256 (`str`, *optional*): Of the file of samples; unknown in results of the first format.
-        values_sha256 (`str`, *optional*): Of what was measured and of what; unknown in results of the first format.
+        samples_sha256 (`str`, *optional*): SHA-256 of the file of samples; unknown in results of the first format.
+        values_sha256 (`str`, *optional*): SHA-256 of what was measured and of what; unknown in results of the first
+            format.
     """
 
     model: str

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import published
@@ -24,17 +23,18 @@ from .bootstrap import (
     paired_difference,
     paired_mean_difference,
 )
-from .perplexity import PAPER_WINDOW
 from .published import AVERAGE
 from .records import Record, model_folder, read_records, read_samples, record_path, samples_path
+from .report_notes import control_warnings, incomparable_notes, legend, partial_banners, window_of
 from .report_tables import AUTHORS_ALL, AUTHORS_METRICS, Cell, Key, Report
+from .short_names import short_names
 from .suites import AUTHORS_TASKS, PERPLEXITY_TASKS
 from .table4_tasks import TABLE4_COLUMNS
+from .windows import PAPER_WINDOW
 
 
 # What must be the same for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
-_FEW_DOCUMENTS = 20
 
 
 def build_report(
@@ -51,7 +51,8 @@ def build_report(
     Args:
         output: Folder that `dcformer eval` wrote.
         baseline (`str`, *optional*): Model that the others are compared with; no differences if `None`.
-        seed (`int`, defaults to 0), resamples (`int`, defaults to 10,000): Of the bootstrap.
+        seed (`int`, defaults to 0): Seed of the bootstrap.
+        resamples (`int`, defaults to 10,000): Number of its resamples.
         paper_rows (`Mapping[str, str]`, *optional*): Model -> row of the paper, see `published.paper_row`.
 
     Raises:
@@ -115,17 +116,22 @@ class _Builder:
                         self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
-        return Report(
+        report = Report(
             cells=self.cells,
             models=self.models,
             names=self.names,
             policies={model: self._policy(model) for model in self.models},
             rows=self.rows,
             baseline=self.baseline,
-            warnings=self._control_warnings(),
-            partial=self._partial_banners(),
-            notes=[*self._legend(), *self.notes, *self._incomparable_notes()],
         )
+        report.warnings = control_warnings(report)
+        report.partial = partial_banners(report, self.records)
+        report.notes = [
+            *legend(report, self.records, self.bootstrap),
+            *self.notes,
+            *incomparable_notes(report, self.incomparable),
+        ]
+        return report
 
     def _add_record(self, record: Record) -> None:
         other = self._comparable(record)
@@ -239,16 +245,11 @@ class _Builder:
             numbers = {cell.task: published.paper_authors_texts(row).get(cell.metric)}
         elif cell.metric == "acc":
             numbers = published.paper_accuracies(row, cell.num_fewshot)
-        elif cell.metric == "token_perplexity" and self._window(cell) == PAPER_WINDOW:
+        elif cell.metric == "token_perplexity" and window_of(cell, self.records) == PAPER_WINDOW:
             numbers = published.paper_perplexities(row)
         paper = numbers.get(cell.task)
-        within = None if paper is None else _is_within(cell, paper)
+        within = None if paper is None else cell.is_within(paper)
         self.cells[cell.model, cell.task, cell.num_fewshot, cell.metric] = replace(cell, paper=paper, within=within)
-
-    def _window(self, cell: Cell) -> int:
-        """Tokens of a window in a task of perplexity, the paper's if the record does not say."""
-        record = self.records[cell.model, cell.task, cell.num_fewshot]
-        return record.settings.get("max_length") or PAPER_WINDOW
 
     def _comparable(self, record: Record) -> Record | None:
         """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
@@ -296,86 +297,6 @@ class _Builder:
         policies = {str(r.settings.get("oov_policy") or "none") for r in self.records.values() if r.model == model}
         return " and ".join(sorted(policies))
 
-    def _control_warnings(self) -> list[str]:
-        warnings = []
-        for model in self.models:
-            misses = []
-            for cell in self.cells.values():
-                scores = published.eleuther_accuracies(self.rows.get(model), cell.num_fewshot)
-                score = scores.get(cell.task) if (cell.model, cell.metric) == (model, "acc") else None
-                if score and _is_within(cell, score.value) is False:
-                    mark = f", {cell.partial}" if cell.is_partial else ""
-                    ours = f"{100 * cell.value:.1f} instead of {100 * score.value:.1f}"
-                    misses.append(f"{cell.task} {cell.num_fewshot}-shot {ours}{mark}")
-            if misses:
-                warnings.append(
-                    f"CONTROL FAILED: {self.names[model]} misses EleutherAI's published accuracies by more than "
-                    "2 stderr; no other number in these tables can be trusted until this is explained: "
-                    f"{'; '.join(misses)}."
-                )
-        return warnings
-
-    def _partial_banners(self) -> list[str]:
-        """One sentence for each set of models that lack the same documents."""
-        lacking: dict[tuple, list[str]] = defaultdict(list)
-        for model in self.models:
-            counts: dict[int, dict[str, None]] = defaultdict(dict)  # an ordered set of descriptions for each shots
-            for record in self.records.values():
-                if record.model == model and record.is_partial:
-                    counts[record.num_fewshot][
-                        f"{record.num_samples} of {record.num_documents} documents of {record.task}"
-                    ] = None
-            for shots, texts in sorted(counts.items()):
-                lacking[shots, tuple(texts)].append(self.names[model])
-        return [
-            f"PARTIAL: {', '.join(texts)} ({shots}-shot; {', '.join(models)})"
-            for (shots, texts), models in lacking.items()
-        ]
-
-    def _legend(self) -> list[str]:
-        notes = ["± is one standard error; oov_policy is what was done with token ids outside the embedding."]
-        if any(cell.delta for cell in self.cells.values()):
-            draws = f"{self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}"
-            notes.append(
-                f"Intervals of differences to {self.names[self.baseline]} are 95 % percentiles of a paired bootstrap "
-                f"({draws}); differences of perplexities are of their natural logarithms."
-            )
-            few = {c.task: None for c in self.cells.values() if c.delta and c.num_samples < _FEW_DOCUMENTS}
-            if few:
-                notes.append(f"Fewer than {_FEW_DOCUMENTS} documents give no reliable interval: {', '.join(few)}.")
-        compared = {cell.model for cell in self.cells.values() if cell.paper is not None}
-        for model in self.models:
-            if model in compared:
-                notes.append(f"{self.names[model]} is compared with the paper's row {self.rows[model]}.")
-        tasks = {cell.task for cell in self.cells.values() if cell.paper is not None}
-        if AUTHORS_ALL in tasks:
-            notes.append(
-                "The paper does not say whether its results of head tasks are by first token or whole answer, by token "
-                "or by answer; all of them stand beside its two numbers."
-            )
-        notes += self._window_notes()
-        if "flan_ppl" in tasks:
-            notes.append("The paper's sample of Flan is unpublished; its perplexity is of other documents.")
-        return notes
-
-    def _window_notes(self) -> list[str]:
-        """One for each length of windows that is not the paper's."""
-        tasks: dict[int, dict[str, None]] = defaultdict(dict)
-        for cell in self.cells.values():
-            if cell.task in PERPLEXITY_TASKS and self._window(cell) != PAPER_WINDOW:
-                tasks[self._window(cell)][f"{cell.task} of {self.names[cell.model]}"] = None
-        return [
-            f"Scored in windows of {window:,} tokens, and comparable with no other: {', '.join(names)}."
-            for window, names in sorted(tasks.items())
-        ]
-
-    def _incomparable_notes(self) -> list[str]:
-        reference = self.names[self.baseline or self.models[0]]
-        return [
-            f"{self.names[model]} and {reference} are not compared on {', '.join(tasks)}: {reason}."
-            for (model, reason), tasks in self.incomparable.items()
-        ]
-
 
 def _without_requests(record: Record, samples: list[dict]) -> list[dict]:
     names = ("doc_id", "doc_hash", "metrics")
@@ -403,21 +324,6 @@ def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str,
     return differing
 
 
-def _is_within(cell: Cell, published_value: float) -> bool | None:
-    """
-    Whether a value is within 2 standard errors; `None` if its error is unknown.
-
-    For an accuracy the error is at least what the published accuracy would have on as many documents: a few documents
-    that are all right, or all wrong, have none themselves.
-    """
-    if cell.stderr is None:
-        return None
-    stderr = cell.stderr
-    if cell.metric == "acc" and cell.task in TABLE4_COLUMNS:
-        stderr = max(stderr, accuracy_stderr(published_value, cell.num_samples))
-    return abs(cell.value - published_value) <= 2 * stderr
-
-
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
@@ -425,19 +331,3 @@ def _finite(value: float | None) -> float | None:
 def _samples_name(record: Record) -> str:
     """Path of a record's samples inside the folder of results."""
     return samples_path(record_path("", record.model, record.task, record.num_fewshot)).as_posix()
-
-
-def short_names(models: Iterable[str]) -> dict[str, str]:
-    """What tables call models: paths lose the folders that no other model needs to be told apart."""
-    models = list(models)
-    names = {}
-    for model in models:
-        parts = [part for part in re.split(r"[/\\]", model) if part]
-        is_path = bool(re.match(r"[/\\.~]|[A-Za-z]:", model)) and parts
-        candidates = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)] if is_path else []
-        others = [other.replace("\\", "/").rstrip("/") for other in models if other != model]
-        unique = (
-            name for name in candidates if not any(other == name or other.endswith("/" + name) for other in others)
-        )
-        names[model] = next(unique, model)
-    return names

@@ -1,24 +1,25 @@
-"""How results are laid out: the paper's tables in the terminal, as markdown and as HTML, and as CSV in long form.
+"""What stands in the tables of results: the paper's tables, with differences and verdicts below every model's line.
 
-Accuracies are in percent with one decimal as in the paper, except in CSV, which keeps fractions and full precision.
+Accuracies are in percent with one decimal as in the paper. report_formats.py writes the tables.
 """
 
 from __future__ import annotations
 
-import csv
-import html
-import io
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from .bootstrap import Difference
+from . import report_formats
+from .bootstrap import Difference, accuracy_stderr
 from .published import AVERAGE
 from .suites import AUTHORS_TASKS
 from .table4_tasks import TABLE4_COLUMNS
 
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 AUTHORS_ALL = "head_tasks_authors_all"
 AUTHORS_METRICS = (
@@ -29,28 +30,10 @@ AUTHORS_METRICS = (
     "first_token_perplexity",
 )
 AUTHORS_HEADINGS = {task: f"K={task[-1]}" for task in AUTHORS_TASKS} | {AUTHORS_ALL: "all K"}
-CSV_COLUMNS = (
-    "model",
-    "task",
-    "shots",
-    "metric",
-    "value",
-    "stderr",
-    "n",
-    "delta",
-    "low",
-    "high",
-    "paper",
-    "verdict",
-    "partial",
-)
-
 _PERPLEXITY_METRICS = ("token_perplexity", "bits_per_byte")
 _KINDS = ("table4", "authors", "perplexity", "other")
 _KIND_TITLES = {"perplexity": "Perplexity", "other": "Other results"}
 _ABSENT = "-"
-_LONGEST_LABEL, _LONGEST_HEADING = 36, 13
-_GAP = 2  # between columns of a rich table
 
 Key = tuple[str, str, int, str]  # model, task, shots, metric
 
@@ -94,9 +77,23 @@ class Cell:
             return ""
         return "within 2 stderr" if self.within else "outside 2 stderr"
 
+    def is_within(self, published_value: float) -> bool | None:
+        """
+        Whether the value is within 2 standard errors of a published one; `None` if its error is unknown.
+
+        For an accuracy the error is at least what the published accuracy would have on as many documents: a few
+        documents that are all right, or all wrong, have none themselves.
+        """
+        if self.stderr is None:
+            return None
+        stderr = self.stderr
+        if self.metric == "acc" and self.task in TABLE4_COLUMNS:
+            stderr = max(stderr, accuracy_stderr(published_value, self.num_samples))
+        return abs(self.value - published_value) <= 2 * stderr
+
 
 @dataclass(frozen=True)
-class Row:
+class SectionRow:
     """A line of a table: lines of text of its label and of every cell; `kind` is value, baseline or paper."""
 
     kind: str
@@ -108,7 +105,7 @@ class Row:
 class Section:
     title: str
     columns: list[str]
-    rows: list[Row]
+    rows: list[SectionRow]
 
 
 @dataclass
@@ -138,57 +135,28 @@ class Report:
         return list(self._sections())
 
     def to_markdown(self) -> str:
-        banners = [f"> **{_markdown(text)}**\n" for text in (*self.warnings, *self.partial)]
-        tables = [_markdown_table(section) for section in self.sections()]
-        notes = "".join(f"- {_markdown(note)}\n" for note in self.notes)
-        return "\n".join([*banners, *tables, notes])
+        """All tables in the markdown of GitHub, with warnings above and notes below."""
+        return report_formats.to_markdown(self)
 
     def to_html(self) -> str:
-        """A whole page that needs no other file."""
-        banners = "".join(
-            f'<p class="{kind}">{html.escape(text)}</p>\n'
-            for kind, texts in (("warning", self.warnings), ("partial", self.partial))
-            for text in texts
-        )
-        tables = "".join(_html_table(section) for section in self.sections())
-        notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in self.notes)
-        return f"{_HTML_HEAD}{banners}{tables}<ul>\n{notes}</ul>\n</body>\n</html>\n"
+        """All tables as a whole page that needs no other file."""
+        return report_formats.to_html(self)
 
     def to_csv(self) -> str:
-        """One line per number, with models as they were given; the line of a partial result says so."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(CSV_COLUMNS)
-        for cell in self.cells.values():
-            ends = (cell.delta.value, cell.delta.low, cell.delta.high) if cell.delta else (None,) * 3
-            delta = (None if end is None or math.isnan(end) else end for end in ends)
-            numbers = (cell.value, cell.stderr, cell.num_samples, *delta, cell.paper)
-            name = (cell.model, cell.task, cell.num_fewshot, cell.metric)
-            writer.writerow((*name, *numbers, cell.verdict, cell.partial))
-        return text.getvalue()
+        """One line per number at full precision, with models as they were given; a partial result says so."""
+        return report_formats.to_csv(self)
 
-    def print(self, console=None) -> None:
+    def print(self, console: Console | None = None) -> None:
         """
-        Print the tables to a rich console (default: a new one on stdout); tables wider than it are split by columns.
+        Print the tables; those wider than the console are split by columns.
+
+        Args:
+            console (*optional*): Where to print; by default on stdout.
 
         Raises:
             ImportError: without rich.
         """
-        try:
-            from rich.console import Console
-            from rich.panel import Panel
-            from rich.text import Text
-        except ImportError as error:
-            raise ImportError("Printing tables needs rich: pip install 'dcformer[eval]'") from error
-        console = console or Console()
-        for texts, style in ((self.warnings, "bold red"), (self.partial, "bold reverse")):
-            for text in texts:
-                console.print(Panel(Text(text), style=style))
-        for section in self.sections():
-            for table in _rich_tables(section, console.width):
-                console.print(table)
-        for note in self.notes:
-            console.print(Text(f"- {note}"))
+        report_formats.print_report(self, console)
 
     def _sections(self) -> Iterator[Section]:
         """One table of each kind that there is for every number of shots."""
@@ -202,9 +170,9 @@ class Report:
                 columns = [(task, task, "acc") for task in (*TABLE4_COLUMNS, AVERAGE) if (task, "acc") in pairs]
                 yield self._section(f"Accuracy in percent, {shots}-shot", shots, columns)
             elif kind == "authors":
-                tasks, metrics = ({pair[place] for pair in pairs} for place in (0, 1))
+                tasks, present_metrics = ({pair[place] for pair in pairs} for place in (0, 1))
                 columns = [(heading, task, "") for task, heading in AUTHORS_HEADINGS.items() if task in tasks]
-                metrics = [metric for metric in AUTHORS_METRICS if metric in metrics]
+                metrics = [metric for metric in AUTHORS_METRICS if metric in present_metrics]
                 yield self._section(
                     f"Head tasks, the authors' texts, accuracy in percent{with_shots}", shots, columns, metrics
                 )
@@ -223,13 +191,15 @@ class Report:
                 if not any(cells):
                     continue
                 label = [self.names[model], row_metric, f"oov_policy: {self.policies[model]}"]
-                rows.append(Row("value", [line for line in label if line], [_value_lines(cell) for cell in cells]))
-                if any(cell and cell.delta for cell in cells):
+                rows.append(
+                    SectionRow("value", [line for line in label if line], [_value_lines(cell) for cell in cells])
+                )
+                if self.baseline is not None and any(cell and cell.delta for cell in cells):
                     label = [f"Δ to {self.names[self.baseline]}", "[95 % interval]"]
-                    rows.append(Row("baseline", label, [_delta_lines(cell) for cell in cells]))
+                    rows.append(SectionRow("baseline", label, [_delta_lines(cell) for cell in cells]))
                 if any(cell and cell.paper is not None for cell in cells):
                     label = ["Δ to the paper's", self.rows[model]]
-                    rows.append(Row("paper", label, [_paper_lines(cell) for cell in cells]))
+                    rows.append(SectionRow("paper", label, [_paper_lines(cell) for cell in cells]))
         return Section(title, [heading for heading, _, _ in columns], rows)
 
 
@@ -275,98 +245,3 @@ def _paper_lines(cell: Cell | None) -> list[str]:
     difference = _number(cell.value - cell.paper, cell.metric, "+")
     verdict = [cell.verdict.split(" ", 1)[0], "2 stderr"] if cell.verdict else []
     return [difference, *verdict, *(["PARTIAL"] if cell.is_partial else [])]
-
-
-def _markdown(text: str) -> str:
-    """With everything escaped that markdown would take for its own; underscores inside words are none."""
-    text = re.sub(r"([\\`*<>|~&\[\]])", r"\\\1", " ".join(text.split()))
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
-
-
-def _markdown_table(section: Section) -> str:
-    lines = [["model", *section.columns], ["---", *["---:"] * len(section.columns)]]
-    for row in section.rows:
-        lines.append([_markdown(" ".join(row.label)), *(" ".join(cell) for cell in row.cells)])
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"### {_markdown(section.title)}\n\n{table}\n"
-
-
-_HTML_HEAD = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>DCFormer evaluation</title>
-<style>
-body { font: 14px/1.4 sans-serif; margin: 2em; }
-table { border-collapse: collapse; margin: 1em 0 2em; }
-caption { font-weight: bold; text-align: left; padding-bottom: 0.4em; }
-th, td { padding: 0.25em 0.6em; text-align: right; vertical-align: top; white-space: nowrap; }
-th[scope=row] { text-align: left; font-weight: normal; }
-tr.value { border-top: 1px solid #999; }
-tr.value th { font-weight: bold; }
-tr.baseline, tr.paper { font-size: 85%; }
-.warning, .partial { border: 2px solid #000; padding: 0.6em; font-weight: bold; }
-.warning { border-color: #b00; color: #b00; }
-mark { font-weight: bold; }
-</style>
-</head>
-<body>
-"""
-
-
-def _html_lines(lines: Sequence[str]) -> str:
-    return "<br>".join("<mark>PARTIAL</mark>" if line == "PARTIAL" else html.escape(line) for line in lines)
-
-
-def _html_table(section: Section) -> str:
-    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in ("model", *section.columns))
-    body = "".join(
-        f'<tr class="{row.kind}"><th scope="row">{"<br>".join(map(html.escape, row.label))}</th>'
-        + "".join(f"<td>{_html_lines(cell)}</td>" for cell in row.cells)
-        + "</tr>\n"
-        for row in section.rows
-    )
-    return f"<table>\n<caption>{html.escape(section.title)}</caption>\n<tr>{head}</tr>\n{body}</table>\n"
-
-
-def _rich_tables(section: Section, width: int) -> Iterator:
-    """One table, or several with about as many columns each where one is wider than `width` (in characters)."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    headings = [_heading_lines(column) for column in section.columns]
-    label_width = min(_LONGEST_LABEL, max(len(line) for row in section.rows for line in row.label))
-    column_width = _GAP + max(
-        len(line)
-        for place, heading in enumerate(headings)
-        for lines in (heading, *(row.cells[place] for row in section.rows))
-        for line in lines
-    )
-    at_most = max(1, (width - label_width - _GAP) // column_width)
-    pieces = math.ceil(len(headings) / at_most)
-    in_each = math.ceil(len(headings) / pieces)
-    for start in range(0, len(headings), in_each):
-        places = range(start, min(start + in_each, len(headings)))
-        title = section.title + (", continued" if start else "")
-        table = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("model", overflow="fold", width=label_width)
-        for place in places:
-            table.add_column(Text("\n".join(headings[place])), justify="right", no_wrap=True)
-        for number, row in enumerate(section.rows):
-            cells = [Text("\n".join(row.cells[place])) for place in places]
-            for cell in cells:
-                cell.highlight_words(["PARTIAL"], "bold reverse")
-            is_last = number + 1 == len(section.rows) or section.rows[number + 1].kind == "value"
-            table.add_row(Text("\n".join(row.label)), *cells, end_section=is_last)
-        yield table
-
-
-def _heading_lines(heading: str) -> list[str]:
-    """A heading in lines of at most 13 characters, where its words allow it."""
-    lines = [""]
-    for word in re.findall(r"[^_ ]+[_ ]?", heading):
-        if len(lines[-1]) + len(word.rstrip()) > _LONGEST_HEADING and lines[-1]:
-            lines.append("")
-        lines[-1] += word
-    return [line.rstrip() for line in lines]

@@ -1,7 +1,7 @@
 """Runs models through tasks with lm-eval, and writes one record per model, task and number of shots as it finishes.
 
 A run first reads every configuration, tokenizer and data file, so that what is wrong there is said before anything is
-computed. Then it takes over the records whose settings are those of this run, and computes the others. Under
+computed. Then it reuses the records whose settings are those of this run, and computes the others. Under
 `accelerate launch` every process scores its share of the documents, and the first decides and writes.
 """
 
@@ -9,21 +9,19 @@ import contextlib
 import functools
 import logging
 import os
-import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from . import provenance
 from .bootstrap import metric_and_stderr
 from .devices import choose_device, describe_device
+from .harness import build_scorer, free_memory, quiet_harness, score_task
 from .model_files import check_path
 from .options import check_options, names_of_models, numbers_of_shots
 from .output import check_places, locked_folders
-from .plan import OBSERVED, Job, finished, make_plan, task_manager
+from .plan import OBSERVED, OUR_SCORER, STOCK_SCORER, Job, finished, make_plan, task_manager
 from .processes import Processes, processes_here
 from .records import Record, model_folder, record_path, samples_path, write_record
 from .suites import PERPLEXITY_TASKS, PREFIX, depends_on_tokenizer, find_tasks
@@ -47,6 +45,7 @@ def evaluate(
     baseline: str | None = None,
     device: str | None = None,
     oov_policy: str | None = None,
+    stock: bool = False,
     seed: int = 1234,
     revision: str | None = None,
     tokenizer: str | None = None,
@@ -54,26 +53,28 @@ def evaluate(
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Record]:
     """
-    Evaluate models, or go on with an evaluation that was stopped.
+    Evaluate models, or resume an evaluation that was stopped.
 
     Args:
         models (`str` or list): Folders or Hub ids.
-        output: Folder of the records; those in it are taken over if their settings are the same.
+        output: Folder of the records; those in it are reused if their settings are the same.
         suite, tasks: What to run, see `suites.find_tasks`; by default the eleven columns of Table 4.
         num_fewshot (`int` or list, defaults to 0): Examples before a question, in Table 4. Others have their own form.
-        limit (`int`, *optional*): Documents per task, or windows of packed text, the first ones.
-        data_dir (*optional*): Folder with the data; None: the Hub.
+        limit (`int`, *optional*): Number of documents per task, or of windows of packed text, the first ones.
+        data_dir (*optional*): Folder with the data; by default they are fetched from the Hub.
         batch_size (`int` or `"auto"`): Inputs in a forward pass; "auto" is 16 on a CPU and what fits on a GPU.
-        dtype (`str`, defaults to `"bfloat16"`): Of the parameters: "bfloat16", "float16" or "float32".
-        max_length (`int`, *optional*): Most tokens of an input, and the length of the windows of running text; None:
-            what the model takes, and windows of 2,048 tokens.
+        dtype (`str`, defaults to `"bfloat16"`): Data type of the parameters: "bfloat16", "float16" or "float32".
+        max_length (`int`, *optional*): Most tokens of an input, and the length of the windows of running text; by
+            default what the model takes, and windows of 2,048 tokens.
         baseline (`str`, *optional*): A further model, run first.
-        device (`str`, *optional*): Such as `"cuda:0"`, `"mps"` or `"cpu"`; None or "auto": a GPU of CUDA if there is
-            one, else the CPU.
+        device (`str`, *optional*): Device to compute on, such as `"cuda:0"`, `"mps"` or `"cpu"`; by default, or with
+            "auto", a GPU of CUDA if there is one, else the CPU.
         oov_policy (`str`, *optional*): "error", "clamp" or "pad", for ids without an embedding row; it is recorded as
             None for models that have a row for every id.
-        seed (`int`, defaults to 1234): Of the choice of few-shot examples, and of all generators.
-        revision (`str`, *optional*): Of the models on the Hub.
+        stock (`bool`, defaults to `False`): Score with lm-eval's own class `HFLM` instead of `DCFormerLM`, to compare
+            the two; in one process, and without an `oov_policy`.
+        seed (`int`, defaults to 1234): Seed of the choice of few-shot examples, and of all generators.
+        revision (`str`, *optional*): Git revision of the models on the Hub.
         tokenizer (`str`, *optional*): Folder, `tokenizer.json` or Hub id, instead of every model's own.
         trust_remote_code (`bool`, defaults to `False`): Run code that comes with a model.
         on_progress (`Callable`, *optional*): Called in the first process with what is running, and the numbers of
@@ -84,8 +85,9 @@ def evaluate(
 
     Raises:
         FileNotFoundError: if a model, a tokenizer or data are not there or cannot be reached.
-        ValueError: for a wrong option, a wrong file, a device that is not there, an output that cannot be written or
-            that another evaluation is writing, or an id without an embedding row; what was finished is kept.
+        ValueError: for a wrong option, a wrong file, a device that is not there, an output that cannot be written, that
+            another evaluation is writing or that holds results of the other scorer, or an id without an embedding row;
+            what was finished is kept.
         RuntimeError: if a task fails otherwise.
     """
     names, shots = names_of_models(models, baseline), numbers_of_shots(num_fewshot)
@@ -95,9 +97,11 @@ def evaluate(
     for name in names:
         check_path(name)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet_harness())
+        stack.enter_context(quiet_harness())
         group = Processes(device)
         group.check_limit(limit)
+        if stock and group.count > 1:
+            raise ValueError(f"--stock (stock=True) scores in one process, and there are {group.count}; start one.")
         # Only one process may lock a folder, and it has to before it looks at what is there.
         lock = locked_folders(output, map(model_folder, names))
         group.decided_by_first(lambda: stack.enter_context(lock))
@@ -105,8 +109,13 @@ def evaluate(
             provenance.find_model(name, revision=revision, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
             for name in names
         ]
-        policies = [_policy(model, oov_policy) for model in found]
-        common = {"dtype": dtype, "batch_size": _batch_size(batch_size, device), "limit": limit}
+        policies = [_policy(model, oov_policy, stock) for model in found]
+        common = {
+            "dtype": dtype,
+            "batch_size": _batch_size(batch_size, device),
+            "limit": limit,
+            "scorer": STOCK_SCORER if stock else OUR_SCORER,
+        }
         jobs = group.decided_by_first(
             lambda: make_plan(found, policies, chosen, shots, data_dir, seed, max_length, common)
         )
@@ -114,18 +123,21 @@ def evaluate(
         task_objects = _load_tasks(found, left, data_dir, limit)
         if left and group.is_first:
             logger.info("Device: %s.", describe_device(device))
-        for index in sorted({job.model for job in left}):
+        # An input's length belongs to a scorer, so tasks of another length load the model again.
+        scorer = None
+        for index, length in dict.fromkeys((job.model, job.settings["max_length"]) for job in left):
             model = found[index]
-            scorer = _build(model, policies[index], device, common)
+            if scorer is not None:
+                del scorer  # or there would be two models in memory
+                free_memory()
+            scorer = build_scorer(model, policies[index], device, common, length)
             for job in left:
-                if job.model != index:
+                if (job.model, job.settings["max_length"]) != (index, length):
                     continue
-                scorer.on_progress = _named_progress(on_progress if group.is_first else None, model, job)
+                progress = _named_progress(on_progress if group.is_first else None, model, job)
                 with _naming_the_task(model, job):
-                    result = _run(scorer, task_objects[_task_key(model, job)], job, limit, seed)
+                    result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
                 group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
-            del scorer
-            _free_memory()
         return [finished(output, found[job.model], job) for job in jobs] if group.is_first else []
 
 
@@ -137,9 +149,16 @@ def _left(output, models: Sequence[provenance.Model], jobs: list[Job]) -> list[J
     return [job for job in jobs if finished(output, models[job.model], job) is None]
 
 
-def _policy(model: provenance.Model, oov_policy: str | None) -> str | None:
+def _policy(model: provenance.Model, oov_policy: str | None, stock: bool) -> str | None:
     from .language_model import OOV_POLICIES, policy_in_force
 
+    if stock:
+        if oov_policy is not None:
+            raise ValueError(
+                f"lm-eval's own class has no policy for unknown token ids, and oov_policy is {oov_policy!r}; leave out "
+                "either --stock (stock=True) or --oov-policy."
+            )
+        return None
     if oov_policy is not None and oov_policy not in OOV_POLICIES:
         raise ValueError(f"oov_policy must be one of {', '.join(OOV_POLICIES)}, got {oov_policy!r}.")
     return policy_in_force(model.config, oov_policy) if model.misses_ids else None
@@ -196,91 +215,6 @@ def _check_examples(task, job: Job) -> None:
         )
 
 
-def _build(model: provenance.Model, policy: str | None, device: str, common: dict):
-    from .language_model import DCFormerLM
-
-    try:
-        return DCFormerLM(
-            model.name,
-            tokenizer=model.tokenizer,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            dtype=common["dtype"],
-            batch_size=common["batch_size"],
-            device=device,
-            oov_policy=policy,
-            **({"local_files_only": True} if model.local_files_only else {}),
-        )
-    except (ValueError, OSError) as error:
-        raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
-
-
-def _run(scorer, task, job: Job, limit: int | None, seed: int) -> tuple[dict, list[dict], dict] | None:
-    """Score one task: lm-eval's results, samples in our form, and what was measured beside; None if not the first."""
-    # What `simple_evaluate` does before it calls this function too; afterwards it would describe the machine for two
-    # seconds per task.
-    from lm_eval.evaluator import evaluate as run_harness
-
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    task.set_config(key="num_fewshot", value=job.num_fewshot)
-    task.set_fewshot_seed(seed=seed)
-    scorer.forget_documents()
-    scorer._max_length = job.settings["max_length"]
-    start = time.perf_counter()
-    name = PREFIX + job.task
-    is_running_text = task.OUTPUT_TYPE == "loglikelihood_rolling"
-    with scorer.whole_documents() if is_running_text else contextlib.nullcontext():
-        # lm-eval would draw 100,000 bootstrap samples for a perplexity.
-        results = run_harness(
-            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0
-        )
-    seconds = time.perf_counter() - start
-    counts = scorer.gather_object(
-        (scorer.scored_requests, scorer.input_tokens, scorer.oov_documents, scorer.cut_documents)
-    )
-    if scorer.rank != 0:
-        return None
-    samples = sorted(map(_as_sample, results["samples"][name]), key=lambda sample: sample["doc_id"])
-    measured = {
-        "documents": results["n-samples"][name]["original"] + task.eval_docs[0].get("n_unscored", 0),
-        "observed": {
-            "oov_documents": len(set().union(*(documents for _, _, documents, _ in counts))),
-            "truncated_documents": len(set().union(*(documents for *_, documents in counts))),
-        },
-        "timings": {
-            "seconds": round(seconds, 3),
-            "requests": sum(requests for requests, *_ in counts),
-            "input_tokens": sum(tokens for _, tokens, *_ in counts),
-            "processes": scorer.world_size,
-            "hardware": provenance.hardware_name(scorer.device),
-        },
-    }
-    return results["results"][name], samples, measured
-
-
-def _as_sample(sample: dict) -> dict:
-    requests = []
-    for arguments, answer in zip(sample["arguments"], sample["filtered_resps"]):
-        log_likelihood, is_greedy = answer if isinstance(answer, tuple | list) else (answer, None)
-        context, continuation = arguments if len(arguments) == 2 else ("", arguments[0])
-        requests.append(
-            {
-                "context": context,
-                "continuation": continuation,
-                "log_likelihood": float(log_likelihood),
-                "is_greedy": is_greedy,
-            }
-        )
-    metrics = {name: _plain(sample[name]) for name in sample["metrics"]}
-    return {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "metrics": metrics, "requests": requests}
-
-
-def _plain(value):
-    return [float(part) for part in value] if isinstance(value, tuple | list) else float(value)
-
-
 def _write(output, model: provenance.Model, job: Job, limit: int | None, result: tuple) -> None:
     results, samples, measured = result
     metrics = {}
@@ -311,51 +245,9 @@ def _naming_the_task(model: provenance.Model, job: Job) -> Iterator[None]:
         raise kind(f"{job.task}, {job.num_fewshot}-shot, with {model.name!r}: {message}") from error
 
 
-@contextlib.contextmanager
-def _quiet_harness() -> Iterator[None]:
-    """Without the harness's log and the bars of others, which tell of their insides; our own warnings remain."""
-    import lm_eval.api.task as harness_task
-    from datasets.utils import logging as datasets_logging
-    from huggingface_hub.utils import logging as hub_logging
-    from tqdm import tqdm
-    from transformers.utils import logging as transformers_logging
-
-    harness = logging.getLogger("lm_eval")
-    level, verbosity = harness.level, transformers_logging.get_verbosity()
-    hub_verbosity = hub_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    datasets_bars = datasets_logging.is_progress_bar_enabled()
-    harness.setLevel(logging.ERROR)
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    datasets_logging.disable_progress_bar()
-    # Its bar while prompts are made cannot be switched off.
-    harness_task.tqdm = functools.partial(tqdm, disable=True)
-    try:
-        yield
-    finally:
-        harness_task.tqdm = tqdm
-        harness.setLevel(level)
-        transformers_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-        if datasets_bars:
-            datasets_logging.enable_progress_bar()
-
-
 def _named_progress(on_progress, model: provenance.Model, job: Job) -> Callable[[int, int], None]:
     def report(done: int, total: int) -> None:
         if on_progress is not None:
             on_progress(f"{model.name}, {job.task}, {job.num_fewshot}-shot", done, total)
 
     return report
-
-
-def _free_memory() -> None:
-    import gc
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..eval.data import SOURCES, import_datasets
-from ..eval.perplexity import continuation_ids, encode, existing_file, jsonl_fields, load_tokenizer
+from ..eval.task_tokens import continuation_ids, encode, load_task_tokenizer
+from ..eval.text_files import existing_file, jsonl_fields
 
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def load_authors_texts(
     """
     if shots not in SHOTS:
         raise ValueError(f"shots must be one of {', '.join(map(str, SHOTS))}, got {shots!r}.")
-    tokenizer = load_tokenizer(**settings)
+    tokenizer = load_task_tokenizer(**settings)
     add_bos_token = settings.get("add_bos_token")
     rows = []
     for task, answers in authors_answers(data_dir, brackets):

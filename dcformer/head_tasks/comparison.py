@@ -18,7 +18,8 @@ from ..eval.bootstrap import Difference, paired_difference
 from ..eval.devices import choose_device, describe_device
 from ..eval.model_files import check_complete, check_path
 from ..eval.provenance import find_model
-from ..eval.report import short_names
+from ..eval.scoring import message_of_nan
+from ..eval.short_names import short_names
 from ..pretrained import pretrained_names, pretrained_path, seed_results
 from .intervals import seed_interval
 from .scoring import summarise
@@ -27,7 +28,7 @@ from .suite import BATCH_SIZE, HELD_OUT_DOCUMENTS, HELD_OUT_SEED, document_sets,
 
 logger = logging.getLogger(__name__)
 
-BOXED_MODEL, BOXED_BASELINE = "dcformer-tiny", "transformer-tiny"
+BUNDLED_MODEL, BUNDLED_BASELINE = "dcformer-tiny", "transformer-tiny"
 METRICS = ("accuracy", "perplexity")
 
 _RESAMPLES = 2_000
@@ -44,7 +45,7 @@ class ModelResult:
         parameters: How many it has.
         summaries: Set -> [`dcformer.head_tasks.scoring.summarise`].
         samples: Set -> documents with `metrics`, each a sum and what it is over, as bootstrap.py reads them.
-        seed_evaluations: Seed -> set -> summary, for all training seeds of a model in the box.
+        seed_evaluations: Seed -> set -> summary, for all training seeds of a bundled model.
     """
 
     name: str
@@ -73,7 +74,7 @@ class ModelResult:
 
 
 @dataclass
-class Comparison:
+class HeadTasksComparison:
     """
     Models on the same documents.
 
@@ -121,7 +122,7 @@ class Comparison:
                 "model": model.name,
                 "documents": name,
                 "metric": "accuracy" if metric == "accuracy" else "log perplexity",
-                **{key: _known(end) for key, end in vars(difference(model, baseline, name, metric)).items()},
+                **{key: _known(end) for key, end in vars(score_difference(model, baseline, name, metric)).items()},
             }
             for model, baseline in self.compared
             for name in self.sets
@@ -130,7 +131,7 @@ class Comparison:
         return {"settings": self.settings, "baseline": self.baseline, "models": models, "differences": differences}
 
 
-def difference(model: ModelResult, baseline: ModelResult, documents: str, metric: str) -> Difference:
+def score_difference(model: ModelResult, baseline: ModelResult, documents: str, metric: str) -> Difference:
     """Model minus baseline, of perplexities their natural logarithm, by paired bootstrap over documents."""
     return _difference(model.samples[documents], baseline.samples[documents], metric)
 
@@ -151,19 +152,20 @@ def compare_models(
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
-) -> Comparison:
+) -> HeadTasksComparison:
     """
     Load models and evaluate them on the same documents.
 
     Args:
-        models: Folders, names on the Hub, or names of models in the box; by default `dcformer-tiny` in the box against
+        models: Folders, names on the Hub, or names of bundled models; by default `dcformer-tiny` against its baseline
             `transformer-tiny`.
         baseline (*optional*): A further model that the others are compared with.
-        data_dir, documents, seed, with_authors, most_authors: Of [`dcformer.head_tasks.suite.document_sets`].
+        data_dir, documents, seed, with_authors, most_authors: As [`dcformer.head_tasks.suite.document_sets`] takes
+            them.
         batch_size (defaults to 32): Documents in a forward pass.
         device (*optional*): As [`dcformer.eval.devices.choose_device`] takes it.
-        dtype (defaults to `"float32"`): Of the parameters.
-        revision, tokenizer, trust_remote_code: Of [`dcformer.eval.provenance.find_model`].
+        dtype (defaults to `"float32"`): Data type of the parameters.
+        revision, tokenizer, trust_remote_code: As [`dcformer.eval.provenance.find_model`] takes them.
         on_progress (*optional*): Called with what is running, and the numbers of documents done and in all.
 
     Raises:
@@ -173,7 +175,7 @@ def compare_models(
     device = choose_device(device)
     names = list(models)
     if not names:
-        names, baseline = [BOXED_MODEL], baseline or BOXED_BASELINE
+        names, baseline = [BUNDLED_MODEL], baseline or BUNDLED_BASELINE
     names = list(dict.fromkeys([baseline, *names] if baseline else names))
     options = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
     located = [_located(name) for name in names]
@@ -188,7 +190,7 @@ def compare_models(
         named = None if on_progress is None else lambda done, total, name=name: on_progress(name, done, total)
         scores = score_sets(network, model.tokenizer, sets, batch_size, named)
         _check_numbers(scores, name)
-        # Only the name of a model in the box stands for another path.
+        # Only the name of a bundled model stands for another path.
         own_runs = [run for run in runs if run["variant"] == name and model.name != name]
         results.append(
             ModelResult(
@@ -203,14 +205,14 @@ def compare_models(
         del network
     counts = {name: len(rows) for name, rows in sets.items()}
     settings = {"documents": counts, "seed": seed, "dtype": dtype, "device": device, "batch_size": batch_size}
-    return Comparison(results, baseline, settings)
+    return HeadTasksComparison(results, baseline, settings)
 
 
 def _located(name: str) -> str:
-    """Where a model is; a folder of the user's goes before a model in the box of the same name."""
+    """Where a model is; a folder of the user's is preferred to a bundled model of the same name."""
     if Path(name).is_dir():
         return name
-    return pretrained_path(name) if name in (BOXED_MODEL, BOXED_BASELINE, *pretrained_names()) else name
+    return pretrained_path(name) if name in (BUNDLED_MODEL, BUNDLED_BASELINE, *pretrained_names()) else name
 
 
 def _load(model, dtype: str):
@@ -238,11 +240,8 @@ def _check_numbers(scores: Mapping[str, Sequence[Mapping]], name: str) -> None:
     for which, answers in scores.items():
         for score in answers:
             if math.isnan(score["log_likelihood"]):
-                raise ValueError(
-                    f"The log-likelihood of an answer in document {score['document']} of {which} with {name!r} is not "
-                    "a number: the weights hold NaN or infinity, or the dtype is too narrow for them; check the "
-                    "weights, or give a wider dtype."
-                )
+                where = f"an answer in document {score['document']} of {which} with {name!r}"
+                raise ValueError(message_of_nan(where))
 
 
 def _samples(documents: Sequence[Mapping], scores: Sequence[Mapping]) -> list[dict]:

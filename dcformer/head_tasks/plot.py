@@ -11,7 +11,7 @@ from .suite import AUTHORS, HELD_OUT
 
 
 if TYPE_CHECKING:
-    from .comparison import Comparison
+    from .comparison import HeadTasksComparison
 
 _FILLS = (("0.8", ""), ("0.3", ""), ("white", "///"), ("0.6", "xx"), ("white", "..."))
 _GROUPINGS = ("by_pattern", "by_transformation")
@@ -19,7 +19,7 @@ _TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
 _INCHES_PER_BAR = 0.11
 
 
-def plot_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
+def plot_comparison(comparison: HeadTasksComparison, path: str | os.PathLike) -> None:
     """
     Write bars of accuracy in percent: a column of panels per set of documents, patterns above transformations.
 
@@ -49,7 +49,7 @@ def plot_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
         _add_legend(figure, comparison)
 
 
-def _draw(axis, comparison: Comparison, documents: str, grouping: str, names: list[str]) -> None:
+def _draw(axis, comparison: HeadTasksComparison, documents: str, grouping: str, names: list[str]) -> None:
     draw_rows(axis, names)
     models = comparison.models
     thickness = 0.8 / len(models)
@@ -87,7 +87,7 @@ def _draw(axis, comparison: Comparison, documents: str, grouping: str, names: li
     axis.set_xlim(0, 100)
 
 
-def _add_legend(figure, comparison: Comparison) -> None:
+def _add_legend(figure, comparison: HeadTasksComparison) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

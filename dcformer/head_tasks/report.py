@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..eval.output import check_places, locked_folders
 from ..eval.records import write_whole
-from .comparison import METRICS, Comparison, ModelResult, difference
+from .comparison import METRICS, HeadTasksComparison, ModelResult, score_difference
 from .intervals import seed_interval
 from .plot import plot_comparison
 from .suite import AUTHORS, HELD_OUT
@@ -62,7 +62,7 @@ def _check_is_comparison(file: Path) -> None:
         )
 
 
-def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[str]:
+def write_comparison(comparison: HeadTasksComparison, output: str | os.PathLike) -> list[str]:
     """
     Write `head_tasks.json` and `head_tasks.png`.
 
@@ -85,7 +85,9 @@ def write_comparison(comparison: Comparison, output: str | os.PathLike) -> list[
     return [*lines, f"Plot: {plot}"]
 
 
-def print_comparison(comparison: Comparison, console: Console, groupings: tuple[str, ...] = tuple(GROUPINGS)) -> None:
+def print_comparison(
+    comparison: HeadTasksComparison, console: Console, groupings: tuple[str, ...] = tuple(GROUPINGS)
+) -> None:
     """
     Print accuracy and perplexity over all answers, then those of every pattern and transformation.
 
@@ -112,7 +114,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _overall_table(comparison: Comparison) -> Table:
+def _overall_table(comparison: HeadTasksComparison) -> Table:
     """Both metrics with their intervals over documents and over training seeds."""
     table = _table("Head tasks", "", "accuracy %", "over\nseeds", "perplexity", "over\nseeds")
     for name in comparison.sets:
@@ -134,7 +136,7 @@ def _metric_cells(model: ModelResult, name: str, metric: str) -> tuple[str, str]
 
 def _difference_cells(model: ModelResult, baseline: ModelResult, name: str, metric: str) -> tuple[str, str]:
     """Of accuracies the difference, of perplexities the ratio; over seeds paired by seed."""
-    found = difference(model, baseline, name, metric)
+    found = score_difference(model, baseline, name, metric)
     ours, theirs = (each.over_seeds(name, metric) for each in (model, baseline))
     paired = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
     if metric == "accuracy":
@@ -146,7 +148,7 @@ def _difference_cells(model: ModelResult, baseline: ModelResult, name: str, metr
     return f"{_number(value, metric, sign)}\n{_range(*ends, metric, sign)}", _over_seeds(seeds, metric, sign)
 
 
-def _group_table(comparison: Comparison, grouping: str, name: str) -> Table:
+def _group_table(comparison: HeadTasksComparison, grouping: str, name: str) -> Table:
     models, kind = comparison.models, GROUPINGS[grouping]
     headings = [f"{what}\n{_broken(model.label)}" for what in METRIC_HEADINGS.values() for model in models]
     differences = [f"gain\n{_broken(model.label)}" for model, _ in comparison.compared]
@@ -171,7 +173,7 @@ def _broken(name: str) -> str:
     return name if len(name) <= _LONGEST_HEADING else "-\n".join(name.rsplit("-", 1))
 
 
-def _legend(comparison: Comparison) -> Iterator[str]:
+def _legend(comparison: HeadTasksComparison) -> Iterator[str]:
     counts = {SET_TITLES[name]: comparison.models[0].summaries[name] for name in comparison.sets}
     parts = [
         f"{title}: {count['answers']:,} answers in {count['documents']:,} texts" for title, count in counts.items()

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from ..common.numbers import exponential
+from ..eval.scoring import ScoredInput, Target, TargetScore, TargetScorer, clamped, message_of_missing_row
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-# A batch is cut where its logits would be more; in float32 this many are 1 GiB.
-_MOST_LOGITS = 2**28
 _GROUPS = {"by_pattern": "pattern", "by_transformation": "transformation", "by_task": "task"}
 
 
-@torch.no_grad()
 def score_documents(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -57,15 +53,16 @@ def score_documents(
             f"Answers are found by their characters, which {type(tokenizer).__name__} does not tell of its tokens; use "
             "a fast tokenizer."
         )
-    encoded = [_encode(tokenizer, document, index) for index, document in enumerate(documents)]
-    _check_ids(model, encoded)
+    scorer = TargetScorer(model)
+    inputs = [_input(scorer, tokenizer, document, index) for index, document in enumerate(documents)]
     scores: list[list[dict[str, Any]]] = [[] for _ in documents]
     done = 0
     # Texts of like length together, the longest first, so that memory runs out at once if it does.
-    order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index][0]))
-    for batch in _batches(order, encoded, batch_size, _rows(model)):
-        for index, (log_probabilities, hits) in zip(batch, _forward(model, [encoded[index] for index in batch])):
-            scores[index] = list(_answers(documents[index], index, encoded[index][1], log_probabilities, hits))
+    order = sorted(range(len(inputs)), key=lambda index: -len(inputs[index].ids))
+    waiting = iter(order)
+    for batch in scorer.batches([inputs[index] for index in order], lambda _: batch_size):
+        for own, index in zip(scorer.score(batch), waiting):
+            scores[index] = list(_answers(documents[index], index, inputs[index], own))
         done += len(batch)
         if on_progress is not None:
             on_progress(done, len(documents))
@@ -110,22 +107,17 @@ def _means(scores: Sequence[Mapping]) -> dict[str, Any]:
     log_likelihood = math.fsum(score["log_likelihood"] for score in scores)
     return {
         "accuracy": sum(score["correct"] for score in scores) / len(scores),
-        "perplexity": _exponential(-log_likelihood / len(scores)),
-        "token_perplexity": _exponential(-log_likelihood / sum(score["tokens"] for score in scores)),
+        "perplexity": exponential(-log_likelihood / len(scores)),
+        "token_perplexity": exponential(-log_likelihood / sum(score["tokens"] for score in scores)),
         "answers": len(scores),
         "documents": len({score["document"] for score in scores}),
     }
 
 
-def _exponential(value: float) -> float:
-    """As `math.exp`, but infinite where that is too large for a float."""
-    return math.exp(value) if value < 709 else math.inf
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, document: Mapping[str, Any], index: int
-) -> tuple[list[int], list[list[int]]]:
-    """Token ids of a text, and the positions of each answer's tokens."""
+def _input(
+    scorer: TargetScorer, tokenizer: PreTrainedTokenizerBase, document: Mapping[str, Any], index: int
+) -> ScoredInput:
+    """Token ids of a text, with the tokens of every answer as a target."""
     encoding = tokenizer(document["text"], return_offsets_mapping=True, return_attention_mask=False, verbose=False)
     positions = []
     for first, last in document["answers"]:
@@ -141,88 +133,31 @@ def _encode(
                 f"{tokenizer.name_or_path!r}; check the spans in `answers`, or use another tokenizer."
             )
         positions.append(own)
-    return encoding["input_ids"], positions
+    ids = _known_ids(scorer, encoding["input_ids"])
+    targets = [Target([place - 1 for place in own], [ids[place] for place in own]) for own in positions]
+    return ScoredInput(ids, targets)
 
 
-def _check_ids(model: PreTrainedModel, encoded: list[tuple[list[int], list[list[int]]]]) -> None:
-    largest, rows = max((max(ids) for ids, _ in encoded), default=0), _rows(model)
-    if largest >= rows and getattr(model.config, "oov_policy", "error") != "clamp":
-        raise ValueError(
-            f"Token id {largest} has no row in the embedding, which has {rows}; use the model's own tokenizer."
-        )
-
-
-def _rows(model: PreTrainedModel) -> int:
-    return model.get_input_embeddings().weight.shape[0]
-
-
-def _batches(order: list[int], encoded: list, batch_size: int, rows: int) -> Iterator[list[int]]:
-    batch: list[int] = []
-    length = 0
-    for index in order:
-        most = max(length, len(encoded[index][0]))
-        if batch and (len(batch) == batch_size or (len(batch) + 1) * most * rows > _MOST_LOGITS):
-            yield batch
-            batch, most = [], len(encoded[index][0])
-        batch.append(index)
-        length = most
-    if batch:
-        yield batch
-
-
-def _forward(
-    model: PreTrainedModel, batch: list[tuple[list[int], list[list[int]]]]
-) -> Iterator[tuple[dict[int, float], dict[int, bool]]]:
-    """Of every text, position -> log-probability of the token there, and whether it is the most probable."""
-    lengths = [len(ids) for ids, _ in batch]
-    input_ids = torch.zeros(len(batch), max(lengths), dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, (ids, _) in enumerate(batch):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        attention_mask[row, : len(ids)] = 1
-    scored = [sorted({position for own in answers for position in own}) for _, answers in batch]
-    kept = sorted({position - 1 for positions in scored for position in positions})
-    if not kept:
-        yield from (({}, {}) for _ in batch)
-        return
-    logits = _logits(model, input_ids.to(model.device), attention_mask.to(model.device), kept)
-    column = {position: place for place, position in enumerate(kept)}
-    for row, positions in enumerate(scored):
-        if not positions:
-            yield {}, {}
-            continue
-        own = logits[row, [column[position - 1] for position in positions]].float()  # (positions, vocabulary)
-        targets = input_ids[row, positions].to(own.device)
-        log_probabilities = own.gather(-1, targets[:, None])[:, 0] - own.logsumexp(-1)
-        hits = own.argmax(-1) == targets
-        yield dict(zip(positions, log_probabilities.tolist())), dict(zip(positions, hits.tolist()))
-
-
-def _logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, kept: list[int]) -> Tensor:
-    """(batch, kept positions, vocabulary)."""
-    parameters = inspect.signature(model.forward).parameters
-    arguments = {"use_cache": False} if "use_cache" in parameters else {}
-    positions = torch.tensor(kept, device=input_ids.device)
-    if "logits_to_keep" in parameters:
-        return model(input_ids, attention_mask=attention_mask, logits_to_keep=positions, **arguments).logits
-    return model(input_ids, attention_mask=attention_mask, **arguments).logits[:, positions]
+def _known_ids(scorer: TargetScorer, ids: list[int]) -> list[int]:
+    largest = max(ids, default=0)
+    if largest < scorer.rows:
+        return ids
+    if getattr(scorer.model.config, "oov_policy", "error") != "clamp":
+        raise ValueError(message_of_missing_row(largest, scorer.rows))
+    return clamped(ids, scorer.rows)
 
 
 def _answers(
-    document: Mapping[str, Any],
-    index: int,
-    positions: list[list[int]],
-    log_probabilities: dict[int, float],
-    hits: dict[int, bool],
+    document: Mapping[str, Any], index: int, scored: ScoredInput, scores: Sequence[TargetScore]
 ) -> Iterator[dict[str, Any]]:
-    shots = document.get("shots") or range(len(positions))
-    if len(shots) != len(positions):
-        raise ValueError(f"Document {index} has {len(positions)} answers, but {len(shots)} numbers of `shots`.")
-    for before, own in zip(shots, positions):
+    shots = document.get("shots") or range(len(scores))
+    if len(shots) != len(scores):
+        raise ValueError(f"Document {index} has {len(scores)} answers, but {len(shots)} numbers of `shots`.")
+    for before, target, score in zip(shots, scored.targets, scores):
         yield {
             "document": index,
             "shots": before,
-            "log_likelihood": math.fsum(log_probabilities[position] for position in own),
-            "tokens": len(own),
-            "correct": all(hits[position] for position in own),
+            "log_likelihood": score.log_likelihood,
+            "tokens": len(target.ids),
+            "correct": score.is_greedy,
         }

@@ -1,4 +1,4 @@
-"""The models in the box: trained by a recipe of this package on the head tasks, a folder each."""
+"""The bundled models: trained by a recipe of this package on the head tasks, a folder each."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _SEEDS = "seeds.json"
 
 
 def pretrained_names() -> tuple[str, ...]:
-    """Names of the models in the box."""
+    """Names of the bundled models."""
     return tuple(sorted(file.parent.name for file in _FOLDER.glob("*/config.json")))
 
 
 def pretrained_path(name: str) -> str:
     """
-    The folder of a model in the box, for `from_pretrained`.
+    The folder of a bundled model, for `from_pretrained`.
 
     Args:
-        name: Such as `"dcformer-tiny"`, or its twin without composition, `"transformer-tiny"`.
+        name: Such as `"dcformer-tiny"`, or its baseline without composition, `"transformer-tiny"`.
 
     Raises:
         ValueError: if there is no such model.
     """
     names = pretrained_names()
     if name not in names:
-        raise ValueError(f"There is no model {name!r} in the box; choose from {', '.join(names) or '(none)'}.")
+        raise ValueError(f"There is no bundled model {name!r}; choose from {', '.join(names) or '(none)'}.")
     return str(_FOLDER / name)
 
 
 def seed_results() -> dict[str, Any]:
     """
-    Results of the models in the box for all their training seeds, those without weights included.
+    Results of the bundled models for all their training seeds, those without weights included.
 
     Returns:
         `recipe` and `runs`: rows of `variant`, `seed`, `parameters`, `training` and `evaluation`, the last as

@@ -42,6 +42,7 @@ def evaluate(model, tokenizer, task, metadata):
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=4, max_length=WINDOW, backend="causal"),
         tasks=[task],
         task_manager=TaskManager(include_path=str(TASKS), include_defaults=False, metadata=metadata),
+        bootstrap_iters=0,  # standard errors are not looked at here
     )
 
 

@@ -125,8 +125,9 @@ def test_a_model_that_lacks_weights_is_not_scored_with_random_ones(run, copied, 
 
 def test_nan_in_the_weights_is_told_and_no_result_is_written(run, copied, tmp_path, monkeypatch):
     change_weights(copied, lambda weights: weights[TENSOR].fill_(float("nan")))
-    with pytest.raises(ValueError, match=r"piqa, 0-shot, .* log-likelihood of document \d of .* is not a number"):
-        run(copied)
+    for stock in (False, True):
+        with pytest.raises(ValueError, match=r"piqa, 0-shot, .* log-likelihood of document \d of .* is not a number"):
+            run(copied, stock=stock)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=r"an answer in document 0 of held_out with .* is not a number"):
         compare_models([str(copied)], documents=1, with_authors=False)
@@ -273,7 +274,7 @@ def test_the_command_refuses_them_in_one_line(arguments, model):
 
 
 def test_more_examples_than_there_are_documents_are_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(
         ValueError, match="num_fewshot is 4, and piqa has 3 documents to draw examples from; give fewer"
     ):
@@ -297,7 +298,7 @@ def test_data_that_are_not_there_are_told_before_the_model_is_loaded(
         shutil.copytree(data, tmp_path / "data")
         (tmp_path / "data" / "sciq").mkdir()
         folder, task, words = tmp_path / "data", "sciq", r"There is no file '.*sciq/test\.parquet'"
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(FileNotFoundError, match=words) as raised:
         run(tasks=task, data_dir=data / folder)
     assert "\n" not in str(raised.value)

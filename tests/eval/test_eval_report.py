@@ -122,8 +122,9 @@ def terminal_text(report, width=400):
 
 def markdown_tables(text):
     """Rows of cells, unescaped, of all tables."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
-    return [[re.sub(r"\\(.)", r"\1", cell) for cell in re.split(r"(?<!\\) \| ", line[2:-2])] for line in lines]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in lines]
+    return [[re.sub(r"\\(.)", r"\1", cell.strip()) for cell in row] for row in rows]
 
 
 class Page(html.parser.HTMLParser):
@@ -712,14 +713,21 @@ def test_a_result_that_is_there_twice_is_refused(tmp_path):
 # The plot
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A report of two models on Table 4."""
+    folder = tmp_path_factory.mktemp("results")
+    write_table4(folder, PYTHIA, published.paper_accuracies("Pythia-2.8B", 0))
+    write_table4(folder, "/home/x/DCPythia-2.8B", published.paper_accuracies("DCPythia-2.8B", 0))
+    return report_of(folder, baseline=PYTHIA)
+
+
 @pytest.mark.parametrize("suffix", ("png", "svg", "pdf"))
-def test_plot_is_written_and_the_same_each_time(tmp_path, suffix):
+def test_plot_is_written_and_the_same_each_time(tmp_path, compared, suffix):
     pytest.importorskip("matplotlib")
     from dcformer.eval.plot import plot_deltas
 
-    write_table4(tmp_path / "results", PYTHIA, published.paper_accuracies("Pythia-2.8B", 0))
-    write_table4(tmp_path / "results", "/home/x/DCPythia-2.8B", published.paper_accuracies("DCPythia-2.8B", 0))
-    report = report_of(tmp_path / "results", baseline=PYTHIA)
+    report = compared
     first, second = (tmp_path / f"{name}.{suffix}" for name in ("first", "second"))
     plot_deltas(report, first)
     plot_deltas(report, str(second))

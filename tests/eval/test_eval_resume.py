@@ -11,22 +11,24 @@ import pytest
 pytest.importorskip("lm_eval")
 
 import datasets
-from test_eval_scoring import save_model, save_tokenizer
+from test_eval_scoring import save_model
 from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.eval import output as output_room
 from dcformer.eval import records, runner
-from dcformer.eval.language_model import DCFormerLM
 from dcformer.eval.records import read_records, record_path, samples_path
 from dcformer.eval.runner import evaluate
+from dcformer.eval.scoring import TargetScorer
+from dcformer.head_tasks import build_tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(fixtures, tmp_path_factory):
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save_model(folder, "dcformer")
-    save_tokenizer(folder, fixtures)
+    tokenizer = build_tokenizer()  # which is quick to read
+    save_model(folder, "dcformer", rows=len(tokenizer))
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -68,8 +70,8 @@ def copied(whole, tmp_path):
 @pytest.fixture
 def scored(monkeypatch):
     """The tasks that are computed."""
-    tasks, original = [], runner._run
-    monkeypatch.setattr(runner, "_run", lambda *given: tasks.append(given[2].task) or original(*given))
+    tasks, original = [], runner.score_task
+    monkeypatch.setattr(runner, "score_task", lambda *given: tasks.append(given[2].task) or original(*given))
     return tasks
 
 
@@ -91,12 +93,12 @@ def place_of(folder, model, task="piqa"):
 MOMENTS = {
     "before the configuration": (runner.provenance, "find_model", 1),
     "while data are read": (runner, "task_manager", 2),
-    "while the model is loaded": (runner, "_build", 1),
-    "in the second task": (DCFormerLM, "_score", 2),
+    "while the model is loaded": (runner, "build_scorer", 1),
+    "in the second task": (TargetScorer, "score", 2),
     "while the samples are written": (os, "fsync", 1),
     "between the samples and the record": (records, "write_whole", 2),
     "while the record is written": (os, "fsync", 2),
-    "after the first record": (runner, "_run", 2),
+    "after the first record": (runner, "score_task", 2),
     "while the results are read": (runner, "finished", 3),
 }
 
@@ -222,7 +224,7 @@ def test_a_folder_in_the_place_of_a_later_result_is_found_before_the_first_task(
 
 
 def test_a_second_evaluation_of_the_model_is_refused_while_the_first_runs(run, model, tmp_path, monkeypatch):
-    original = runner._run
+    original = runner.score_task
     seen = []
 
     def meanwhile(*given):
@@ -231,7 +233,7 @@ def test_a_second_evaluation_of_the_model_is_refused_while_the_first_runs(run, m
         seen.append(str(raised.value))
         return original(*given)
 
-    monkeypatch.setattr(runner, "_run", meanwhile)
+    monkeypatch.setattr(runner, "score_task", meanwhile)
     run(tasks="piqa")
     assert len(seen) == 1 and str(place_of(tmp_path / "out", model).parent) in seen[0]
     assert [record.task for record in read_records(tmp_path / "out")] == ["piqa"]

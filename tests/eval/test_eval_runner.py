@@ -1,9 +1,11 @@
 """The runner: records on disk, resuming, several processes, and what it says when something is wrong."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
-import subprocess
+import socket
 import sys
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 pytest.importorskip("lm_eval")
 pytest.importorskip("typer")
 
+from accelerate.state import AcceleratorState
 from test_eval_scoring import by_hand, save_model, save_tokenizer
 from typer.testing import CliRunner
 
@@ -127,6 +130,30 @@ def test_samples_hold_log_likelihoods_of_plain_forward_passes(name, run, folders
     assert record.metrics["acc"]["value"] == sum(sample["metrics"]["acc"] for sample in samples) / 3
 
 
+@pytest.mark.parametrize("name", ["ours", "pythia"])
+def test_the_stock_scorer_of_the_harness_gives_the_same_scores(name, run, tmp_path):
+    options = {"tasks": "piqa,winogrande", "limit": 4}
+    ours, stock = run(name, output="ours", **options), run(name, output="stock", stock=True, **options)
+    for first, second in zip(ours, stock, strict=True):
+        assert (first.settings["scorer"], second.settings["scorer"]) == ("dcformer", "stock")
+        assert first.metrics == second.metrics and second.timings["requests"] == 8
+        samples, others = (
+            read_samples(tmp_path / output, record) for output, record in (("ours", first), ("stock", second))
+        )
+        for sample, other in zip(samples, others, strict=True):
+            for request, asked in zip(sample["requests"], other["requests"], strict=True):
+                assert request.pop("log_likelihood") == pytest.approx(asked.pop("log_likelihood"), abs=1e-4)
+            assert sample == other
+
+
+def test_results_of_the_two_scorers_are_never_mixed(run):
+    run("ours", tasks="piqa", limit=1, stock=True)
+    with pytest.raises(ValueError, match=r"was scored by lm-eval's own HFLM .* this run scores by DCFormerLM; give an"):
+        run("ours", tasks="piqa", limit=1)
+    with pytest.raises(ValueError, match="no policy for unknown token ids, and oov_policy is 'clamp'"):
+        run("ours", tasks="piqa", limit=1, stock=True, oov_policy="clamp")
+
+
 def test_a_stopped_run_goes_on_to_the_same_files(run, tmp_path, monkeypatch):
     options = {"tasks": "piqa,sciq,winogrande", "num_fewshot": (0, 2)}
     run("ours", output="whole", **options)
@@ -138,8 +165,8 @@ def test_a_stopped_run_goes_on_to_the_same_files(run, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(*arguments)
 
-    original = runner._run
-    monkeypatch.setattr(runner, "_run", stop_at_the_fourth)
+    original = runner.score_task
+    monkeypatch.setattr(runner, "score_task", stop_at_the_fourth)
     with pytest.raises(KeyboardInterrupt):
         run("ours", output="stopped", **options)
     assert len(read_records(tmp_path / "stopped")) == 3
@@ -152,8 +179,8 @@ def test_a_stopped_run_goes_on_to_the_same_files(run, tmp_path, monkeypatch):
 
 def test_other_settings_are_run_again(run, tmp_path, monkeypatch):
     scored = []
-    original = runner._run
-    monkeypatch.setattr(runner, "_run", lambda *arguments: scored.append(1) or original(*arguments))
+    original = runner.score_task
+    monkeypatch.setattr(runner, "score_task", lambda *arguments: scored.append(1) or original(*arguments))
     run("ours", tasks="piqa")
     run("ours", tasks="piqa", batch_size=16)  # what "auto" is on a CPU
     assert len(scored) == 1
@@ -194,7 +221,7 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(ru
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_wrong_option_is_one_sentence_before_anything_is_computed(options, error, words, run, monkeypatch):
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(error, match=words) as raised:
         run("ours", **{"tasks": None if "suite" in options else "piqa", **options})
     assert "\n" not in str(raised.value)
@@ -204,7 +231,7 @@ def test_a_missing_file_of_a_later_task_is_found_first(run, data_dir, tmp_path, 
     folder = tmp_path / "data"
     shutil.copytree(data_dir, folder)
     (folder / "winogrande" / "validation.parquet").unlink()
-    monkeypatch.setattr(runner, "_build", None)
+    monkeypatch.setattr(runner, "build_scorer", None)
     with pytest.raises(FileNotFoundError, match=r"winogrande, 0-shot.*There is no file .*validation\.parquet"):
         run("ours", tasks="piqa,winogrande", data_dir=folder)
 
@@ -260,7 +287,7 @@ def test_commands(data_dir, folders, tmp_path):
     done = call(command.eval_command, *arguments, "--baseline", folders["pythia"], "--output", tmp_path / "results")
     assert done.exit_code == 0, done.output
     assert "PARTIAL" in done.stdout and "piqa, 0-shot: 12 requests" in done.stderr
-    for layout, words in (("markdown", "| model |"), ("csv", "model,task"), ("html", "<table>")):
+    for layout, words in (("markdown", "| model "), ("csv", "model,task"), ("html", "<table ")):
         shown = call(command.report_command, tmp_path / "results", "--format", layout)
         assert shown.exit_code == 0 and words in shown.stdout
     failed = call(command.eval_command, tmp_path / "nothing", "--output", tmp_path / "results")
@@ -279,19 +306,36 @@ def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
     assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
 
 
+def evaluate_as_one_of_two(rank, port, arguments, told):
+    """`python -m dcformer.eval` in a process that `torchrun` has started; what it says goes to a file."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of the process from which this one was forked
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    sys.argv = ["dcformer.eval", *map(str, arguments)]
+    sys.stdout = sys.stderr = told.open("w", buffering=1)
+    runpy.run_module("dcformer.eval", run_name="__main__")
+
+
 def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
-    # `accelerate launch --cpu` starts a single process whatever number is asked for.
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dcformer.eval"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     arguments = ["--tasks", "piqa,winogrande", "--limit", 7, "--data-dir", data_dir, "--dtype", "float32"]
-    done = subprocess.run(
-        [sys.executable, *launch, *map(str, (folders["ours"], *arguments, "--output", tmp_path / "two"))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("piqa, 0-shot: 8 requests") == 1  # four of the seven documents
+    arguments = [folders["ours"], *arguments, "--device", "cpu", "--output", tmp_path / "two"]
+    # Forked, so that they need not import all of it again.
+    context = multiprocessing.get_context("fork")
+    told = [tmp_path / f"{rank}.txt" for rank in range(2)]
+    processes = [
+        context.Process(target=evaluate_as_one_of_two, args=(rank, port, arguments, told[rank])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], [file.read_text() for file in told]
+    said = "".join(file.read_text() for file in told)
+    assert said.count("piqa, 0-shot: 8 requests") == 1  # four of the seven documents
     run("ours", output="one", tasks="piqa,winogrande", limit=7)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()

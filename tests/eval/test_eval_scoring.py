@@ -1,5 +1,7 @@
 """Log-likelihoods of the lm-eval model class against plain forward passes and against the harness's own class."""
 
+import functools
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -12,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from dcformer.eval.language_model import DCFormerLM
+from dcformer.eval.scoring import TargetScorer
 
 
 # Text with a run of spaces, whose id 50,276 lies beyond 50,257 rows.
@@ -85,10 +88,17 @@ def instances(pairs):
     ]
 
 
+@functools.cache
+def loaded(folder):
+    return (
+        PreTrainedTokenizerFast.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
+
+
 def by_hand(folder, context, continuation, most=64):
     """Log-probability of the continuation and whether it is greedy, by one plain forward pass without padding."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = loaded(folder)
     spaces = len(context) - len(context.rstrip())
     whole = tokenizer(context + continuation)["input_ids"]
     start = len(tokenizer(context[: len(context) - spaces])["input_ids"])
@@ -153,12 +163,11 @@ def test_requests_of_one_input_share_a_row_and_each_gets_its_own_number(folders)
 def test_a_batch_is_cut_where_its_logits_would_not_fit(folders, monkeypatch):
     folder = folders["gpt_neox", 50304]
     expected = language_model(folder).loglikelihood(instances(PAIRS))
-    monkeypatch.setattr("dcformer.eval.language_model._MOST_LOGITS", 50304 * 12)
+    monkeypatch.setattr("dcformer.eval.scoring.MOST_LOGITS", 50304 * 12)
     model = language_model(folder)
     sizes = []
-    monkeypatch.setattr(
-        model, "_score", lambda batch, rest: sizes.append(len(batch)) or DCFormerLM._score(model, batch, rest)
-    )
+    score = TargetScorer.score
+    monkeypatch.setattr(TargetScorer, "score", lambda self, batch: sizes.append(len(batch)) or score(self, batch))
     assert values(model.loglikelihood(instances(PAIRS))) == pytest.approx(values(expected), abs=1e-4)
     assert len(sizes) > 1
 

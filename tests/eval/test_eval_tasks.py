@@ -18,7 +18,7 @@ pytest.importorskip("datasets", reason="evaluation data are read with datasets")
 import datasets
 import huggingface_hub
 
-from dcformer.eval import data
+from dcformer.eval import TaskSummary, data, list_tasks, suites, tasks_folder
 from dcformer.eval.table4_tasks import (
     DOCUMENT_COUNTS,
     TABLE4_COLUMNS,
@@ -28,7 +28,6 @@ from dcformer.eval.table4_tasks import (
     race_answer,
     race_choices,
     race_context,
-    tasks_folder,
 )
 
 
@@ -437,6 +436,30 @@ def test_the_fingerprint_of_published_data_names_them(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="The data of 'trivia' have no known source; give a --data-dir"):
         data.data_fingerprint(None, "trivia")
     data._newest_revision.cache_clear()
+
+
+def test_the_list_of_tasks_holds_every_task_once_with_its_suite_and_source():
+    summaries = list_tasks()
+    assert [summary.name for summary in summaries] == [*suites.TASKS, suites.HEAD_TASKS]
+    by_name = {summary.name: summary for summary in summaries}
+    assert by_name["piqa"] == TaskSummary(
+        "piqa", "table4", "which of two ways reaches an everyday goal", (0, 5), "baber/piqa"
+    )
+    assert by_name["head_tasks_authors_k3"].paper_shots == (3,)
+    assert by_name["pile_ppl"].source == "EleutherAI/pile_val_test"
+    assert by_name["wikitext2_ppl"].paper_shots == ()
+    for summary in summaries[:-1]:
+        assert summary.name in suites.find_tasks(summary.suite) and summary.asks
+    assert (tasks_folder() / "dcformer_piqa.yaml").is_file()
+
+
+def test_every_public_name_of_the_package_is_there():
+    import dcformer.eval
+
+    for name in dcformer.eval.__all__:
+        assert getattr(dcformer.eval, name).__name__ == name
+    with pytest.raises(ImportError, match="nothing"):
+        from dcformer.eval import nothing  # noqa: F401
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_a_batch_is_cut_where_logits_would_not_fit(word_tokenizer, documents, mo
         return forward(input_ids, attention_mask, logits_to_keep=logits_to_keep, use_cache=use_cache)
 
     monkeypatch.setattr(model, "forward", spy)
-    monkeypatch.setattr("dcformer.head_tasks.scoring._MOST_LOGITS", 2 * 100 * len(word_tokenizer))
+    monkeypatch.setattr("dcformer.eval.scoring.MOST_LOGITS", 2 * 100 * len(word_tokenizer))
     cut = score_documents(model, word_tokenizer, documents)
     assert sum(seen) == len(documents) and max(seen) < len(documents)
     for first, second in zip(whole, cut, strict=True):

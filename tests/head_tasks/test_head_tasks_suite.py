@@ -15,7 +15,7 @@ from dcformer import pretrained
 from dcformer.cli import app
 from dcformer.head_tasks import TASK_KINDS, build_tokenizer, suite
 from dcformer.head_tasks.authors_texts import SHOTS, authors_texts, bracketed_answers
-from dcformer.head_tasks.comparison import compare_models, difference
+from dcformer.head_tasks.comparison import compare_models, score_difference
 from dcformer.head_tasks.intervals import seed_interval
 from dcformer.head_tasks.kinds import VOCABULARY
 from dcformer.head_tasks.suite import authors_documents, document_sets, evaluate_head_tasks, held_out_documents
@@ -32,7 +32,7 @@ def word_tokenizer():
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory, word_tokenizer):
-    """A folder as that of the models in the box, with random ones."""
+    """A folder as that of the bundled models, with random ones."""
     folder = tmp_path_factory.mktemp("box")
     for name, variant in (("dcformer-tiny", "dcformer"), ("transformer-tiny", "plain_gated_transformer")):
         model = tiny_model(variant, vocab_size=len(word_tokenizer), max_position_embeddings=512)
@@ -131,7 +131,7 @@ def test_seed_interval_of_one_value_and_of_none():
 
 def test_names_of_the_box(boxed):
     assert dcformer.pretrained_path("dcformer-tiny") == str(boxed / "dcformer-tiny")
-    with pytest.raises(ValueError, match="no model 'dcformer-huge' in the box; choose from dcformer-tiny, transf"):
+    with pytest.raises(ValueError, match="no bundled model 'dcformer-huge'; choose from dcformer-tiny, transf"):
         dcformer.pretrained_path("dcformer-huge")
     assert pretrained.seed_results() == {"recipe": {}, "runs": []}
 
@@ -151,7 +151,7 @@ def test_a_comparison_of_the_models_in_the_box(boxed):
     assert model.summaries["held_out"] == alone["held_out"]
     low, high = model.interval("held_out", "perplexity")
     assert low < model.summaries["held_out"]["perplexity"] < high
-    gain = difference(model, twin, "held_out", "perplexity")
+    gain = score_difference(model, twin, "held_out", "perplexity")
     expected = [each.summaries["held_out"]["perplexity"] for each in (model, twin)]
     assert gain.value == pytest.approx(math.log(expected[0] / expected[1])) and gain.low < gain.value < gain.high
     assert model.over_seeds("held_out", "accuracy") == {0: 0.9, 1: 0.92, 2: 0.94}
@@ -228,7 +228,7 @@ def test_an_empty_box_and_unreachable_texts(boxed, tmp_path, monkeypatch):
     assert failed.exit_code == 1 and "--no-authors" in failed.stderr
     monkeypatch.setattr(pretrained, "_FOLDER", tmp_path)
     failed = call()
-    assert failed.exit_code == 1 and "There is no model 'transformer-tiny' in the box" in failed.stderr
+    assert failed.exit_code == 1 and "There is no bundled model 'transformer-tiny'" in failed.stderr
 
 
 def test_other_suites_need_a_model_and_none_is_run_beside_this_one(boxed):

@@ -1,0 +1,213 @@
+"""One model and one task through lm-evaluation-harness: loading, the run, and what is measured beside the scores."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .plan import STOCK_SCORER, Job
+from .provenance import Model, hardware_name
+from .scoring import message_of_nan
+from .suites import PREFIX
+
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+
+    from .language_model import DCFormerLM
+
+
+def build_scorer(model: Model, policy: str | None, device: str, common: dict[str, Any], max_length: int) -> HFLM:
+    """
+    Load a model for scoring.
+
+    Args:
+        model: What [`dcformer.eval.provenance.find_model`] found.
+        policy: What to do with token ids without an embedding row; `None` if there are none, or for the stock scorer.
+        device: What [`dcformer.eval.devices.choose_device`] has chosen.
+        common: Settings of the run: `dtype`, `batch_size` and `scorer`.
+        max_length: Most tokens of an input.
+
+    Raises:
+        ValueError, OSError: if it cannot be loaded.
+    """
+    from .language_model import DCFormerLM, stock_language_model
+
+    options = {
+        "tokenizer": model.tokenizer,
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": common["dtype"],
+        "batch_size": common["batch_size"],
+        "device": device,
+        "max_length": max_length,
+        **({"local_files_only": True} if model.local_files_only else {}),
+    }
+    try:
+        if common["scorer"] == STOCK_SCORER:
+            return stock_language_model(model.name, **options)
+        return DCFormerLM(model.name, oov_policy=policy, **options)
+    except (ValueError, OSError) as error:
+        raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
+
+
+def score_task(
+    scorer: HFLM, task: Any, job: Job, limit: int | None, seed: int, on_progress: Callable[[int, int], None]
+) -> tuple[dict, list[dict], dict] | None:
+    """
+    Score one task.
+
+    Args:
+        scorer: What [`build_scorer`] returned.
+        task: The task object of lm-eval.
+        job: Which record is to be made.
+        limit: Number of documents, the first ones; `None` for all.
+        seed: Seed of the choice of few-shot examples, and of all generators.
+        on_progress: Called with the numbers of requests done and in all.
+
+    Returns:
+        lm-eval's results, samples in the form of [`dcformer.eval.records.read_samples`], and what was measured beside;
+        `None` in other processes than the first.
+    """
+    # What `simple_evaluate` does before it calls this function too; afterwards it would describe the machine for two
+    # seconds per task.
+    from lm_eval.evaluator import evaluate as run_harness
+
+    from .language_model import DCFormerLM
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    task.set_config(key="num_fewshot", value=job.num_fewshot)
+    task.set_fewshot_seed(seed=seed)
+    ours = scorer if isinstance(scorer, DCFormerLM) else None
+    if ours is not None:
+        ours.forget_documents()
+        ours.on_progress = on_progress
+    start = time.perf_counter()
+    name = PREFIX + job.task
+    is_running_text = task.OUTPUT_TYPE == "loglikelihood_rolling"
+    with ours.whole_documents() if ours is not None and is_running_text else contextlib.nullcontext():
+        # lm-eval would draw 100,000 bootstrap samples for a perplexity.
+        results = run_harness(
+            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0
+        )
+    seconds = time.perf_counter() - start
+    counts = None if ours is None else _counts(ours)
+    if scorer.rank != 0:
+        return None
+    samples = sorted(map(_as_sample, results["samples"][name]), key=lambda sample: sample["doc_id"])
+    if counts is None:
+        # The harness shows a bar of its own, and tells nobody of cut inputs or unknown ids.
+        requests = sum(len(sample["requests"]) for sample in samples)
+        _check_numbers(samples, job.task)
+        counts = {"requests": requests, "input_tokens": None, "oov_documents": None, "truncated_documents": None}
+        on_progress(0, requests)
+        on_progress(requests, requests)
+    measured = {
+        "documents": results["n-samples"][name]["original"] + task.eval_docs[0].get("n_unscored", 0),
+        "observed": {key: counts[key] for key in ("oov_documents", "truncated_documents")},
+        "timings": {
+            "seconds": round(seconds, 3),
+            "requests": counts["requests"],
+            "input_tokens": counts["input_tokens"],
+            "processes": scorer.world_size,
+            "hardware": hardware_name(scorer.device),
+        },
+    }
+    return results["results"][name], samples, measured
+
+
+def _check_numbers(samples: list[dict], task: str) -> None:
+    """What `DCFormerLM` refuses itself."""
+    for sample in samples:
+        if any(math.isnan(request["log_likelihood"]) for request in sample["requests"]):
+            raise ValueError(message_of_nan(f"document {sample['doc_id']} of {PREFIX}{task}"))
+
+
+def _counts(scorer: DCFormerLM) -> dict[str, int | None]:
+    """What all processes have counted; of use in the first one only."""
+    of_all = scorer.gather_object(
+        (scorer.scored_requests, scorer.input_tokens, scorer.oov_documents, scorer.cut_documents)
+    )
+    if scorer.rank != 0:
+        return {}
+    return {
+        "requests": sum(requests for requests, *_ in of_all),
+        "input_tokens": sum(tokens for _, tokens, *_ in of_all),
+        "oov_documents": len(set().union(*(documents for _, _, documents, _ in of_all))),
+        "truncated_documents": len(set().union(*(documents for *_, documents in of_all))),
+    }
+
+
+def _as_sample(sample: dict) -> dict:
+    requests = []
+    for arguments, answer in zip(sample["arguments"], sample["filtered_resps"]):
+        log_likelihood, is_greedy = answer if isinstance(answer, tuple | list) else (answer, None)
+        context, continuation = arguments if len(arguments) == 2 else ("", arguments[0])
+        requests.append(
+            {
+                "context": context,
+                "continuation": continuation,
+                "log_likelihood": float(log_likelihood),
+                "is_greedy": is_greedy,
+            }
+        )
+    metrics = {name: _plain(sample[name]) for name in sample["metrics"]}
+    return {"doc_id": sample["doc_id"], "doc_hash": sample["doc_hash"], "metrics": metrics, "requests": requests}
+
+
+def _plain(value):
+    return [float(part) for part in value] if isinstance(value, tuple | list) else float(value)
+
+
+@contextlib.contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Silence the log of the harness and the progress bars of the libraries below it; our own warnings remain."""
+    import lm_eval.api.task as harness_task
+    from datasets.utils import logging as datasets_logging
+    from huggingface_hub.utils import logging as hub_logging
+    from tqdm import tqdm
+    from transformers.utils import logging as transformers_logging
+
+    harness = logging.getLogger("lm_eval")
+    level, verbosity = harness.level, transformers_logging.get_verbosity()
+    hub_verbosity = hub_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    datasets_bars = datasets_logging.is_progress_bar_enabled()
+    harness.setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets_logging.disable_progress_bar()
+    # Its bar while prompts are made cannot be switched off.
+    harness_task.tqdm = functools.partial(tqdm, disable=True)
+    try:
+        yield
+    finally:
+        harness_task.tqdm = tqdm
+        harness.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        if datasets_bars:
+            datasets_logging.enable_progress_bar()
+
+
+def free_memory() -> None:
+    """Give back what a scorer that was deleted has held."""
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
