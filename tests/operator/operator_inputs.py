@@ -286,7 +286,7 @@ SHAPED_CASES = {
     "chunks_of_7_float_mask": Case(options={"chunk_size": 7, "is_causal": False}, mask=float_mask),
     "chunks_of_7_more_queries_than_keys": Case({"queries": 24, "keys": 15}, {"chunk_size": 7}),
 }
-# The head loop takes 16 queries or more, and masks that are the same for all heads.
+# The form for CPUs takes 16 queries or more, and masks that are the same for all heads.
 VECTORISED_CASES = {
     "length_2_of_9_window_5": Case({"queries": 2, "keys": 9}, {"sliding_window": 5}),
     "length_15": Case({"queries": 15}),
