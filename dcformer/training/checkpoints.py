@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..common.files import unfinished_path, write_atomically
 from .integrity import describe_files, find_damage
 
 
@@ -125,14 +126,10 @@ def mark_complete(checkpoint: Path, values: dict[str, Any]) -> None:
         if file.is_file():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-    partial = checkpoint / f"{MARKER}.partial"
-    files = describe_files(checkpoint, leave_out=(MARKER, partial.name))
+    marker = checkpoint / MARKER
+    files = describe_files(checkpoint, leave_out=(MARKER, unfinished_path(marker).name))
     values = {**values, "files": files}
-    with partial.open("w", encoding="utf-8") as marker:
-        json.dump({**values, "sha256": _digest(values)}, marker, indent=1)
-        marker.flush()
-        os.fsync(marker.fileno())
-    partial.rename(checkpoint / MARKER)
+    write_atomically(marker, json.dumps({**values, "sha256": _digest(values)}, indent=1))
     for folder in (checkpoint, checkpoint.parent):
         _sync_folder(folder)
 
