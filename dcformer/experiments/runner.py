@@ -31,7 +31,8 @@ from ..common.renamed import with_current_names
 from ..signals import signals_as_interruptions, without_ctrl_c
 from ..terminal import make_console, progress_bar
 from ..training.checkpoints import DamagedCheckpointError
-from ..training.recipe import Recipe, difference
+from ..training.fields import first_difference
+from ..training.recipe import Recipe
 from ..training.run import train
 from ..training.run_folder import locked_folder
 from ..training.trainer import LOG_FILE
@@ -191,7 +192,7 @@ def _read_result(file: Path) -> dict[str, Any]:
 
 
 def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if differs := difference(found, wanted, _FREE):
+    if differs := first_difference(found, wanted, _FREE):
         raise ValueError(
             f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
         )

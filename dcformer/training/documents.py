@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..optional import import_optional
+from .data_recipe import HEAD_TASKS, DataRecipe
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    from .data import DataRecipe
 
-
-HEAD_TASKS = "head_tasks"  # the source that is generated
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel

@@ -27,14 +27,15 @@ from ..common.renamed import with_current_names
 from ..optional import import_optional
 from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
-from .recipe import Recipe, build_config, difference
+from .data_recipe import HEAD_TASKS
+from .fields import first_difference
+from .recipe import Recipe, build_config
 from .run_folder import FINAL, check_folder, locked_folder, prepare_folder
 from .size import check_size
 
 
-HEAD_TASKS = "head_tasks"
 # What may change between the parts of a run: none of it moves a loss.
-_FREE = ("name", "output", "sweep", "data.evaluation") + tuple(
+_MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
     for key in (
         "tokens",
@@ -217,7 +218,7 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
     marker = with_current_names(read_marker(checkpoint)["recipe"])
     # A budget in tokens and one in steps may be the same.
     steps = {"training.steps": Recipe.from_mapping(marker).training.steps}, {"training.steps": recipe.training.steps}
-    if differs := difference(marker | steps[0], recipe.to_mapping() | steps[1], _FREE):
+    if differs := first_difference(marker | steps[0], recipe.to_mapping() | steps[1], _MAY_CHANGE):
         raise ValueError(f"{str(checkpoint)!r} is of another recipe: {differs}; {advice}.")
 
 
