@@ -31,5 +31,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """The name under which `write_atomically` writes a file; a killed process leaves it, and the next one replaces it."""
+    """The name under which `write_atomically` writes a file; what a killed process leaves there is replaced later."""
     return path.with_name(f"{path.name}.partial")

@@ -80,7 +80,7 @@ class TrainingRecipe:
         final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
         warmup_ratio (`float`, defaults to 0.01): Share of the steps over which the rate rises linearly.
         adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): The constants of AdamW.
-        weight_decay (`float`, defaults to 0.1): AdamW's decay of matrices and embeddings; norms and biases do not decay.
+        weight_decay (`float`, defaults to 0.1): Decay of matrices and embeddings; norms and biases do not decay.
         max_grad_norm (`float`, defaults to 1.0): Gradients of a larger norm are scaled down to it.
         precision (`str`, defaults to `"fp32"`): `"bf16"` for autocast to bfloat16; parameters stay float32.
         gradient_checkpointing (`bool`, defaults to `False`): Recompute layers in the backward pass.

@@ -75,7 +75,7 @@ def check_folder(output: Path) -> None:
 
 
 def prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
-    """Remove what a run that was stopped while saving left, or everything unless it is resumed; and write the recipe."""
+    """Remove what a run that was stopped while saving left, or all unless it is resumed; and write the recipe."""
     for checkpoint in remove_incomplete(output):
         logger.warning(f"{str(checkpoint)!r} was not complete and is removed.")
     if not resume:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
 from .data import collate
 from .order import EndlessStream, RowOrder, WholeBatches
-from .recipe import Recipe
+from .recipe import Recipe, TrainingRecipe
 from .throughput import Throughput
 
 
@@ -35,26 +35,31 @@ def log_lines(records: list[dict[str, Any]]) -> list[str]:
     return [json.dumps(record) + "\n" for record in records]
 
 
-def learning_rate_factor(step: int, total_steps: int, warmup_ratio: float, final_ratio: float) -> float:
+def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: TrainingRecipe, steps: int) -> LambdaLR:
     """
-    What the highest learning rate is multiplied with: a linear rise, then half a cosine.
+    A linear rise of the learning rate to that of the optimizer, then half a cosine.
 
-    The last step of the rise has the highest rate and the last step of all `final_ratio` of it; none has rate 0.
+    The last step of the rise has the highest rate and the last step of all `final_learning_rate_ratio` of it; none has
+    rate 0.
 
     Args:
-        step (`int`): Optimiser steps done before this one, from 0.
-        total_steps (`int`): Steps of the whole run.
-        warmup_ratio (`float`): Share of the steps that the rate rises, rounded up.
-        final_ratio (`float`): The factor at the end.
+        optimizer (`torch.optim.Optimizer`): What the rates are set in.
+        training (`TrainingRecipe`): The recipe of the run, of which the ratios of rise and end are used.
+        steps (`int`): Steps of the whole run.
 
     Source: section 4 of the paper, Implementation Details.
     """
-    warmup_steps = math.ceil(warmup_ratio * total_steps)
-    done = min(step + 1, total_steps)
-    if done <= warmup_steps:
-        return done / warmup_steps
-    progress = (done - warmup_steps) / (total_steps - warmup_steps)
-    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    schedule = get_scheduler(
+        "cosine_warmup_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(training.warmup_ratio * steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": training.final_learning_rate_ratio},
+    )
+    factor = schedule.lr_lambdas[0]
+    # After the last step, whose rate is recorded once more, the cosine would rise again.
+    schedule.lr_lambdas = [lambda step: factor(min(step, steps - 1))] * len(schedule.lr_lambdas)
+    return schedule
 
 
 def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
@@ -170,16 +175,10 @@ class RecipeTrainer(Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """As `learning_rate_factor` says."""
+        """As `learning_rate_schedule` says."""
         if self.lr_scheduler is None:
-            training = self.recipe.training
-
-            def factor(step: int) -> float:
-                return learning_rate_factor(
-                    step, num_training_steps, training.warmup_ratio, training.final_learning_rate_ratio
-                )
-
-            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = learning_rate_schedule(optimizer, self.recipe.training, num_training_steps)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
