@@ -52,8 +52,8 @@ class SweepRecipe:
                 raise ValueError(f"sweep.{key} must be a list such as {example}, got {quoted(values[key])}.")
         if isinstance(values, dict) and "processes" in values:
             raise ValueError(
-                f"sweep.processes is no longer a key of a recipe, got {quoted(values['processes'])}; remove it: the runs "
-                "of a sweep follow one another."
+                f"sweep.processes is no longer a key of a recipe, got {quoted(values['processes'])}; remove it: the "
+                "runs of a sweep follow one another."
             )
         return read_fields(cls, values, "sweep")
 

@@ -26,7 +26,7 @@ from .integrity import describe_files, find_damage
 
 MARKER = "complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-# What a run goes on from; of several names in a row one is enough.
+# What a run is resumed from; of several names in a row one is enough.
 _NEEDED = (
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model_fsdp.bin"),
     ("optimizer.pt", "optimizer.bin"),
@@ -73,7 +73,7 @@ def newest_checkpoint(output: Path) -> Path | None:
     Every file of it is read. Damaged ones after it are told in warnings.
 
     Raises:
-        DamagedCheckpointError: if every complete checkpoint is damaged, so that nothing is left to go on from.
+        DamagedCheckpointError: if every complete checkpoint is damaged, so that nothing is left to resume from.
     """
     faults = []
     for checkpoint in filter(was_completed, reversed(checkpoint_folders(output))):
@@ -83,7 +83,7 @@ def newest_checkpoint(output: Path) -> Path | None:
             faults.append(str(error))
             continue
         for fault in faults:
-            logger.warning(f"{fault}; the run goes on from {checkpoint.name}, the complete one before.")
+            logger.warning(f"{fault}; the run is resumed from {checkpoint.name}, the complete one before.")
         return checkpoint
     if faults:
         raise DamagedCheckpointError(

@@ -41,7 +41,7 @@ def build_datasets(
         recipe (`DataRecipe`): What to read and how to pack it.
         tokenizer (`PreTrainedTokenizerBase`): What it adds to a text by itself (mostly a first token) begins every
             document; if that is nothing, its end-of-text token, if it has one, ends every document.
-        seed (`int`, defaults to 0): Of the order of the training documents and of generated ones.
+        seed (`int`, defaults to 0): Seed of the order of the training documents and of generated ones.
 
     Returns:
         Training rows and evaluation rows or `None`: an `IterableDataset` where the recipe streams, else a `Dataset`.
@@ -99,7 +99,7 @@ def pack(
 
 
 def _filled_rows(documents: Iterable[tuple[list[int], list[int]]], sequence_length: int) -> Iterator[dict]:
-    """Rows without a gap, but for the last; a document goes on in the next row."""
+    """Rows without a gap, but for the last; a document continues in the next row."""
     row = _empty_row()
     for input_ids, labels in documents:
         start = 0

@@ -33,7 +33,7 @@ class DataRecipe:
         streaming (`bool`, defaults to `False`): Read and pack while training, in an order shuffled within a buffer of
             10,000 documents; otherwise all rows are packed first, into the cache of `datasets`.
         sequence_length (`int`, defaults to 2048): Tokens of a row, at least 2.
-        packing (`str`, defaults to `"split"`): `"split"` fills rows and goes on with a document in the next row, as a
+        packing (`str`, defaults to `"split"`): `"split"` fills rows and continues a document in the next row, as a
             sequence of its own; `"whole"` puts every document where it fits in one piece and pads the rest of rows;
             `"none"` gives every document a row. Documents longer than a row are cut in any case.
         loss_on (`str`, defaults to `"all"`): `"all"` tokens, or those that lie in the character spans of the column

@@ -29,7 +29,7 @@ def load_documents(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
 
     Args:
         recipe (`DataRecipe`): What to read.
-        seed (`int`): Of documents that are generated.
+        seed (`int`): Seed of documents that are generated.
 
     Raises:
         FileNotFoundError: if a path does not exist, or the Hub does not answer.

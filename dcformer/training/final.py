@@ -28,7 +28,7 @@ def finish_run(checkpoint: Path, output: Path) -> None:
     Write `final/`, `log.jsonl` and `losses.png`, unless they are there as they should be.
 
     Args:
-        checkpoint (`Path`): Complete, of the last step.
+        checkpoint (`Path`): The complete checkpoint of the last step.
         output (`Path`): Folder of the run.
     """
     _write_final(checkpoint, output / FINAL)

@@ -17,9 +17,9 @@ class RowOrder(Sampler):
     Numbers of the rows that a run reads: one permutation of them all after the other.
 
     Args:
-        rows (`int`): Rows of the data.
-        total (`int`): Rows that the run reads, in as many passes as that takes.
-        seed (`int`): Of the permutations; each pass has its own.
+        rows (`int`): Number of rows of the data.
+        total (`int`): Number of rows that the run reads, in as many passes as that takes.
+        seed (`int`): Seed of the permutations; each pass has its own.
     """
 
     def __init__(self, rows: int, total: int, seed: int):

@@ -355,8 +355,8 @@ def build_config(model: dict, **defaults: Any) -> PreTrainedConfig:
     The configuration that the `model:` mapping of a recipe describes.
 
     Args:
-        model (`dict`): Checked mapping of a recipe.
-        defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
+        model (`dict`): The `model:` mapping of a recipe that was checked.
+        **defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
             `eos_token_id` and `pad_token_id` hold for presets as well.
 
     Raises:

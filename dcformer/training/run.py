@@ -1,6 +1,6 @@
 """A training run from its recipe to a folder that Transformers loads.
 
-<output>/checkpoint-<step>/     what the run goes on from
+<output>/checkpoint-<step>/     what a stopped run is resumed from
 <output>/log.jsonl              a record per line: loss, learning rate, throughput, evaluation
 <output>/recipe.yaml            the recipe, with all its defaults
 <output>/losses.png             curves
@@ -62,13 +62,13 @@ logger = logging.getLogger(__name__)
 
 def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, Any]:
     """
-    Train a model, or go on with a run that was stopped.
+    Train a model, or resume a run that was stopped.
 
     Under `torchrun` or `accelerate launch` every process calls it, and only the first one writes.
 
     Args:
         recipe (`Recipe`): What to train.
-        resume (`bool`, defaults to `True`): Go on from the newest complete checkpoint in `recipe.output` whose files
+        resume (`bool`, defaults to `True`): Resume from the newest complete checkpoint in `recipe.output` whose files
             are as they were written; otherwise its checkpoints are removed and the run starts over.
         on_progress (`Callable`, *optional*): Called after every step with steps done, all steps, the last record.
 

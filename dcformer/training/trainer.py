@@ -112,9 +112,9 @@ class RecipeTrainer(Trainer):
     The trainer of a recipe.
 
     Args:
-        recipe (`Recipe`): What to do.
+        recipe (`Recipe`): What to train, on which data, for how long.
         model (`PreTrainedModel`): Model to train, with float32 parameters.
-        arguments (`TrainingArguments`): Of `training_arguments`.
+        arguments (`TrainingArguments`): What `training_arguments` makes of the recipe.
         tokenizer: Saved with every checkpoint.
         train_rows (`Dataset` or `IterableDataset`): Rows of equal length, as `build_datasets` makes them.
         evaluation_rows (`Dataset`, *optional*): Such rows.
@@ -134,7 +134,7 @@ class RecipeTrainer(Trainer):
         self.recipe = recipe
         self.batch_rows = recipe.training.batch_tokens // recipe.data.sequence_length
         self.checkpoint: Path | None = None  # the last one that is complete
-        self.damaged: set[Path] = set()  # those after the one that this run goes on from
+        self.damaged: set[Path] = set()  # those after the one that this run is resumed from
         self.rows = len(train_rows) if hasattr(train_rows, "__len__") else None
         if evaluation_rows is not None:
             batch = arguments.per_device_eval_batch_size * arguments.world_size
@@ -285,7 +285,7 @@ class RecipeTrainer(Trainer):
         self.checkpoint = self.next_checkpoint
 
     def restore(self, checkpoint: Path) -> None:
-        """Take over what the base class does not keep in a checkpoint: the losses since the last record."""
+        """Read back what the base class does not keep in a checkpoint: the losses since the last record."""
         marker = read_marker(checkpoint)
         self.loss_since_log.fill_(marker["loss_since_log"])
         self.logged_step = marker["logged_step"]

@@ -61,7 +61,7 @@ def replace_by_broken_link(file):
     file.symlink_to("nowhere")
 
 
-def replace_by_twin(file):
+def replace_by_that_of_another_checkpoint(file):
     shutil.copy(file.parents[1] / "checkpoint-20" / file.name, file)
 
 
@@ -71,7 +71,7 @@ DAMAGES = {
     "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "missing": lambda file: file.unlink(),
     "flipped_bit": flip_bit,
-    "of_another_checkpoint": replace_by_twin,
+    "of_another_checkpoint": replace_by_that_of_another_checkpoint,
     "folder": replace_by_folder,
     "broken_link": replace_by_broken_link,
 }
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(damage, name, r
     DAMAGES[damage](run / "checkpoint-40" / name)
     assert newest_checkpoint(run).name == "checkpoint-20"
     (warning,) = caplog.messages
-    assert f"checkpoint-40' is damaged ({name} " in warning and "goes on from checkpoint-20" in warning
+    assert f"checkpoint-40' is damaged ({name} " in warning and "is resumed from checkpoint-20" in warning
     assert step_of(checkpoint_folders(run)[-1]) == 40
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed go on as if they never had been, and a half-written checkpoint is none."""
+"""Runs that are killed are resumed as if they never had been, and a half-written checkpoint is none."""
 
 import json
 import multiprocessing
