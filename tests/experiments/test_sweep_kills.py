@@ -11,19 +11,15 @@ import pytest
 from tiny_recipes import tiny_recipe
 
 from dcformer.experiments.runner import run_sweep
-from dcformer.head_tasks import build_tokenizer
 
 
-TOKENIZER = build_tokenizer()
 SWEEP = {"seeds": [0], "variants": {"plain": {"model": {"compose_pre": False, "compose_post": False}}, "composed": {}}}
 TRAINING = {"max_steps": 3, "save_steps": 2, "evaluation_steps": 3, "logging_steps": 1}
 
 
-@pytest.fixture(autouse=True)
-def quick():
+@pytest.fixture(scope="module", autouse=True)
+def without_a_plot():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
-        patch.setattr("dcformer.training.final._plot", lambda *_: None)
         patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
         yield
 
@@ -48,11 +44,7 @@ def numbers(results):
 def whole(tmp_path_factory):
     """The folder of a sweep that nothing stopped."""
     output = tmp_path_factory.mktemp("sweeps") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
-        patch.setattr("dcformer.training.final._plot", lambda *_: None)
-        patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
-        run_sweep(recipe(output), on_progress=ignore)
+    run_sweep(recipe(output), on_progress=ignore)
     return output
 
 

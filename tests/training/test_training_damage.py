@@ -7,7 +7,6 @@ import shutil
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.head_tasks import build_tokenizer
 from dcformer.training import train
 from dcformer.training.checkpoints import (
     MARKER,
@@ -233,29 +232,19 @@ def test_checkpoints_are_removed_whatever_their_marker_is(damage, run):
     assert not (run / "checkpoint-40").exists()
 
 
-TOKENIZER = build_tokenizer()
 RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 3, "keep_checkpoints": 3}
-
-
-def make_quick(patch):
-    """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
-    patch.setattr("dcformer.training.final._plot", lambda *_: None)
-    patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a finished run with the checkpoints 3, 6 and 8."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        train(tiny_recipe(folder, training=RUN))
+    train(tiny_recipe(folder, training=RUN))
     return folder
 
 
 @pytest.fixture
-def copy(whole, tmp_path, monkeypatch):
-    make_quick(monkeypatch)
+def copy(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "copy")
     return tmp_path / "copy"
 
