@@ -48,7 +48,10 @@ class DamagedCheckpointError(ValueError):
 
 def step_of(checkpoint: Path) -> int:
     """Optimiser steps done when the checkpoint was written."""
-    return int(_FOLDER.fullmatch(checkpoint.name).group(1))
+    match = _FOLDER.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run; its name must be checkpoint-<step>.")
+    return int(match.group(1))
 
 
 def checkpoint_names(output: Path) -> list[Path]:

@@ -120,7 +120,7 @@ def _fitted_rows(pieces: Iterable[tuple[list[int], list[int]]], sequence_length:
     def tokens(row: dict) -> int:
         return len(row["input_ids"])
 
-    rows = []
+    rows: list[dict] = []
     for input_ids, labels in pieces:
         fitting = [row for row in rows if tokens(row) + len(input_ids) <= sequence_length]
         if not fitting:
@@ -261,12 +261,12 @@ def _answer_labels(
 ) -> list[int]:
     """The ids of tokens whose characters lie in a span, -100 for others and for tokens without characters."""
     try:
-        spans = [(first, last) for first, last in spans or ()]
+        bounds = [(first, last) for first, last in spans or ()]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"A document of {where} has {spans!r} as answers, which must be a list of [start, end) in characters."
         ) from error
     return [
-        token if any(first <= start < end <= last for first, last in spans) else IGNORED_LABEL
+        token if any(first <= start < end <= last for first, last in bounds) else IGNORED_LABEL
         for token, (start, end) in zip(input_ids, offsets)
     ]

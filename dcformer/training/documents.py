@@ -142,7 +142,7 @@ def _reading(recipe: DataRecipe) -> Iterator[None]:
 
 
 def _reading_error(recipe: DataRecipe, error: Exception) -> Exception:
-    cause = error
+    cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:

@@ -55,18 +55,15 @@ def read_fields(cls: type[Fields], values: Any, where: str) -> Fields:
         return omegaconf.OmegaConf.to_object(config)
 
 
-def merged(base: Mapping, update: Mapping) -> dict:
-    """`base` with the values of `update`: mappings merge, anything else replaces, lists as a whole."""
+def merge_mappings(base: Mapping, update: Mapping, resolve: bool = False) -> dict:
+    """
+    `base` with the values of `update`: mappings merge, anything else replaces, lists as a whole.
+
+    With `resolve`, references such as `${training.batch_tokens}` become what they stand for in the whole.
+    """
     configurations = import_omegaconf().OmegaConf
     with omegaconf_errors():
-        return configurations.to_container(configurations.merge(base, update))
-
-
-def resolved(values: Mapping) -> dict:
-    """A whole recipe, with references such as `${training.batch_tokens}` replaced by what they stand for."""
-    configurations = import_omegaconf().OmegaConf
-    with omegaconf_errors():
-        return configurations.to_container(configurations.create(values), resolve=True)
+        return configurations.to_container(configurations.merge(base, update), resolve=resolve)
 
 
 @contextlib.contextmanager

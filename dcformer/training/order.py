@@ -5,7 +5,7 @@ stopped. Training reads passes over the data without end, so that every optimise
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class WholeBatches(Dataset):
         multiple (`int`): Rows of one batch of all processes.
     """
 
-    def __init__(self, rows: Sized, multiple: int):
+    def __init__(self, rows: Sequence[dict[str, Any]], multiple: int):
         self.rows, self.length = rows, -(-len(rows) // multiple) * multiple
 
     def __len__(self) -> int:

@@ -21,8 +21,7 @@ from ..common.renamed import refuse_old_name
 from ..common.yaml_text import read_yaml
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .data_recipe import DataRecipe
-from .fields import check_keys, check_mapping, check_range, full_key, read_fields, resolved
-from .fields import merged as merged_as_they_are
+from .fields import check_keys, check_mapping, check_range, full_key, merge_mappings, read_fields
 
 
 _PACKAGED = Path(__file__).parent / "recipes"
@@ -33,32 +32,17 @@ _LONGEST_FILE = 2**17  # bytes, of which a recipe has a few thousand
 _MOST_TOKENS = 10**18  # of a whole run
 # The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
 _LARGEST = {
-    "batch_tokens": 10**9,
+    **dict.fromkeys(("max_steps", "logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints"), 10**12),
+    **dict.fromkeys(("batch_tokens", "per_device_batch_size"), 10**9),
     "tokens": _MOST_TOKENS,
-    "max_steps": 10**12,
-    "per_device_batch_size": 10**9,
-    "logging_steps": 10**12,
-    "evaluation_steps": 10**12,
-    "save_steps": 10**12,
-    "keep_checkpoints": 10**12,
 }
-# What numbers of `training:` must be, in words, and how that is found.
-_BOUNDS: dict[str, Callable[[float], bool]] = {
-    "positive and finite": lambda value: 0 < value < math.inf,
-    "in [0, 1)": lambda value: 0 <= value < 1,
-    "in [0, 1]": lambda value: 0 <= value <= 1,
-    "finite and not negative": lambda value: 0 <= value < math.inf,
-}
-_BOUND_OF = {
-    "learning_rate": "positive and finite",
-    "final_learning_rate_ratio": "in [0, 1]",
-    "warmup_ratio": "in [0, 1)",
-    "adam_beta1": "in [0, 1)",
-    "adam_beta2": "in [0, 1)",
-    "adam_epsilon": "positive and finite",
-    "weight_decay": "finite and not negative",
-    "max_grad_norm": "positive and finite",
-}
+# What its other numbers must be, in words, and how that is found.
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("positive and finite", lambda value: 0 < value < math.inf, ("learning_rate", "adam_epsilon", "max_grad_norm")),
+    ("in [0, 1)", lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2", "warmup_ratio")),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, ("final_learning_rate_ratio",)),
+    ("finite and not negative", lambda value: 0 <= value < math.inf, ("weight_decay",)),
+)
 _MOST_LAYERS = 10_000
 _LARGEST_MODEL_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**32 - 1  # of NumPy
@@ -129,9 +113,10 @@ class TrainingRecipe:
                 f"training.max_steps {self.steps:,} x training.batch_tokens {self.batch_tokens:,} must be at most "
                 f"{_MOST_TOKENS:,} tokens; lower one."
             )
-        for name, bound in _BOUND_OF.items():
-            if not _BOUNDS[bound](getattr(self, name)):
-                raise ValueError(f"training.{name} must be {bound}, got {getattr(self, name)}.")
+        for bound, is_within, names in _BOUNDS:
+            for name in names:
+                if not is_within(getattr(self, name)):
+                    raise ValueError(f"training.{name} must be {bound}, got {getattr(self, name)}.")
 
     @property
     def steps(self) -> int:
@@ -241,7 +226,7 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
     try:
         for update in updates:
             values = merged(values, update)
-        return Recipe.from_mapping(resolved(values))
+        return Recipe.from_mapping(merge_mappings({}, values, resolve=True))
     except ValueError as error:
         raise ValueError(shortened(f"Recipe {str(recipe)!r}: {error}")) from error
 
@@ -258,7 +243,7 @@ def merged(base: Mapping, update: Mapping) -> dict[str, Any]:
         given = [name for name in names if isinstance(new, Mapping) and new.get(name) is not None]
         if isinstance(old, Mapping) and len(given) == 1:
             base = {**base, section: {key: value for key, value in old.items() if key in given or key not in names}}
-    return merged_as_they_are(base, update)
+    return merge_mappings(base, update)
 
 
 def _override(text: str) -> dict[str, Any]:

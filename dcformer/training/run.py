@@ -131,6 +131,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
                 raise unwritten from error
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
+        assert checkpoint is not None  # there is one of the last step
         return _finish(recipe, checkpoint, trained, started, arguments)
 
 

@@ -265,7 +265,7 @@ class RecipeTrainer(Trainer):
     @property
     def next_checkpoint(self) -> Path:
         """Where a checkpoint of this step belongs."""
-        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        return Path(self.recipe.output) / f"checkpoint-{self.state.global_step}"
 
     def clear_checkpoint(self) -> None:
         """Remove a damaged checkpoint of this step, of which no file must stay among those of the new one."""
@@ -281,7 +281,7 @@ class RecipeTrainer(Trainer):
             values = {"step": self.state.global_step, "loss_since_log": loss, "logged_step": self.logged_step}
             mark_complete(self.next_checkpoint, {**values, "recipe": self.recipe.to_mapping()})
             self.damaged.discard(self.next_checkpoint)
-            remove_old(Path(self.args.output_dir), self.recipe.training.keep_checkpoints, self.damaged)
+            remove_old(Path(self.recipe.output), self.recipe.training.keep_checkpoints, self.damaged)
         self.checkpoint = self.next_checkpoint
 
     def restore(self, checkpoint: Path) -> None:
@@ -290,13 +290,13 @@ class RecipeTrainer(Trainer):
         self.loss_since_log.fill_(marker["loss_since_log"])
         self.logged_step = marker["logged_step"]
         self.checkpoint = checkpoint
-        folders = checkpoint_folders(Path(self.args.output_dir))
+        folders = checkpoint_folders(Path(self.recipe.output))
         self.damaged = {folder for folder in folders if step_of(folder) > step_of(checkpoint)}
 
     def write_log(self, mode: str, records: list[dict[str, Any]]) -> None:
         """Write records to the log file of the run, one a line."""
         if self.is_world_process_zero():
-            with open(os.path.join(self.args.output_dir, LOG_FILE), mode, encoding="utf-8") as log:
+            with open(os.path.join(self.recipe.output, LOG_FILE), mode, encoding="utf-8") as log:
                 log.writelines(log_lines(records))
 
     def start_timing(self) -> None:
