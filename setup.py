@@ -17,7 +17,7 @@ EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
-    "train": ["accelerate>=1.1", "datasets>=4.3", "pyyaml", "matplotlib", "scipy", "tensorboard"],
+    "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
     "dev": [
         "hypothesis",
         "pytest",
@@ -32,6 +32,7 @@ EXTRAS = {
         "lm-eval>=0.4.13",
         "datasets>=4.3",
         "matplotlib",
+        "omegaconf>=2.4",
         "pandas",
         "scipy",
         "tabulate",

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: where the reference data is, and a clean random state."""
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,12 @@ import torch
 def pytest_configure(config):
     # On tensors as small as these a second thread costs more than it saves, many times more on a busy machine.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    # Trainers collect garbage at their ends, among all that the libraries have made while they were imported.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from ..training.recipe import LARGEST_SEED, Recipe, merged
 
 # What a variant may change; all of them train on the same data.
 _VARIANT_KEYS = ("model", "training")
-_MOST_PROCESSES = 1000
 _MOST_DOCUMENTS = 10**7
 
 
@@ -26,10 +25,9 @@ class SweepRecipe:
     Attributes:
         variants (`dict`): Name -> what it changes, a mapping with `model` and `training`, merged into the recipe. The
             first one is what the others are compared with.
-        seeds (`list[int]`): Of initialisation, order of the data, and generated documents.
-        processes (`int`, defaults to 1): Runs side by side, each in a process of its own with its share of the threads.
+        seeds (`list[int]`): Seeds of the initialisation, the order of the data, and generated documents.
         evaluation (`str`, *optional*): `"head_tasks"`: accuracy on the head tasks; otherwise only losses.
-        evaluation_documents (`int`, defaults to 1000): Held-out documents of it.
+        evaluation_documents (`int`, defaults to 1000): Held-out documents that the evaluation scores.
         data_dir (`str`, *optional*): Folder that holds `synthetic/` with the authors' texts; fetched if not given.
         only (`list[str]`, *optional*): Variants to run now.
         published (`dict`, *optional*): Variant -> published perplexity, of which the order is compared with ours.
@@ -37,7 +35,6 @@ class SweepRecipe:
 
     variants: dict
     seeds: list
-    processes: int = 1
     evaluation: Literal["head_tasks"] | None = None
     evaluation_documents: int = 1000
     data_dir: str | None = None
@@ -53,6 +50,11 @@ class SweepRecipe:
         for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]")):
             if isinstance(values, dict) and values.get(key) is not None and not isinstance(values[key], list):
                 raise ValueError(f"sweep.{key} must be a list such as {example}, got {quoted(values[key])}.")
+        if isinstance(values, dict) and "processes" in values:
+            raise ValueError(
+                f"sweep.processes is no longer a key of a recipe, got {quoted(values['processes'])}; remove it: the "
+                "runs of a sweep follow one another."
+            )
         return read_fields(cls, values, "sweep")
 
     def __post_init__(self):
@@ -65,8 +67,7 @@ class SweepRecipe:
                 raise ValueError(f"sweep.{key} must not be empty, got {quoted(getattr(self, key))}.")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"sweep.seeds must differ from each other, got {quoted(self.seeds)}.")
-        for key, most in (("processes", _MOST_PROCESSES), ("evaluation_documents", _MOST_DOCUMENTS)):
-            check_range(f"sweep.{key}", getattr(self, key), 1, most)
+        check_range("sweep.evaluation_documents", self.evaluation_documents, 1, _MOST_DOCUMENTS)
         for name, change in self.variants.items():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.+-]*", name):
                 raise ValueError(

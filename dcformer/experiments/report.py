@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..head_tasks.intervals import seed_interval
+from ..optional import import_optional
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class VariantSummary:
     The runs of one variant.
 
     Attributes:
-        name: Of the variant.
-        parameters: Of its model.
+        name: Name of the variant.
+        parameters: Number of parameters of its model.
         values: Metric of [`METRICS`] -> seed -> value, loss in nats per token and accuracies as fractions; metrics and
             seeds that were not measured are left out.
     """
@@ -130,7 +131,7 @@ def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[s
     Compare the order of the variants with that of published perplexities.
 
     Args:
-        summaries: Of `summarise_variants`.
+        summaries: What `summarise_variants` returns.
         metric (`str`): One of [`METRICS`], by whose mean the variants are ordered.
         published (`Mapping[str, float]`): Variant -> perplexity, lower is better.
 
@@ -140,20 +141,21 @@ def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[s
     both = [item for item in summaries if item.name in published and item.interval(metric) is not None]
     if len(both) < 2:
         return None
-    pairs = agreeing = apart = apart_agreeing = untied_here = concordance = 0
+    pairs = agreeing = apart = apart_agreeing = 0
     for first, second in combinations(both, 2):
-        here = _sign(_goodness(second, metric) - _goodness(first, metric))
-        there = _sign(published[first.name] - published[second.name])
-        untied_here += here != 0
-        concordance += here * there
+        here = _goodness(second, metric) - _goodness(first, metric)
+        there = published[first.name] - published[second.name]
         if there == 0:
             continue
-        pairs, agreeing = pairs + 1, agreeing + (here == there)
+        agrees = here * there > 0
+        pairs, agreeing = pairs + 1, agreeing + agrees
         mean, half = second.difference(first, metric) or (0.0, None)
         if half is not None and abs(mean) > half:
-            apart, apart_agreeing = apart + 1, apart_agreeing + (here == there)
-    untied = math.sqrt(untied_here * pairs)
-    return Agreement(pairs, agreeing, apart, apart_agreeing, concordance / untied if untied > 0 else None)
+            apart, apart_agreeing = apart + 1, apart_agreeing + agrees
+    stats = import_optional("scipy.stats", 'Rank correlations need scipy: pip install "dcformer[train]".')
+    ranks = [_goodness(item, metric) for item in both], [-published[item.name] for item in both]
+    tau = float(stats.kendalltau(*ranks).statistic)
+    return Agreement(pairs, agreeing, apart, apart_agreeing, None if math.isnan(tau) else tau)
 
 
 def print_report(results: Mapping[str, Any], console: Console) -> None:
@@ -244,7 +246,7 @@ def _text(interval: tuple[float, float | None] | None, metric: Metric, sign: str
 
 
 def _goodness(item: VariantSummary, metric: str) -> float:
-    mean, _ = item.interval(metric)
+    mean, _ = mean_interval(list(item.values[metric].values())) or (math.nan, None)
     return -mean if METRICS[metric].is_better_when_lower else mean
 
 
@@ -257,7 +259,3 @@ def _ranks(summaries: list[VariantSummary], metric: str) -> dict[str, int]:
 def _published_ranks(summaries: list[VariantSummary], published: Mapping[str, float]) -> dict[str, int]:
     values = {item.name: published[item.name] for item in summaries if item.name in published}
     return {name: 1 + sum(other < value for other in values.values()) for name, value in values.items()}
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)

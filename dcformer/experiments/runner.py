@@ -5,7 +5,8 @@
 <output>/results.json                          all of these, written anew after every run
 <output>/sweep.png                             means and intervals over the seeds
 
-Seeds are the outer loop, so that a sweep which is stopped has comparable rows of every variant.
+Runs follow one another in this process. Seeds are the outer loop, so that a sweep which is stopped has comparable rows
+of every variant.
 """
 
 from __future__ import annotations
@@ -13,40 +14,46 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..common.files import write_atomically
+from ..common.quiet import quiet_libraries
 from ..common.renamed import with_current_names
-from ..signals import signals_as_interruptions, without_ctrl_c
+from ..head_tasks import suite
 from ..terminal import make_console, progress_bar
 from ..training.checkpoints import DamagedCheckpointError
-from ..training.recipe import Recipe, difference
+from ..training.fields import first_difference
+from ..training.recipe import Recipe
 from ..training.run import train
 from ..training.run_folder import locked_folder
 from ..training.trainer import LOG_FILE
+from .plot import plot_sweep
 from .recipe import Run, SweepRecipe, make_run, plan_sweep
+from .report import print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
 # Of a recipe, what moves no number of a result.
-_FREE = ("name", "output", "sweep", "training.save_steps", "training.keep_checkpoints", "training.tensorboard")
+_MOVES_NO_RESULT = (
+    "name",
+    "output",
+    "sweep",
+    "training.save_steps",
+    "training.keep_checkpoints",
+    "training.tensorboard",
+)
 # Of `sweep:`, what says how it was run and not what was measured.
-_NOT_MEASURED = ("processes", "only", "data_dir")
+_NOT_MEASURED = ("only", "data_dir")
 # One run may fail by these; anything else, such as data that are missing, stops the sweep.
 _RUN_FAILURES = (FloatingPointError, RuntimeError, DamagedCheckpointError)
-_SECONDS_BETWEEN_RECORDS = 0.2
-_SECONDS_TO_END = 20  # of a process that is told to: a step, and leaving in good order
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
 
@@ -75,14 +82,14 @@ def run_sweep(
     recipe: Recipe, data_dir: str | None = None, on_progress: OnProgress | None = None, resume: bool = True
 ) -> dict[str, Any]:
     """
-    Train and score every variant with every seed, or go on with a sweep that was stopped.
+    Train and score every variant with every seed, or resume a sweep that was stopped.
 
-    Finished runs in `recipe.output` are taken over and unfinished ones go on from their last checkpoint. Unless
+    Finished runs in `recipe.output` are reused and unfinished ones are resumed from their last checkpoint. Unless
     `on_progress` is given, a bar is shown on stderr and a table printed at the end.
 
     Args:
-        recipe (`Recipe`): With a `sweep` mapping, see [`SweepRecipe`].
-        data_dir (`str`, *optional*): Instead of the recipe's `sweep.data_dir`.
+        recipe (`Recipe`): A recipe with a `sweep` mapping, see [`SweepRecipe`].
+        data_dir (`str`, *optional*): Folder of the authors' texts, instead of the recipe's `sweep.data_dir`.
         on_progress (`Callable`, *optional*): Called with the name of a run, steps done, all steps and the last record
             of its log; with 0 steps when a run begins.
         resume (`bool`, defaults to `True`): Otherwise all the runs start over.
@@ -98,7 +105,7 @@ def run_sweep(
         RuntimeError: if runs failed, such as by a loss that is no longer finite; all others are finished first.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("A sweep starts its processes itself; run it without torchrun and set sweep.processes.")
+        raise ValueError("The runs of a sweep follow one another in one process; run it without torchrun.")
     sweep, runs = plan_sweep(recipe)
     scoring = _scoring(sweep, data_dir if data_dir is not None else sweep.data_dir)
     with locked_folder(Path(recipe.output)):
@@ -127,24 +134,18 @@ def _run_all(
     _write_json(output / RESULTS, results)
     with contextlib.ExitStack() as stack:
         is_shown = on_progress is None
-        if is_shown:
+        if on_progress is None:
             on_progress = stack.enter_context(_progress(len(waiting)))
-        if sweep.processes == 1:
-            outcomes = _one_by_one(waiting, scoring, resume, on_progress)
-        else:
-            outcomes = _side_by_side(waiting, sweep.processes, scoring, resume, on_progress)
-        for run, outcome in outcomes:
-            if isinstance(outcome, str):
-                failures.append({"variant": run.variant, "seed": run.seed, "error": outcome})
-            else:
-                rows[run.variant, run.seed] = outcome
+        for run in waiting:
+            try:
+                rows[run.variant, run.seed] = _train_and_score(run, scoring, resume, on_progress)
+            except _RUN_FAILURES as error:
+                failures.append({"variant": run.variant, "seed": run.seed, "error": _sentence(error)})
             results = _results(recipe, rows, failures)
             _write_json(output / RESULTS, results)
     if rows:
         _plot(results, output / PLOT)
         if is_shown:
-            from .report import print_report
-
             print_report(results, make_console(pipe_width=160))
     if failures:
         sentences = " ".join(f"{item['variant']}, seed {item['seed']}: {item['error']}" for item in failures)
@@ -155,10 +156,8 @@ def _run_all(
 def _scoring(sweep: SweepRecipe, data_dir: str | None) -> _Scoring:
     if sweep.evaluation is None:
         return _Scoring(0, False, None)
-    from ..head_tasks.suite import authors_documents
-
     try:
-        authors_documents(data_dir)
+        suite.authors_documents(data_dir)
     except OSError as error:
         if data_dir is not None:
             raise
@@ -191,7 +190,7 @@ def _read_result(file: Path) -> dict[str, Any]:
 
 
 def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if differs := difference(found, wanted, _FREE):
+    if differs := first_difference(found, wanted, _MOVES_NO_RESULT):
         raise ValueError(
             f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
         )
@@ -209,18 +208,14 @@ def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[d
 
 def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     """A row of the results, which is on the disk when this returns."""
-    from ..training.command import without_other_bars
-
     on_progress(run.name, 0, run.recipe.training.steps, {})
-    with without_other_bars():
+    with quiet_libraries(messages=False, datasets=True):
         trained = train(run.recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(trained["folder"], dtype=torch.float32).to(device).eval()
         evaluation = None
         if scoring.documents > 0:
-            from ..head_tasks.suite import evaluate_head_tasks
-
-            evaluation = evaluate_head_tasks(
+            evaluation = suite.evaluate_head_tasks(
                 model,
                 AutoTokenizer.from_pretrained(trained["folder"]),
                 data_dir=scoring.data_dir,
@@ -256,106 +251,15 @@ def _training_seconds(run: Run) -> float:
     return round(seconds, 1)
 
 
-def _one_by_one(
-    runs: Sequence[Run], scoring: _Scoring, resume: bool, on_progress: OnProgress
-) -> Iterator[tuple[Run, dict | str]]:
-    """Every run and its row, or the sentence of why it failed."""
-    for run in runs:
-        try:
-            outcome = _train_and_score(run, scoring, resume, on_progress)
-        except _RUN_FAILURES as error:
-            outcome = _sentence(error)
-        yield run, outcome
-
-
-def _side_by_side(
-    runs: Sequence[Run], processes: int, scoring: _Scoring, resume: bool, on_progress: OnProgress
-) -> Iterator[tuple[Run, dict | str]]:
-    """As `_one_by_one`, with several runs at a time in processes of their own."""
-    context = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // processes)
-    waiting = list(runs)
-    live: dict[Connection, tuple[multiprocessing.Process, Run]] = {}
-    try:
-        while waiting or live:
-            while waiting and len(live) < processes:
-                run = waiting.pop(0)
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_child, args=(sender, threads, run, scoring, resume))
-                process.daemon = True  # Python would wait for others at its end, however that comes
-                with without_ctrl_c():
-                    live[receiver] = process, run
-                    process.start()
-                sender.close()  # so that the end of the process is the end of the pipe
-            for receiver in wait(list(live)):
-                process, run = live[receiver]
-                try:
-                    kind, value = receiver.recv()
-                except EOFError:
-                    process.join()
-                    kind, value = "outcome", f"Its process ended with status {process.exitcode}."
-                if kind == "progress":
-                    on_progress(run.name, *value)
-                    continue
-                if kind == "error":
-                    raise value
-                process.join()
-                del live[receiver]
-                yield run, value
-    finally:
-        started = [process for process, _ in live.values() if process.is_alive()]
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.join(_SECONDS_TO_END)
-            process.kill()
-
-
-def _child(sender: Connection, threads: int, run: Run, scoring: _Scoring, resume: bool) -> None:
-    """Do one run and send its records and its outcome."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    sent = -_SECONDS_BETWEEN_RECORDS
-
-    def on_progress(name: str, step: int, total: int, record: dict[str, float]) -> None:
-        nonlocal sent
-        if step == total or monotonic() - sent > _SECONDS_BETWEEN_RECORDS:
-            sent = monotonic()
-            sender.send(("progress", (step, total, record)))
-
-    try:
-        with signals_as_interruptions():
-            outcome = "outcome", next(_one_by_one((run,), scoring, resume, on_progress))[1]
-    except KeyboardInterrupt:  # the sweep ends
-        return
-    except Exception as error:
-        # Other classes may not survive the way to the other process.
-        is_plain = type(error).__module__ == "builtins"
-        outcome = "error", error if is_plain else ValueError(f"{type(error).__name__}: {error}")
-    sender.send(outcome)
-
-
-def _end_with_parent() -> None:
-    # A run that outlives its sweep would write into the folder of the next one.
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
 def _sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    """In one step: there is never half of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
     # A run a line: its scores by task are hundreds of numbers.
     members = [f"{json.dumps(key)}: {_lines(value)}" for key, value in values.items()]
-    with partial.open("w", encoding="utf-8") as file:
-        file.write("{" + ",\n".join(members) + "}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_atomically(path, "{" + ",\n".join(members) + "}\n")
 
 
 def _lines(value: Any) -> str:
@@ -367,8 +271,6 @@ def _lines(value: Any) -> str:
 
 def _plot(results: dict[str, Any], path: Path) -> None:
     try:
-        from .plot import plot_sweep
-
         plot_sweep(results, path)
     except ImportError as error:
         logger.warning(f"No plot is drawn: {error}")

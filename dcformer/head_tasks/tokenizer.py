@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -51,7 +52,8 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     )
 
 
-def _words() -> list[str]:
+@cache
+def _words() -> tuple[str, ...]:
     """Every word and mark that a document can hold, sorted."""
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
     # The templates have words of their own; a few documents of every kind show them all.
@@ -60,7 +62,7 @@ def _words() -> list[str]:
         texts += _leaves(VOCABULARY[name])
     texts += [adjective.capitalize() for adjective in _leaves(VOCABULARY["opposites"])]
     texts += [value for ordinal in VOCABULARY["ordinals"].values() for value in ordinal["values"]]
-    return sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)})
+    return tuple(sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)}))
 
 
 def _leaves(tree) -> Iterator[str]:

@@ -20,12 +20,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from ..common.files import unfinished_path, write_atomically
 from .integrity import describe_files, find_damage
 
 
 MARKER = "complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-# What a run goes on from; of several names in a row one is enough.
+# What a run is resumed from; of several names in a row one is enough.
 _NEEDED = (
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model_fsdp.bin"),
     ("optimizer.pt", "optimizer.bin"),
@@ -47,7 +48,10 @@ class DamagedCheckpointError(ValueError):
 
 def step_of(checkpoint: Path) -> int:
     """Optimiser steps done when the checkpoint was written."""
-    return int(_FOLDER.fullmatch(checkpoint.name).group(1))
+    match = _FOLDER.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{str(checkpoint)!r} is no checkpoint of a run; its name must be checkpoint-<step>.")
+    return int(match.group(1))
 
 
 def checkpoint_names(output: Path) -> list[Path]:
@@ -72,7 +76,7 @@ def newest_checkpoint(output: Path) -> Path | None:
     Every file of it is read. Damaged ones after it are told in warnings.
 
     Raises:
-        DamagedCheckpointError: if every complete checkpoint is damaged, so that nothing is left to go on from.
+        DamagedCheckpointError: if every complete checkpoint is damaged, so that nothing is left to resume from.
     """
     faults = []
     for checkpoint in filter(was_completed, reversed(checkpoint_folders(output))):
@@ -82,7 +86,7 @@ def newest_checkpoint(output: Path) -> Path | None:
             faults.append(str(error))
             continue
         for fault in faults:
-            logger.warning(f"{fault}; the run goes on from {checkpoint.name}, the complete one before.")
+            logger.warning(f"{fault}; the run is resumed from {checkpoint.name}, the complete one before.")
         return checkpoint
     if faults:
         raise DamagedCheckpointError(
@@ -125,14 +129,10 @@ def mark_complete(checkpoint: Path, values: dict[str, Any]) -> None:
         if file.is_file():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
-    partial = checkpoint / f"{MARKER}.partial"
-    files = describe_files(checkpoint, leave_out=(MARKER, partial.name))
+    marker = checkpoint / MARKER
+    files = describe_files(checkpoint, leave_out=(MARKER, unfinished_path(marker).name))
     values = {**values, "files": files}
-    with partial.open("w", encoding="utf-8") as marker:
-        json.dump({**values, "sha256": _digest(values)}, marker, indent=1)
-        marker.flush()
-        os.fsync(marker.fileno())
-    partial.rename(checkpoint / MARKER)
+    write_atomically(marker, json.dumps({**values, "sha256": _digest(values)}, indent=1))
     for folder in (checkpoint, checkpoint.parent):
         _sync_folder(folder)
 

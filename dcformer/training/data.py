@@ -10,16 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..common.quoting import quoted
-from ..common.renamed import refuse_old_name
-from .documents import HEAD_TASKS, check_documents, described, document_batches, import_datasets, load_documents
-from .fields import check_range, read_fields
+from .data_recipe import DataRecipe
+from .documents import check_documents, described, document_batches, import_datasets, load_documents
 
 
 if TYPE_CHECKING:
@@ -31,116 +28,7 @@ IGNORED_LABEL = -100  # what the loss functions of torch and Transformers leave 
 _SHUFFLE_BUFFER = 10_000
 _EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
-_LONGEST_ROW = 2**24
-_MOST_DOCUMENTS = 10**18
-_MOST_GENERATED = 10**7  # all are made in memory before the first step
-_MOST_LINES = 1000
 _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; to be raised when the same documents pack differently
-
-
-@dataclass(frozen=True)
-class DataRecipe:
-    """
-    Where documents come from and how they become rows: the `data` mapping of a recipe.
-
-    Args:
-        source (`str`): `"head_tasks"` for generated head tasks; a file (.jsonl, .json, .txt with a
-            document per line, .parquet, .csv), a folder of such files or of `Dataset.save_to_disk`; or a data set on
-            the Hub.
-        configuration (`str`, *optional*): Configuration of a data set on the Hub.
-        split (`str`, defaults to `"train"`): Split, also in the form `"train[:90%]"`. A file has `"train"` only.
-        text_column (`str`, defaults to `"text"`): Column that holds the documents.
-        streaming (`bool`, defaults to `False`): Read and pack while training, in an order shuffled within a buffer of
-            10,000 documents; otherwise all rows are packed first, into the cache of `datasets`.
-        sequence_length (`int`, defaults to 2048): Tokens of a row, at least 2.
-        packing (`str`, defaults to `"split"`): `"split"` fills rows and goes on with a document in the next row, as a
-            sequence of its own; `"whole"` puts every document where it fits in one piece and pads the rest of rows;
-            `"none"` gives every document a row. Documents longer than a row are cut in any case.
-        loss_on (`str`, defaults to `"all"`): `"all"` tokens, or those that lie in the character spans of the column
-            `answers` (`"answers"`).
-        documents (`int`, *optional*): How many documents of head tasks to generate; otherwise the most to take, from
-            the start of the source.
-        lines (`list[int]`, *optional*): Least and most examples in a document of head tasks, `[1, 8]` if not given.
-        evaluation (`DataRecipe`, *optional*): What the evaluation loss is measured on, in the given order.
-
-    Source: section 4.1 of the paper for the context length; packing is ours.
-    """
-
-    source: str
-    configuration: str | None = None
-    split: str = "train"
-    text_column: str = "text"
-    streaming: bool = False
-    sequence_length: int = 2048
-    packing: Literal["split", "whole", "none"] = "split"
-    loss_on: Literal["all", "answers"] = "all"
-    documents: int | None = None
-    lines: list | None = None
-    evaluation: DataRecipe | None = None
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping, name: str = "data") -> DataRecipe:
-        """
-        The recipe that a mapping describes. Keys that `evaluation` lacks are those of the training data, but for the
-        split of head tasks, which is `"validation"`.
-
-        Args:
-            mapping (`Mapping`): Keys are the fields above.
-            name (`str`, defaults to `"data"`): What errors call the mapping.
-
-        Raises:
-            ValueError: for an unknown key, a value of another type or one that is not allowed; if `source` is missing;
-                if the evaluation would read the training data.
-        """
-        values = mapping
-        if isinstance(mapping, Mapping):
-            values = {key: value for key, value in mapping.items() if key != "evaluation"}
-        recipe = read_fields(cls, values, name)
-        recipe._check_values(name)
-        evaluation = mapping.get("evaluation")
-        if evaluation is None:
-            return recipe
-        if not isinstance(evaluation, Mapping):
-            raise ValueError(f"{name}.evaluation must be a mapping or null, got {quoted(evaluation)}.")
-        if evaluation.get("evaluation") is not None:
-            raise ValueError(
-                f"{name}.evaluation.evaluation must be left out, got {quoted(evaluation['evaluation'])}; an evaluation "
-                "has none of its own."
-            )
-        if evaluation.get("source", recipe.source) == HEAD_TASKS:
-            values = {**values, "split": "validation"}
-        else:
-            values = {key: value for key, value in values.items() if key != "lines"}
-        evaluation_recipe = cls.from_mapping({**values, **evaluation}, f"{name}.evaluation")
-        if evaluation_recipe._origin == recipe._origin:
-            raise ValueError(
-                f"{name}.evaluation would read the training data, {recipe.source!r}, split {recipe.split!r}; give it "
-                "another source or split."
-            )
-        return replace(recipe, evaluation=evaluation_recipe)
-
-    @property
-    def _origin(self) -> tuple:
-        return self.source, self.configuration, self.split
-
-    def _check_values(self, name: str) -> None:
-        refuse_old_name(f"{name}.source", self.source)
-        if not self.source:
-            raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {HEAD_TASKS!r}.")
-        check_range(f"{name}.sequence_length", self.sequence_length, 2, _LONGEST_ROW)
-        if self.documents is not None:
-            most = _MOST_GENERATED if self.source == HEAD_TASKS else _MOST_DOCUMENTS
-            check_range(f"{name}.documents", self.documents, 1, most)
-        if self.lines is not None:
-            if self.source != HEAD_TASKS:
-                raise ValueError(
-                    f"{name}.lines is for source {HEAD_TASKS!r} alone, got {quoted(self.lines)}; set it null."
-                )
-            if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
-                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
-            check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
-        if self.source == HEAD_TASKS and self.documents is None:
-            raise ValueError(f"{name}.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
 
 
 def build_datasets(
@@ -153,7 +41,7 @@ def build_datasets(
         recipe (`DataRecipe`): What to read and how to pack it.
         tokenizer (`PreTrainedTokenizerBase`): What it adds to a text by itself (mostly a first token) begins every
             document; if that is nothing, its end-of-text token, if it has one, ends every document.
-        seed (`int`, defaults to 0): Of the order of the training documents and of generated ones.
+        seed (`int`, defaults to 0): Seed of the order of the training documents and of generated ones.
 
     Returns:
         Training rows and evaluation rows or `None`: an `IterableDataset` where the recipe streams, else a `Dataset`.
@@ -211,7 +99,7 @@ def pack(
 
 
 def _filled_rows(documents: Iterable[tuple[list[int], list[int]]], sequence_length: int) -> Iterator[dict]:
-    """Rows without a gap, but for the last; a document goes on in the next row."""
+    """Rows without a gap, but for the last; a document continues in the next row."""
     row = _empty_row()
     for input_ids, labels in documents:
         start = 0
@@ -232,7 +120,7 @@ def _fitted_rows(pieces: Iterable[tuple[list[int], list[int]]], sequence_length:
     def tokens(row: dict) -> int:
         return len(row["input_ids"])
 
-    rows = []
+    rows: list[dict] = []
     for input_ids, labels in pieces:
         fitting = [row for row in rows if tokens(row) + len(input_ids) <= sequence_length]
         if not fitting:
@@ -373,12 +261,12 @@ def _answer_labels(
 ) -> list[int]:
     """The ids of tokens whose characters lie in a span, -100 for others and for tokens without characters."""
     try:
-        spans = [(first, last) for first, last in spans or ()]
+        bounds = [(first, last) for first, last in spans or ()]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"A document of {where} has {spans!r} as answers, which must be a list of [start, end) in characters."
         ) from error
     return [
-        token if any(first <= start < end <= last for first, last in spans) else IGNORED_LABEL
+        token if any(first <= start < end <= last for first, last in bounds) else IGNORED_LABEL
         for token, (start, end) in zip(input_ids, offsets)
     ]

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..optional import import_optional
+from .data_recipe import HEAD_TASKS, DataRecipe
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    from .data import DataRecipe
 
-
-HEAD_TASKS = "head_tasks"  # the source that is generated
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel
@@ -31,7 +29,7 @@ def load_documents(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
 
     Args:
         recipe (`DataRecipe`): What to read.
-        seed (`int`): Of documents that are generated.
+        seed (`int`): Seed of documents that are generated.
 
     Raises:
         FileNotFoundError: if a path does not exist, or the Hub does not answer.
@@ -144,7 +142,7 @@ def _reading(recipe: DataRecipe) -> Iterator[None]:
 
 
 def _reading_error(recipe: DataRecipe, error: Exception) -> Exception:
-    cause = error
+    cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..common.files import write_atomically
 from .checkpoints import MARKER, read_marker
 from .integrity import find_damage
 from .run_folder import FINAL
@@ -27,7 +28,7 @@ def finish_run(checkpoint: Path, output: Path) -> None:
     Write `final/`, `log.jsonl` and `losses.png`, unless they are there as they should be.
 
     Args:
-        checkpoint (`Path`): Complete, of the last step.
+        checkpoint (`Path`): The complete checkpoint of the last step.
         output (`Path`): Folder of the run.
     """
     _write_final(checkpoint, output / FINAL)
@@ -62,9 +63,7 @@ def _write_final(checkpoint: Path, folder: Path) -> None:
 def _write_log(records: list[dict[str, Any]], file: Path) -> None:
     text = "".join(log_lines(records))
     if not file.is_file() or file.read_bytes() != text.encode():
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        write_atomically(file, text)
 
 
 def _plot(records: list[dict[str, Any]], path: Path) -> None:

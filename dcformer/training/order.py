@@ -5,7 +5,7 @@ stopped. Training reads passes over the data without end, so that every optimise
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ class RowOrder(Sampler):
     Numbers of the rows that a run reads: one permutation of them all after the other.
 
     Args:
-        rows (`int`): Rows of the data.
-        total (`int`): Rows that the run reads, in as many passes as that takes.
-        seed (`int`): Of the permutations; each pass has its own.
+        rows (`int`): Number of rows of the data.
+        total (`int`): Number of rows that the run reads, in as many passes as that takes.
+        seed (`int`): Seed of the permutations; each pass has its own.
     """
 
     def __init__(self, rows: int, total: int, seed: int):
@@ -65,7 +65,7 @@ class WholeBatches(Dataset):
         multiple (`int`): Rows of one batch of all processes.
     """
 
-    def __init__(self, rows: Sized, multiple: int):
+    def __init__(self, rows: Sequence[dict[str, Any]], multiple: int):
         self.rows, self.length = rows, -(-len(rows) // multiple) * multiple
 
     def __len__(self) -> int:

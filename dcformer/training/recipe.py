@@ -1,38 +1,48 @@
 """Recipes: what a training run is made of, as a YAML file.
 
-A recipe may extend another one: mappings merge key by key, all other values replace. What is left at the end is checked
-as a whole, so that a wrong key or value stops a run before anything is loaded.
+A recipe may extend another one: mappings merge key by key, all other values replace. References such as
+`${training.batch_tokens}` are resolved in what is left at the end, and that is checked as a whole, so that a wrong key
+or value stops a run before anything is loaded.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from ..common.quoting import quoted, shortened
 from ..common.renamed import refuse_old_name
 from ..common.yaml_text import read_yaml
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .data import DataRecipe
-from .fields import check_keys, check_range, full_key, read_fields
+from .data_recipe import DataRecipe
+from .fields import check_keys, check_mapping, check_range, full_key, merge_mappings, read_fields
 
 
 _PACKAGED = Path(__file__).parent / "recipes"
 # Keys of which one excludes the other: a recipe that gives one takes away the other of the recipe that it extends.
-_ALTERNATIVES = {("training", "tokens"): "max_steps", ("model", "preset"): "pretrained"}
-_ALTERNATIVES |= {(where, other): key for (where, key), other in _ALTERNATIVES.items()}
+_ALTERNATIVES = {"training": ("tokens", "max_steps"), "model": ("preset", "pretrained")}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
 _LONGEST_FILE = 2**17  # bytes, of which a recipe has a few thousand
-# The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
-_MOST_STEPS = 10**12
-_MOST_BATCH_TOKENS = 10**9
 _MOST_TOKENS = 10**18  # of a whole run
+# The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
+_LARGEST = {
+    **dict.fromkeys(("max_steps", "logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints"), 10**12),
+    **dict.fromkeys(("batch_tokens", "per_device_batch_size"), 10**9),
+    "tokens": _MOST_TOKENS,
+}
+# What its other numbers must be, in words, and how that is found.
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+    ("positive and finite", lambda value: 0 < value < math.inf, ("learning_rate", "adam_epsilon", "max_grad_norm")),
+    ("in [0, 1)", lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2", "warmup_ratio")),
+    ("in [0, 1]", lambda value: 0 <= value <= 1, ("final_learning_rate_ratio",)),
+    ("finite and not negative", lambda value: 0 <= value < math.inf, ("weight_decay",)),
+)
 _MOST_LAYERS = 10_000
 _LARGEST_MODEL_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**32 - 1  # of NumPy
@@ -48,17 +58,17 @@ class TrainingRecipe:
     Attributes:
         tokens (`int`, *optional*): Tokens to train on, rounded up to whole steps; either this or `max_steps`.
         max_steps (`int`, *optional*): Optimiser steps to train for.
-        batch_tokens (`int`): Tokens of one optimiser step, over all processes and accumulated passes.
-        per_device_batch_size (`int`, defaults to 1): Rows of one forward pass on one device.
+        batch_tokens (`int`): Tokens in one optimiser step, over all processes and accumulated passes.
+        per_device_batch_size (`int`, defaults to 1): Rows in one forward pass on one device.
         learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
         final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
         warmup_ratio (`float`, defaults to 0.01): Share of the steps over which the rate rises linearly.
-        adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): AdamW.
-        weight_decay (`float`, defaults to 0.1): Of matrices and embeddings; norms and biases do not decay.
+        adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): The constants of AdamW.
+        weight_decay (`float`, defaults to 0.1): Decay of matrices and embeddings; norms and biases do not decay.
         max_grad_norm (`float`, defaults to 1.0): Gradients of a larger norm are scaled down to it.
-        precision (`str`, defaults to `"fp32"`): `"bf16"`: autocast to bfloat16, parameters stay float32.
+        precision (`str`, defaults to `"fp32"`): `"bf16"` for autocast to bfloat16; parameters stay float32.
         gradient_checkpointing (`bool`, defaults to `False`): Recompute layers in the backward pass.
-        compile (`bool`, defaults to `False`): `torch.compile`.
+        compile (`bool`, defaults to `False`): Compile the model with `torch.compile`.
         logging_steps (`int`, defaults to 10): Steps between records of the log.
         evaluation_steps (`int`, defaults to 1000): Steps between evaluations; there is one at the end too.
         save_steps (`int`, defaults to 1000): Steps between checkpoints; there is one at the end too.
@@ -94,17 +104,7 @@ class TrainingRecipe:
             raise ValueError(
                 f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
             )
-        largest = {
-            "batch_tokens": _MOST_BATCH_TOKENS,
-            "tokens": _MOST_TOKENS,
-            "max_steps": _MOST_STEPS,
-            "per_device_batch_size": _MOST_BATCH_TOKENS,
-            "logging_steps": _MOST_STEPS,
-            "evaluation_steps": _MOST_STEPS,
-            "save_steps": _MOST_STEPS,
-            "keep_checkpoints": _MOST_STEPS,
-        }
-        for name, most in largest.items():
+        for name, most in _LARGEST.items():
             value = getattr(self, name)
             if value is not None:
                 check_range(f"training.{name}", value, 1, most)
@@ -113,23 +113,18 @@ class TrainingRecipe:
                 f"training.max_steps {self.steps:,} x training.batch_tokens {self.batch_tokens:,} must be at most "
                 f"{_MOST_TOKENS:,} tokens; lower one."
             )
-        for name in ("learning_rate", "adam_epsilon", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"training.{name} must be positive and finite, got {getattr(self, name)}.")
-        for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"training.{name} must be in [0, 1), got {getattr(self, name)}.")
-        if not 0 <= self.final_learning_rate_ratio <= 1:
-            raise ValueError(
-                f"training.final_learning_rate_ratio must be in [0, 1], got {self.final_learning_rate_ratio}."
-            )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"training.weight_decay must be finite and not negative, got {self.weight_decay}.")
+        for bound, is_within, names in _BOUNDS:
+            for name in names:
+                if not is_within(getattr(self, name)):
+                    raise ValueError(f"training.{name} must be {bound}, got {getattr(self, name)}.")
 
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.max_steps if self.max_steps is not None else -(-self.tokens // self.batch_tokens)
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.tokens is not None  # one of the two is given
+        return -(-self.tokens // self.batch_tokens)
 
     def accumulation_steps(self, sequence_length: int, processes: int) -> int:
         """
@@ -156,13 +151,13 @@ class Recipe:
     A checked recipe.
 
     Attributes:
-        name (`str`): Of the run, for logs and plots.
+        name (`str`): Name of the run, for logs and plots.
         output (`str`): Folder of the run.
         model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, and fields of the configuration.
         tokenizer (`str`): Folder or name on the Hub; `"head_tasks"` for the tokenizer of the head tasks.
         data (`DataRecipe`): Training and evaluation data.
         training (`TrainingRecipe`): Optimiser, schedule, precision, and what is logged and kept.
-        seed (`int`, defaults to 0): Of the initialisation and the order of the data.
+        seed (`int`, defaults to 0): Seed of the initialisation and of the order of the data.
         sweep (`dict`, *optional*): Variants and seeds to train, if the recipe is of many runs.
     """
 
@@ -183,17 +178,15 @@ class Recipe:
         Raises:
             ValueError: for unknown or missing keys and for wrong values, of which the message quotes the first.
         """
-        if not isinstance(values, dict):
-            raise ValueError(f"A recipe must be a mapping of keys to values, got {quoted(values)}.")
+        check_mapping(values, "")
         check_keys(values, [field.name for field in fields(cls)], "")
         values = dict(values)
         name = values.setdefault("name", "run")
         values.setdefault("output", f"runs/{name}")
-        for key in ("model", "training"):
-            values.setdefault(key, {})
+        values.setdefault("model", {})
         if "data" in values:
             values["data"] = DataRecipe.from_mapping(values["data"])
-        values["training"] = read_fields(TrainingRecipe, values["training"], "training")
+        values["training"] = read_fields(TrainingRecipe, values.get("training", {}), "training")
         recipe = read_fields(cls, values, "")
         refuse_old_name("tokenizer", recipe.tokenizer)
         check_range("seed", recipe.seed, 0, LARGEST_SEED)
@@ -229,16 +222,11 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
         OSError: if a file cannot be read.
     """
     values = _read_extended(_find(recipe, None), ())
-    for override in overrides:
-        key, found, text = override.partition("=")
-        if not found or not key:
-            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {quoted(override)}.")
-        value = read_yaml(text, f"the value of {key}")
-        for part in reversed(key.strip().split(".")):
-            value = {part: value}
-        values = merged(values, value)
+    updates = [_override(text) for text in overrides]
     try:
-        return Recipe.from_mapping(values)
+        for update in updates:
+            values = merged(values, update)
+        return Recipe.from_mapping(merge_mappings({}, values, resolve=True))
     except ValueError as error:
         raise ValueError(shortened(f"Recipe {str(recipe)!r}: {error}")) from error
 
@@ -248,45 +236,28 @@ def packaged_recipes() -> list[str]:
     return sorted(file.stem for file in _PACKAGED.glob("*.yaml"))
 
 
-def merged(base: dict, update: dict, where: str = "") -> dict:
-    """`base` with the values of `update`: mappings merge, anything else replaces."""
-    result = dict(base)
-    for key, value in update.items():
-        other = _ALTERNATIVES.get((where, key))
-        if other is not None and value is not None and other not in update:
-            result.pop(other, None)
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
-            value = merged(result[key], value, full_key(where, key))
-        result[key] = value
-    return result
+def merged(base: Mapping, update: Mapping) -> dict[str, Any]:
+    """`base` with the values of `update`: mappings merge, else the new value replaces, and takes away alternatives."""
+    for section, names in _ALTERNATIVES.items():
+        old, new = base.get(section), update.get(section)
+        given = [name for name in names if isinstance(new, Mapping) and new.get(name) is not None]
+        if isinstance(old, Mapping) and len(given) == 1:
+            base = {**base, section: {key: value for key, value in old.items() if key in given or key not in names}}
+    return merge_mappings(base, update)
 
 
-def difference(found: dict, wanted: dict, free: tuple[str, ...]) -> str | None:
-    """
-    The first value in which two recipes differ, for messages; `None` if they are the same.
-
-    Args:
-        found (`dict`): Mapping of the recipe of something on the disk, "there".
-        wanted (`dict`): Mapping of the recipe that is asked for, "here".
-        free (`tuple[str, ...]`): Beginnings of keys that may differ, such as `"training.save_steps"`.
-    """
-    there, here = _flattened(found), _flattened(wanted)
-    for key in sorted({*there, *here}):
-        if not key.startswith(free) and there.get(key) != here.get(key):
-            return f"{key} is {there.get(key)!r} there and {here.get(key)!r} here"
-    return None
+def _override(text: str) -> dict[str, Any]:
+    """The mapping that a `key=value` of the command line stands for."""
+    key, found, value = text.partition("=")
+    if not found or not key:
+        raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {quoted(text)}.")
+    update = read_yaml(value, f"the value of {key}")
+    for part in reversed(key.strip().split(".")):
+        update = {part: update}
+    return update
 
 
-def _flattened(values: dict, where: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with keys such as `training.steps`."""
-    result = {}
-    for key, value in values.items():
-        name = full_key(where, key)
-        result |= _flattened(value, name) if isinstance(value, dict) else {name: value}
-    return result
-
-
-def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
+def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     file = file.resolve()
     if file in extending:
         names = " extends ".join(item.name for item in (*extending[extending.index(file) :], file))
@@ -301,7 +272,11 @@ def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict:
         return values
     if not isinstance(base, str):
         raise ValueError(f"extends must name one recipe, got {quoted(base)} in {str(file)!r}.")
-    return merged(_read_extended(_find(base, file.parent), (*extending, file)), values)
+    extended = _read_extended(_find(base, file.parent), (*extending, file))
+    try:
+        return merged(extended, values)
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r}: {error}") from error
 
 
 def _read_text(file: Path) -> str:
@@ -360,13 +335,13 @@ def _check_integers(values: Any, name: str) -> None:
         check_range(name, values, 1, _MOST_LAYERS)
 
 
-def build_config(model: dict, **defaults: Any):
+def build_config(model: dict, **defaults: Any) -> PreTrainedConfig:
     """
     The configuration that the `model:` mapping of a recipe describes.
 
     Args:
-        model (`dict`): Checked mapping of a recipe.
-        defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
+        model (`dict`): The `model:` mapping of a recipe that was checked.
+        **defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
             `eos_token_id` and `pad_token_id` hold for presets as well.
 
     Raises:

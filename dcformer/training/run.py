@@ -1,6 +1,6 @@
 """A training run from its recipe to a folder that Transformers loads.
 
-<output>/checkpoint-<step>/     what the run goes on from
+<output>/checkpoint-<step>/     what a stopped run is resumed from
 <output>/log.jsonl              a record per line: loss, learning rate, throughput, evaluation
 <output>/recipe.yaml            the recipe, with all its defaults
 <output>/losses.png             curves
@@ -27,14 +27,15 @@ from ..common.renamed import with_current_names
 from ..optional import import_optional
 from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
-from .recipe import Recipe, build_config, difference
+from .data_recipe import HEAD_TASKS
+from .fields import first_difference
+from .recipe import Recipe, build_config
 from .run_folder import FINAL, check_folder, locked_folder, prepare_folder
 from .size import check_size
 
 
-HEAD_TASKS = "head_tasks"
 # What may change between the parts of a run: none of it moves a loss.
-_FREE = ("name", "output", "sweep", "data.evaluation") + tuple(
+_MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
     for key in (
         "tokens",
@@ -61,13 +62,13 @@ logger = logging.getLogger(__name__)
 
 def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, Any]:
     """
-    Train a model, or go on with a run that was stopped.
+    Train a model, or resume a run that was stopped.
 
     Under `torchrun` or `accelerate launch` every process calls it, and only the first one writes.
 
     Args:
         recipe (`Recipe`): What to train.
-        resume (`bool`, defaults to `True`): Go on from the newest complete checkpoint in `recipe.output` whose files
+        resume (`bool`, defaults to `True`): Resume from the newest complete checkpoint in `recipe.output` whose files
             are as they were written; otherwise its checkpoints are removed and the run starts over.
         on_progress (`Callable`, *optional*): Called after every step with steps done, all steps, the last record.
 
@@ -130,6 +131,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
                 raise unwritten from error
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
+        assert checkpoint is not None  # there is one of the last step
         return _finish(recipe, checkpoint, trained, started, arguments)
 
 
@@ -217,7 +219,7 @@ def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:
     marker = with_current_names(read_marker(checkpoint)["recipe"])
     # A budget in tokens and one in steps may be the same.
     steps = {"training.steps": Recipe.from_mapping(marker).training.steps}, {"training.steps": recipe.training.steps}
-    if differs := difference(marker | steps[0], recipe.to_mapping() | steps[1], _FREE):
+    if differs := first_difference(marker | steps[0], recipe.to_mapping() | steps[1], _MAY_CHANGE):
         raise ValueError(f"{str(checkpoint)!r} is of another recipe: {differs}; {advice}.")
 
 

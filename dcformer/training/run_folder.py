@@ -14,15 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..common.files import write_atomically
+from ..common.locks import LockHeldError, file_lock
 from ..common.yaml_text import write_yaml
 from .checkpoints import checkpoint_folders, checkpoint_names, remove_checkpoint, remove_incomplete, was_completed
 from .recipe import Recipe
 
-
-try:
-    import fcntl
-except ImportError:  # on Windows, where runs are not kept apart
-    fcntl = None
 
 LOCK = ".lock"
 RECIPE = "recipe.yaml"
@@ -45,16 +42,14 @@ def locked_folder(output: Path) -> Iterator[None]:
             output.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=output):
                 pass
-            lock = stack.enter_context((output / LOCK).open("a"))
-        try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"Another run is writing {str(output)!r}; wait for it to end, or give another output."
-            ) from error
-        except OSError as error:
-            reason = error.strerror or error
+            try:
+                unsupported = stack.enter_context(file_lock(output / LOCK))
+            except LockHeldError as error:
+                raise ValueError(
+                    f"Another run is writing {str(output)!r}; wait for it to end, or give another output."
+                ) from error
+        if unsupported is not None:
+            reason = unsupported.strerror or unsupported
             logger.warning(f"{str(output)!r} cannot be locked ({reason}): take care that no other run writes there.")
         yield
 
@@ -80,7 +75,7 @@ def check_folder(output: Path) -> None:
 
 
 def prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
-    """Remove what a run that was stopped while saving left, or everything unless it goes on; and write the recipe."""
+    """Remove what a run that was stopped while saving left, or all unless it is resumed; and write the recipe."""
     for checkpoint in remove_incomplete(output):
         logger.warning(f"{str(checkpoint)!r} was not complete and is removed.")
     if not resume:
@@ -88,9 +83,7 @@ def prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
             remove_checkpoint(checkpoint)
         shutil.rmtree(output / FINAL, ignore_errors=True)
     with _writing(output / RECIPE):
-        partial = output / f"{RECIPE}.partial"
-        partial.write_text(write_yaml(recipe.to_mapping()), encoding="utf-8")
-        partial.replace(output / RECIPE)
+        write_atomically(output / RECIPE, write_yaml(recipe.to_mapping()))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def count_parameters(config: DCFormerConfig) -> int:
     Parameters of a model, by the shapes of its first two layers alone.
 
     Args:
-        config (`DCFormerConfig`): Of any architecture it covers; all of its layers have the same shapes.
+        config (`DCFormerConfig`): Configuration of the model; all of its layers have the same shapes.
     """
     counts = []
     for layers in (1, 2):

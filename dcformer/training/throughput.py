@@ -45,7 +45,7 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     checkpointing computes again count once, as is the custom for MFU.
 
     Args:
-        config (`DCFormerConfig`): Of any architecture it covers.
+        config (`DCFormerConfig`): Configuration of the model, of any architecture.
         sequence_length (`int`): Tokens of a row.
 
     Returns:
@@ -100,7 +100,7 @@ class Throughput:
     Tokens per second between two reports.
 
     Args:
-        config (`DCFormerConfig`): Of the model that is trained.
+        config (`DCFormerConfig`): Configuration of the model that is trained.
         sequence_length (`int`): Tokens of a row.
         precision (`str`): `"bf16"` or `"fp32"`, which the peak of the hardware depends on.
     """

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
 from .data import collate
 from .order import EndlessStream, RowOrder, WholeBatches
-from .recipe import Recipe
+from .recipe import Recipe, TrainingRecipe
 from .throughput import Throughput
 
 
@@ -35,26 +35,31 @@ def log_lines(records: list[dict[str, Any]]) -> list[str]:
     return [json.dumps(record) + "\n" for record in records]
 
 
-def learning_rate_factor(step: int, total_steps: int, warmup_ratio: float, final_ratio: float) -> float:
+def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: TrainingRecipe, steps: int) -> LambdaLR:
     """
-    What the highest learning rate is multiplied with: a linear rise, then half a cosine.
+    A linear rise of the learning rate to that of the optimizer, then half a cosine.
 
-    The last step of the rise has the highest rate and the last step of all `final_ratio` of it; none has rate 0.
+    The last step of the rise has the highest rate and the last step of all `final_learning_rate_ratio` of it; none has
+    rate 0.
 
     Args:
-        step (`int`): Optimiser steps done before this one, from 0.
-        total_steps (`int`): Steps of the whole run.
-        warmup_ratio (`float`): Share of the steps that the rate rises, rounded up.
-        final_ratio (`float`): The factor at the end.
+        optimizer (`torch.optim.Optimizer`): What the rates are set in.
+        training (`TrainingRecipe`): The recipe of the run, of which the ratios of rise and end are used.
+        steps (`int`): Steps of the whole run.
 
     Source: section 4 of the paper, Implementation Details.
     """
-    warmup_steps = math.ceil(warmup_ratio * total_steps)
-    done = min(step + 1, total_steps)
-    if done <= warmup_steps:
-        return done / warmup_steps
-    progress = (done - warmup_steps) / (total_steps - warmup_steps)
-    return final_ratio + (1 - final_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    schedule = get_scheduler(
+        "cosine_warmup_with_min_lr",
+        optimizer,
+        num_warmup_steps=math.ceil(training.warmup_ratio * steps),
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": training.final_learning_rate_ratio},
+    )
+    factor = schedule.lr_lambdas[0]
+    # After the last step, whose rate is recorded once more, the cosine would rise again.
+    schedule.lr_lambdas = [lambda step: factor(min(step, steps - 1))] * len(schedule.lr_lambdas)
+    return schedule
 
 
 def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
@@ -107,9 +112,9 @@ class RecipeTrainer(Trainer):
     The trainer of a recipe.
 
     Args:
-        recipe (`Recipe`): What to do.
+        recipe (`Recipe`): What to train, on which data, for how long.
         model (`PreTrainedModel`): Model to train, with float32 parameters.
-        arguments (`TrainingArguments`): Of `training_arguments`.
+        arguments (`TrainingArguments`): What `training_arguments` makes of the recipe.
         tokenizer: Saved with every checkpoint.
         train_rows (`Dataset` or `IterableDataset`): Rows of equal length, as `build_datasets` makes them.
         evaluation_rows (`Dataset`, *optional*): Such rows.
@@ -129,7 +134,7 @@ class RecipeTrainer(Trainer):
         self.recipe = recipe
         self.batch_rows = recipe.training.batch_tokens // recipe.data.sequence_length
         self.checkpoint: Path | None = None  # the last one that is complete
-        self.damaged: set[Path] = set()  # those after the one that this run goes on from
+        self.damaged: set[Path] = set()  # those after the one that this run is resumed from
         self.rows = len(train_rows) if hasattr(train_rows, "__len__") else None
         if evaluation_rows is not None:
             batch = arguments.per_device_eval_batch_size * arguments.world_size
@@ -170,16 +175,10 @@ class RecipeTrainer(Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """As `learning_rate_factor` says."""
+        """As `learning_rate_schedule` says."""
         if self.lr_scheduler is None:
-            training = self.recipe.training
-
-            def factor(step: int) -> float:
-                return learning_rate_factor(
-                    step, num_training_steps, training.warmup_ratio, training.final_learning_rate_ratio
-                )
-
-            self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, factor)
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = learning_rate_schedule(optimizer, self.recipe.training, num_training_steps)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -266,7 +265,7 @@ class RecipeTrainer(Trainer):
     @property
     def next_checkpoint(self) -> Path:
         """Where a checkpoint of this step belongs."""
-        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        return Path(self.recipe.output) / f"checkpoint-{self.state.global_step}"
 
     def clear_checkpoint(self) -> None:
         """Remove a damaged checkpoint of this step, of which no file must stay among those of the new one."""
@@ -282,22 +281,22 @@ class RecipeTrainer(Trainer):
             values = {"step": self.state.global_step, "loss_since_log": loss, "logged_step": self.logged_step}
             mark_complete(self.next_checkpoint, {**values, "recipe": self.recipe.to_mapping()})
             self.damaged.discard(self.next_checkpoint)
-            remove_old(Path(self.args.output_dir), self.recipe.training.keep_checkpoints, self.damaged)
+            remove_old(Path(self.recipe.output), self.recipe.training.keep_checkpoints, self.damaged)
         self.checkpoint = self.next_checkpoint
 
     def restore(self, checkpoint: Path) -> None:
-        """Take over what the base class does not keep in a checkpoint: the losses since the last record."""
+        """Read back what the base class does not keep in a checkpoint: the losses since the last record."""
         marker = read_marker(checkpoint)
         self.loss_since_log.fill_(marker["loss_since_log"])
         self.logged_step = marker["logged_step"]
         self.checkpoint = checkpoint
-        folders = checkpoint_folders(Path(self.args.output_dir))
+        folders = checkpoint_folders(Path(self.recipe.output))
         self.damaged = {folder for folder in folders if step_of(folder) > step_of(checkpoint)}
 
     def write_log(self, mode: str, records: list[dict[str, Any]]) -> None:
         """Write records to the log file of the run, one a line."""
         if self.is_world_process_zero():
-            with open(os.path.join(self.args.output_dir, LOG_FILE), mode, encoding="utf-8") as log:
+            with open(os.path.join(self.recipe.output, LOG_FILE), mode, encoding="utf-8") as log:
                 log.writelines(log_lines(records))
 
     def start_timing(self) -> None:

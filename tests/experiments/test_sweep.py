@@ -1,10 +1,9 @@
 """Sweeps: which runs they are of, what a stopped one keeps, runs that fail, and what the results say."""
 
 import json
+import os
 import shutil
-import subprocess
-import sys
-import threading
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from dcformer.experiments.runner import run_sweep
 from dcformer.head_tasks import build_tokenizer, suite
 from dcformer.training import load_recipe
 from dcformer.training.recipe import build_config
+from dcformer.training.trainer import RecipeTrainer
 
 
 PLAIN = {"model": {"compose_pre": False, "compose_post": False, "intermediate_size": 26}}
@@ -112,7 +112,7 @@ def test_seeds_train_other_models_on_other_documents(finished):
     assert len(set(losses)) == 4
 
 
-def test_finished_runs_are_taken_over(finished, tmp_path, monkeypatch):
+def test_finished_runs_are_reused(finished, tmp_path, monkeypatch):
     output = tmp_path / "finished"
     shutil.copytree(finished, output)
     (output / "composed/seed-1/result.json").unlink()
@@ -197,7 +197,7 @@ def test_errors_of_the_data_stop_the_sweep(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["failures"] == []
 
 
-def test_a_stopped_sweep_goes_on_where_it_was(finished, tmp_path):
+def test_a_stopped_sweep_is_resumed_where_it_was(finished, tmp_path):
     recipe = sweep_recipe(tmp_path, seeds=[0])
 
     def interrupt(name, step, total, record):
@@ -216,58 +216,32 @@ def test_a_stopped_sweep_goes_on_where_it_was(finished, tmp_path):
     assert (tmp_path / "sweep.png").stat().st_size > 0
 
 
-def test_runs_in_processes_give_the_results_of_one(finished, tmp_path):
-    steps = []
-    recipe = sweep_recipe(tmp_path, seeds=[0], only=["composed"], processes=2)
-    (run,) = run_sweep(recipe, on_progress=lambda name, step, *_: steps.append(step))["runs"]
-    expected = json.loads((finished / "results.json").read_text())["runs"][2]
-    assert steps[0] == 0 and steps[-1] == 3
-    assert run["parameters"] == expected["parameters"]
-    for key in ("train_loss", "evaluation_loss"):
-        # Another number of threads adds in another order.
-        assert run["training"][key] == pytest.approx(expected["training"][key], abs=1e-5)
+def test_a_signal_ends_the_command_and_the_same_command_resumes(finished, tmp_path, monkeypatch):
+    output, file = tmp_path / "finished", tmp_path / "sweep.yaml"
+    shutil.copytree(finished, output)
+    shutil.rmtree(output / "composed/seed-0")
+    values = tiny_mapping(output, training=TRAINING, sweep={"seeds": [0], "variants": VARIANTS})
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    compute_loss = RecipeTrainer.compute_loss
 
+    def terminated(self, *args, **kwargs):
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute_loss(self, *args, **kwargs)
 
-def test_processes_end_with_a_sweep_that_is_killed(tmp_path):
-    file = tmp_path / "sweep.yaml"
-    values = tiny_mapping(tmp_path / "killed", training={"max_steps": 100_000}, sweep={"seeds": [0], "processes": 2})
-    values["sweep"]["variants"] = {"plain": PLAIN}
-    file.write_text(yaml.safe_dump(values))
-    command = [sys.executable, "-m", "dcformer.training", str(file)]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    try:
-        assert running.stderr.readline() == "plain, seed 0 (1 of 1)\n"
-    finally:
-        running.kill()
-        running.wait()
-    # The pipe ends when the last process that could write to it has; the run itself would take minutes.
-    ended = threading.Thread(target=running.stderr.read, daemon=True)
-    ended.start()
-    ended.join(timeout=20)
-    assert not ended.is_alive()
-    assert not (tmp_path / "killed/plain/seed-0/result.json").exists()
-
-
-def test_a_process_that_dies_is_a_run_that_failed(tmp_path, monkeypatch):
-    class Dying:
-        exitcode = -9
-
-        def __init__(self, target, args):
-            self.sender = args[0]
-
-        def start(self): ...
-
-        def join(self): ...
-
-        def terminate(self): ...
-
-    class Context:
-        Process = Dying
-        Pipe = staticmethod(torch.multiprocessing.Pipe)
-
-    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context)
-    with pytest.raises(RuntimeError, match=r"4 of 4 runs failed. plain, seed 0: Its process ended with status -9"):
-        run_sweep(sweep_recipe(tmp_path, processes=2), on_progress=ignore)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "compute_loss", terminated)
+        result = CliRunner().invoke(app, ["train", str(file)])
+    assert result.exit_code == 143
+    assert result.stderr.splitlines()[-1].startswith("Interrupted; checkpoints are kept, run the same command to ")
+    assert not (output / "composed/seed-0/result.json").exists()
+    assert [path.name for path in (output / "composed/seed-0").glob("checkpoint-*")] == ["checkpoint-2"]
+    result = CliRunner().invoke(app, ["train", str(file)])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "composed, seed 0 (1 of 1)\n"
+    expected = json.loads((finished / "results.json").read_text())["runs"][2]["training"]
+    run = json.loads((output / "results.json").read_text())["runs"][2]
+    assert run["training"] | {"seconds": 0} == expected | {"seconds": 0}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +260,7 @@ def test_a_process_that_dies_is_a_run_that_failed(tmp_path, monkeypatch):
         ({"only": ["b"]}, "sweep.only names 'b'; the variants are plain, composed"),
         ({"published": {"b": 1}}, "sweep.published names 'b'"),
         ({"published": {"plain": "low"}}, "sweep.published.plain must be a number, got 'low'"),
-        ({"processes": 0}, "sweep.processes must be at least 1, got 0"),
+        ({"processes": 2}, "sweep.processes is no longer a key of a recipe, got 2; remove it"),
         ({"evaluation": "table4"}, "sweep.evaluation must be 'head_tasks' or null, got 'table4'"),
         ({"repeats": 3}, "'sweep.repeats' is no key of a recipe"),
     ],
@@ -474,7 +448,7 @@ def test_the_committed_ablation_is_of_the_packaged_recipe_and_in_the_docs():
     root = Path(__file__).parents[2]
     results = read_results(root / "benchmarks" / "results" / "head-tasks-ablation.json")
     expected = load_recipe("head-tasks-ablation").to_mapping()
-    del expected["output"], expected["sweep"]["processes"]
+    del expected["output"]
     assert results["recipe"] == expected and results["failures"] == []
     seeds = {}
     for run in results["runs"]:

@@ -10,22 +10,16 @@ from pathlib import Path
 import pytest
 from tiny_recipes import tiny_recipe
 
-from dcformer.experiments import runner
 from dcformer.experiments.runner import run_sweep
-from dcformer.head_tasks import build_tokenizer
-from dcformer.signals import Terminated
 
 
-TOKENIZER = build_tokenizer()
 SWEEP = {"seeds": [0], "variants": {"plain": {"model": {"compose_pre": False, "compose_post": False}}, "composed": {}}}
 TRAINING = {"max_steps": 3, "save_steps": 2, "evaluation_steps": 3, "logging_steps": 1}
 
 
-@pytest.fixture(autouse=True)
-def quick():
+@pytest.fixture(scope="module", autouse=True)
+def without_a_plot():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
-        patch.setattr("dcformer.training.final._plot", lambda *_: None)
         patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
         yield
 
@@ -50,11 +44,7 @@ def numbers(results):
 def whole(tmp_path_factory):
     """The folder of a sweep that nothing stopped."""
     output = tmp_path_factory.mktemp("sweeps") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
-        patch.setattr("dcformer.training.final._plot", lambda *_: None)
-        patch.setattr("dcformer.experiments.runner._plot", lambda *_: None)
-        run_sweep(recipe(output), on_progress=ignore)
+    run_sweep(recipe(output), on_progress=ignore)
     return output
 
 
@@ -132,41 +122,3 @@ def test_a_run_without_a_sound_checkpoint_fails_and_the_others_finish(unfinished
     assert [run["variant"] for run in results["runs"]] == ["composed"]
     assert [failure["variant"] for failure in results["failures"]] == ["plain"]
     assert (unfinished / "plain/seed-0/checkpoint-3").is_dir()
-
-
-def test_processes_of_a_sweep_that_is_terminated_end_with_it(tmp_path, monkeypatch):
-    ended = []
-
-    class Running:
-        def __init__(self, target, args):
-            self.name = args[2].name
-            self.sender = args[0]
-
-        def start(self): ...
-
-        def is_alive(self):
-            return True
-
-        def terminate(self):
-            ended.append(self.name)
-
-        def join(self, timeout):
-            ended.append(f"{self.name} was waited for")
-
-        def kill(self):
-            ended.append(f"{self.name} has ended")
-
-    class Context:
-        Process = Running
-        Pipe = staticmethod(multiprocessing.Pipe)
-
-    def terminated(receivers):
-        raise Terminated(signal.SIGTERM)
-
-    monkeypatch.setattr(runner.multiprocessing, "get_context", lambda method: Context)
-    monkeypatch.setattr(runner, "wait", terminated)
-    with pytest.raises(Terminated):
-        run_sweep(recipe(tmp_path, processes=2), on_progress=ignore)
-    runs = ["plain, seed 0", "composed, seed 0"]
-    assert ended[:2] == runs
-    assert ended[2:] == [f"{name} {end}" for name in runs for end in ("was waited for", "has ended")]

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.head_tasks import build_tokenizer
 from dcformer.training import train
 from dcformer.training.checkpoints import (
     MARKER,
@@ -61,7 +60,7 @@ def replace_by_broken_link(file):
     file.symlink_to("nowhere")
 
 
-def replace_by_twin(file):
+def replace_by_that_of_another_checkpoint(file):
     shutil.copy(file.parents[1] / "checkpoint-20" / file.name, file)
 
 
@@ -71,7 +70,7 @@ DAMAGES = {
     "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "missing": lambda file: file.unlink(),
     "flipped_bit": flip_bit,
-    "of_another_checkpoint": replace_by_twin,
+    "of_another_checkpoint": replace_by_that_of_another_checkpoint,
     "folder": replace_by_folder,
     "broken_link": replace_by_broken_link,
 }
@@ -83,7 +82,7 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_taken(damage, name, r
     DAMAGES[damage](run / "checkpoint-40" / name)
     assert newest_checkpoint(run).name == "checkpoint-20"
     (warning,) = caplog.messages
-    assert f"checkpoint-40' is damaged ({name} " in warning and "goes on from checkpoint-20" in warning
+    assert f"checkpoint-40' is damaged ({name} " in warning and "is resumed from checkpoint-20" in warning
     assert step_of(checkpoint_folders(run)[-1]) == 40
 
 
@@ -233,29 +232,19 @@ def test_checkpoints_are_removed_whatever_their_marker_is(damage, run):
     assert not (run / "checkpoint-40").exists()
 
 
-TOKENIZER = build_tokenizer()
 RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 3, "keep_checkpoints": 3}
-
-
-def make_quick(patch):
-    """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
-    patch.setattr("dcformer.training.final._plot", lambda *_: None)
-    patch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of a finished run with the checkpoints 3, 6 and 8."""
     folder = tmp_path_factory.mktemp("whole")
-    with pytest.MonkeyPatch.context() as patch:
-        make_quick(patch)
-        train(tiny_recipe(folder, training=RUN))
+    train(tiny_recipe(folder, training=RUN))
     return folder
 
 
 @pytest.fixture
-def copy(whole, tmp_path, monkeypatch):
-    make_quick(monkeypatch)
+def copy(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "copy")
     return tmp_path / "copy"
 

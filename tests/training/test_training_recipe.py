@@ -1,14 +1,16 @@
 """Recipes: reading, extending, overriding, checking."""
 
 import itertools
+import math
 
 import pytest
+import torch
 import yaml
 from tiny_recipes import tiny_mapping, tiny_recipe
 
 from dcformer.training import Recipe, TrainingRecipe, load_recipe, packaged_recipes
 from dcformer.training.recipe import merged
-from dcformer.training.trainer import learning_rate_factor
+from dcformer.training.trainer import learning_rate_schedule
 
 
 @pytest.fixture
@@ -133,6 +135,27 @@ def test_a_missing_recipe_names_those_there_are(name):
         load_recipe(name)
 
 
+def test_values_may_refer_to_others(tmp_path, write):
+    mapping = tiny_mapping(tmp_path, data={"sequence_length": "${training.per_device_batch_size}"})
+    recipe = load_recipe(write("a.yaml", mapping), ["training.per_device_batch_size=4", "name=of ${model.hidden_size}"])
+    assert (recipe.data.sequence_length, recipe.name) == (4, "of 16")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${training.steps}", r"Recipe '.*a.yaml': seed cannot be read \(.*'training.steps' not found\); correct it"),
+        ("${", r"Recipe '.*a.yaml': seed cannot be read \("),
+        ("???", r"Recipe '.*a.yaml': seed must be an integer, got '\?\?\?'"),
+        ("2024-01-01", r"a.yaml': seed cannot be read \(Value 'date' is not a supported"),
+    ],
+    ids=["unknown", "unfinished", "missing", "date"],
+)
+def test_a_reference_that_leads_nowhere_is_named(value, message, tmp_path, write):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(write("a.yaml", tiny_mapping(tmp_path)), [f"seed={value}"])
+
+
 def test_an_override_without_a_value_is_refused(tmp_path, write):
     with pytest.raises(ValueError, match=r"--set must be key=value.*got 'seed'"):
         load_recipe(write("a.yaml", tiny_mapping(tmp_path)), ["seed"])
@@ -144,6 +167,14 @@ def test_accumulation_follows_from_the_batch():
     assert training.accumulation_steps(sequence_length=64, processes=4) == 8
     with pytest.raises(ValueError, match=r"multiple of 384 .* x 3 processes\), got 4096; take 3840 or 4224"):
         training.accumulation_steps(sequence_length=64, processes=3)
+
+
+def learning_rate_factor(step, total, warmup_ratio, final_ratio):
+    """The rate of a step as a share of the highest."""
+    ratios = {"warmup_ratio": warmup_ratio, "final_learning_rate_ratio": final_ratio}
+    training = TrainingRecipe(batch_tokens=1, max_steps=total, **ratios)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return learning_rate_schedule(optimizer, training, total).lr_lambdas[0](step)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +196,23 @@ def test_runs_of_few_steps_have_a_rate_in_every_step(total):
     factors = [learning_rate_factor(step, total, 0.01, 0.1) for step in range(total)]
     assert factors[0] == 1
     assert all(0.1 <= later < earlier for earlier, later in itertools.pairwise(factors))
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup_ratio", "final_ratio"),
+    [(1, 0.0, 0.1), (1, 0.9, 0.1), (7, 0.9, 0.0), (50, 0.03, 0.1), (1000, 0.01, 0.1), (64, 0.0, 1.0)],
+    ids=["one_step", "one_step_of_a_rise", "rise_alone", "short", "paper", "without_an_end"],
+)
+def test_every_step_has_the_rate_of_the_formula(total, warmup_ratio, final_ratio):
+    warmup = math.ceil(warmup_ratio * total)
+    for step in range(total + 3):
+        done = min(step + 1, total)
+        if done <= warmup:
+            expected = done / warmup
+        else:
+            cosine = math.cos(math.pi * (done - warmup) / (total - warmup))
+            expected = final_ratio + (1 - final_ratio) * 0.5 * (1 + cosine)
+        assert learning_rate_factor(step, total, warmup_ratio, final_ratio) == pytest.approx(expected, abs=1e-15)
 
 
 def test_without_a_rise_the_rate_falls_from_the_first_step():

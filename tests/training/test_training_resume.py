@@ -1,4 +1,4 @@
-"""Runs that are killed go on as if they never had been, and a half-written checkpoint is none."""
+"""Runs that are killed are resumed as if they never had been, and a half-written checkpoint is none."""
 
 import json
 import multiprocessing
@@ -8,7 +8,6 @@ import signal
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.head_tasks import build_tokenizer
 from dcformer.training import train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint, step_of
 
@@ -21,15 +20,7 @@ SECTIONS = {
     "streaming_several_passes": {"data": {"streaming": True, "documents": 2}},
     "several_passes": {"data": {"documents": 2}},
 }
-TOKENIZER = build_tokenizer()
 RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 3}
-
-
-@pytest.fixture(autouse=True)
-def without_curves(monkeypatch):
-    """Drawing takes as long as these runs, and so does building the tokenizer anew for each."""
-    monkeypatch.setattr("dcformer.training.final._plot", lambda *_: None)
-    monkeypatch.setattr("dcformer.head_tasks.build_tokenizer", lambda: TOKENIZER)
 
 
 def killed_at(step, recipe, while_saving=False):

@@ -20,6 +20,7 @@ from dcformer.training.run import build_tokenizer
 from dcformer.training.trainer import RecipeTrainer, training_arguments
 
 
+DRAWS_CURVES = True
 RUN = {"max_steps": 15, "logging_steps": 5, "evaluation_steps": 15, "learning_rate": 1e-2}
 
 

@@ -1,0 +1,122 @@
+"""The `data:` mapping of a recipe: where documents come from and how they become rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..common.quoting import quoted
+from ..common.renamed import refuse_old_name
+from .fields import check_mapping, check_range, read_fields
+
+
+HEAD_TASKS = "head_tasks"  # the source that is generated, and its tokenizer
+_LONGEST_ROW = 2**24
+_MOST_DOCUMENTS = 10**18
+_MOST_GENERATED = 10**7  # all are made in memory before the first step
+_MOST_LINES = 1000
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """
+    Where documents come from and how they become rows: the `data` mapping of a recipe.
+
+    Args:
+        source (`str`): `"head_tasks"` for generated head tasks; a file (.jsonl, .json, .txt with a
+            document per line, .parquet, .csv), a folder of such files or of `Dataset.save_to_disk`; or a data set on
+            the Hub.
+        configuration (`str`, *optional*): Configuration of a data set on the Hub.
+        split (`str`, defaults to `"train"`): Split, also in the form `"train[:90%]"`. A file has `"train"` only.
+        text_column (`str`, defaults to `"text"`): Column that holds the documents.
+        streaming (`bool`, defaults to `False`): Read and pack while training, in an order shuffled within a buffer of
+            10,000 documents; otherwise all rows are packed first, into the cache of `datasets`.
+        sequence_length (`int`, defaults to 2048): Tokens of a row, at least 2.
+        packing (`str`, defaults to `"split"`): `"split"` fills rows and continues a document in the next row, as a
+            sequence of its own; `"whole"` puts every document where it fits in one piece and pads the rest of rows;
+            `"none"` gives every document a row. Documents longer than a row are cut in any case.
+        loss_on (`str`, defaults to `"all"`): `"all"` tokens, or those that lie in the character spans of the column
+            `answers` (`"answers"`).
+        documents (`int`, *optional*): How many documents of head tasks to generate; otherwise the most to take, from
+            the start of the source.
+        lines (`list[int]`, *optional*): Least and most examples in a document of head tasks, `[1, 8]` if not given.
+        evaluation (`DataRecipe`, *optional*): What the evaluation loss is measured on, in the given order.
+
+    Source: section 4.1 of the paper for the context length; packing is ours.
+    """
+
+    source: str
+    configuration: str | None = None
+    split: str = "train"
+    text_column: str = "text"
+    streaming: bool = False
+    sequence_length: int = 2048
+    packing: Literal["split", "whole", "none"] = "split"
+    loss_on: Literal["all", "answers"] = "all"
+    documents: int | None = None
+    lines: list | None = None
+    evaluation: DataRecipe | None = None
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping, name: str = "data") -> DataRecipe:
+        """
+        The recipe that a mapping describes. Keys that `evaluation` lacks are those of the training data, but for the
+        split of head tasks, which is `"validation"`.
+
+        Args:
+            mapping (`Mapping`): Keys are the fields above.
+            name (`str`, defaults to `"data"`): What errors call the mapping.
+
+        Raises:
+            ValueError: for an unknown key, a value of another type or one that is not allowed; if `source` is missing;
+                if the evaluation would read the training data.
+        """
+        check_mapping(mapping, name)
+        values = {key: value for key, value in mapping.items() if key != "evaluation"}
+        recipe = read_fields(cls, values, name)
+        recipe._check_values(name)
+        evaluation = mapping.get("evaluation")
+        if evaluation is None:
+            return recipe
+        if not isinstance(evaluation, Mapping):
+            raise ValueError(f"{name}.evaluation must be a mapping or null, got {quoted(evaluation)}.")
+        if evaluation.get("evaluation") is not None:
+            raise ValueError(
+                f"{name}.evaluation.evaluation must be left out, got {quoted(evaluation['evaluation'])}; an evaluation "
+                "has none of its own."
+            )
+        if evaluation.get("source", recipe.source) == HEAD_TASKS:
+            values = {**values, "split": "validation"}
+        else:
+            values = {key: value for key, value in values.items() if key != "lines"}
+        evaluation_recipe = cls.from_mapping({**values, **evaluation}, f"{name}.evaluation")
+        if evaluation_recipe._origin == recipe._origin:
+            raise ValueError(
+                f"{name}.evaluation would read the training data, {recipe.source!r}, split {recipe.split!r}; give it "
+                "another source or split."
+            )
+        return replace(recipe, evaluation=evaluation_recipe)
+
+    @property
+    def _origin(self) -> tuple:
+        return self.source, self.configuration, self.split
+
+    def _check_values(self, name: str) -> None:
+        refuse_old_name(f"{name}.source", self.source)
+        if not self.source:
+            raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {HEAD_TASKS!r}.")
+        check_range(f"{name}.sequence_length", self.sequence_length, 2, _LONGEST_ROW)
+        if self.documents is not None:
+            most = _MOST_GENERATED if self.source == HEAD_TASKS else _MOST_DOCUMENTS
+            check_range(f"{name}.documents", self.documents, 1, most)
+        if self.lines is not None:
+            if self.source != HEAD_TASKS:
+                raise ValueError(
+                    f"{name}.lines is for source {HEAD_TASKS!r} alone, got {quoted(self.lines)}; set it null."
+                )
+            if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
+                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
+            check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
+        if self.source == HEAD_TASKS and self.documents is None:
+            raise ValueError(f"{name}.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
