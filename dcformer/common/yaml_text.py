@@ -10,7 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from ..optional import import_optional
+from .optional import import_optional
 
 
 _DEEPEST = 50

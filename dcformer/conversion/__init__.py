@@ -1,6 +1,7 @@
 """Converting checkpoints between the authors' JAX and torch formats and Transformers folders."""
 
 from .convert import convert_hub, convert_maxtext, convert_pax
+from .convert import convert_hub as convert_torch
 from .hash_check import HashCheck, HashProblem, verify_hashes
 from .inspection import Inspection, inspect_checkpoint
 from .report import ConversionReport
@@ -20,6 +21,7 @@ __all__ = [
     "convert_maxtext",
     "convert_pax",
     "convert_to_maxtext",
+    "convert_torch",
     "inspect_checkpoint",
     "verify_hashes",
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
-from ..optional import import_optional
+from ..common.optional import import_optional
 
 
 if TYPE_CHECKING:

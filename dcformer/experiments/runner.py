@@ -27,9 +27,10 @@ import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..common.quiet import quiet_libraries
 from ..common.renamed import with_current_names
-from ..signals import signals_as_interruptions, without_ctrl_c
-from ..terminal import make_console, progress_bar
+from ..common.signals import signals_as_interruptions, without_ctrl_c
+from ..common.terminal import make_console, progress_bar
 from ..training.checkpoints import DamagedCheckpointError
 from ..training.recipe import Recipe, difference
 from ..training.run import train
@@ -209,10 +210,8 @@ def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[d
 
 def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     """A row of the results, which is on the disk when this returns."""
-    from ..training.command import without_other_bars
-
     on_progress(run.name, 0, run.recipe.training.steps, {})
-    with without_other_bars():
+    with quiet_libraries(messages=False, datasets=True):
         trained = train(run.recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model = AutoModelForCausalLM.from_pretrained(trained["folder"], dtype=torch.float32).to(device).eval()

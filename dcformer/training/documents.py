@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..optional import import_optional
+from ..common.optional import import_optional
 
 
 if TYPE_CHECKING:

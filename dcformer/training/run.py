@@ -23,8 +23,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from ..common.optional import import_optional
 from ..common.renamed import with_current_names
-from ..optional import import_optional
 from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
 from .recipe import Recipe, build_config, difference

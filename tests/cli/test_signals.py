@@ -14,8 +14,8 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.signals import Terminated, without_ctrl_c
-from dcformer.terminal import one_line_errors
+from dcformer.common.signals import Terminated, without_ctrl_c
+from dcformer.common.terminal import one_line_errors
 from dcformer.training import train
 from dcformer.training.checkpoints import checkpoint_folders, newest_checkpoint, step_of
 from dcformer.training.trainer import RecipeTrainer

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_recipes import tiny_recipe
 
+from dcformer.common.signals import Terminated
 from dcformer.experiments import runner
 from dcformer.experiments.runner import run_sweep
 from dcformer.head_tasks import build_tokenizer
-from dcformer.signals import Terminated
 
 
 TOKENIZER = build_tokenizer()

@@ -1,0 +1,37 @@
+"""Silence for the libraries below, whose messages and progress bars would tear those of a command."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterator[None]:
+    """
+    Switch off the progress bars of Transformers, the Hub and `datasets`, and their messages below errors.
+
+    Args:
+        messages (`bool`, defaults to `True`): Whether messages are switched off too, not the progress bars alone.
+        datasets (`bool`, defaults to `False`): Whether the block uses `datasets`, which takes a second to import.
+    """
+    import huggingface_hub.utils as hub
+    from transformers.utils import logging as transformers_logging
+
+    libraries: list[Any] = [transformers_logging]
+    if datasets:
+        from datasets.utils import logging as datasets_logging
+
+        libraries.append(datasets_logging)
+    with contextlib.ExitStack() as before:
+        # Put back last: Transformers switches the Hub's bars together with its own.
+        before.callback(hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars)
+        hub.disable_progress_bars()
+        for library in libraries:
+            if library.is_progress_bar_enabled():
+                before.callback(library.enable_progress_bar)
+                library.disable_progress_bar()
+        if messages:
+            for logging in (*libraries, hub.logging):
+                before.callback(logging.set_verbosity, logging.get_verbosity())
+                logging.set_verbosity_error()
+        yield
