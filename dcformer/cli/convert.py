@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import Debug, Step, TrainConfig
+from .options import QUICK_HELP, Debug, Step, TrainConfig
 from .printing import byte_progress, checkpoint_console, print_location, print_origins, print_table, speed
 from .running import running_on_checkpoints
 
 
-convert_app = typer.Typer(help="Convert a checkpoint into another format.", no_args_is_help=True)
+convert_app = typer.Typer(
+    help="Convert a checkpoint into another format.", no_args_is_help=True, context_settings=QUICK_HELP
+)
 
 _INTERRUPTED = "Interrupted; finished shards are kept, run the same command to resume."
 _INTERRUPTED_MAXTEXT = "Interrupted; finished chunks are kept, run the same command to resume."

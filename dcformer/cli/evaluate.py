@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from ..common.renamed import refuse_old_name
 from ..common.terminal import leaving_process_group, make_console, progress_bar
@@ -19,7 +17,9 @@ from .running import running_command
 
 
 if TYPE_CHECKING:
-    from ..eval.report import Report
+    from rich.console import Console
+
+    from ..eval.report_tables import Report
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
 _TOLD_ON_STDERR = ("dcformer.eval", "dcformer.head_tasks")
@@ -281,6 +281,8 @@ def _log_on_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(unit: str = "requests") -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr; where that is no terminal, a line for every task that begins."""
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, console):
         row = bar.add_task("Reading", total=None)
 

@@ -8,6 +8,7 @@ from .. import __version__
 from .convert import convert_app
 from .evaluate import eval_command, report_command, tasks_command
 from .inspect import inspect_command
+from .options import QUICK_HELP
 from .train import train_command
 from .verify import verify_command
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=QUICK_HELP,
 )
 
 

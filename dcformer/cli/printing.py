@@ -6,14 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-
 from ..common.terminal import make_console, progress_bar
 
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..conversion.plan import Origin
 
 _LONGEST_VALUE = 60
@@ -26,6 +24,8 @@ def checkpoint_console() -> Console:
 @contextlib.contextmanager
 def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], object]]]:
     """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
 
         def start(total: int) -> Callable[[int], object]:
@@ -33,6 +33,15 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], object]
             return lambda nbytes: bar.advance(number, nbytes)
 
         yield start
+
+
+@contextlib.contextmanager
+def status(task: str) -> Iterator[None]:
+    """A sign of life on stderr; nothing where stderr is no terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(task):
+        yield
 
 
 def print_location(form: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
@@ -44,6 +53,8 @@ def print_location(form: str, location: str, step: int | None, skipped_steps: di
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")

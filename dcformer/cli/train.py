@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import leaving_process_group, make_console, progress_bar
@@ -79,6 +78,8 @@ def _summary(result: dict[str, Any]) -> str:
 @contextlib.contextmanager
 def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], None]]:
     """A bar on stderr; where that is no terminal, a line for every record of the log."""
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with progress_bar(*counters, is_first=is_first) as (bar, console):
         row = bar.add_task(name, total=None)

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from .options import Debug, Json, PaxConfig, TrainConfig
-from .printing import byte_progress, checkpoint_console, print_table, shape_text, short
+from .printing import byte_progress, checkpoint_console, print_table, shape_text, short, status
 from .running import running_on_checkpoints
 
 
@@ -48,7 +47,7 @@ def verify_command(
                 raise ValueError("--train-config and --config are for comparing two checkpoints; give B too.")
             result = checked = verify_hashes(a, progress=progress)
     else:
-        with running_on_checkpoints(debug), Console(stderr=True).status("Comparing"):
+        with running_on_checkpoints(debug), status("Comparing"):
             from ..conversion import compare
 
             result = compared = compare(a, b, train_config=train_config, config=config)

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import resource_tracker
 from types import FrameType
 
 
@@ -78,6 +77,8 @@ def without_ctrl_c() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
+    from multiprocessing import resource_tracker
+
     resource_tracker.ensure_running()  # its start, which the first process of all would bring, lets Ctrl-C in again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
