@@ -98,6 +98,11 @@ def import_datasets():
     return import_optional("datasets", "Reading evaluation data needs datasets: pip install 'dcformer[eval]'.")
 
 
+def data_folders(task: str) -> tuple[str, ...]:
+    """Names of the folders below `data_dir` that may hold a task's data; the first one that holds files is read."""
+    return _FOLDERS.get(task, (task,))
+
+
 def data_folder(data_dir: str | os.PathLike, column: str) -> Path:
     """
     Folder of a column's files.
@@ -251,7 +256,7 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
         FileNotFoundError: if the folder is not there.
         ValueError: if there is no folder and the task has no known source.
     """
-    folders = _FOLDERS.get(column, (column,))
+    folders = data_folders(column)
     if data_dir is not None:
         chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl"))), folders[0])
         files = sorted(file for file in data_folder(data_dir, chosen).iterdir() if file.suffix in SUFFIXES)

@@ -1,4 +1,4 @@
-"""Names of tasks, and the suites of them that `dcformer eval` runs.
+"""Names of tasks, what each asks, and the suites of them that `dcformer eval` runs.
 
 lm-eval knows every task under a prefix, so that none is taken for one of its own; here, in results and in tables, they
 go without it.
@@ -6,8 +6,10 @@ go without it.
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..common.renamed import refuse_old_name
+from .data import SOURCES, data_folders
 from .table4_tasks import TABLE4_COLUMNS
 
 
@@ -26,6 +28,71 @@ SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
 TASKS = SUITES["all"]
 # It has no tasks of lm-eval and runs alone, see dcformer/head_tasks.
 HEAD_TASKS = "head_tasks"
+
+_TABLE4_SHOTS = (0, 5)  # those of the paper
+_QUESTIONS = {
+    "lambada_openai": "the last word of a passage",
+    "piqa": "which of two ways reaches an everyday goal",
+    "winogrande": "which of two names fills the blank of a sentence",
+    "arc_easy": "a science question for schools, with three to five choices",
+    "arc_challenge": "a harder science question for schools, with three to five choices",
+    "sciq": "a science question about a given text, with four choices",
+    "logiqa": "a question of logic about a passage, with four choices",
+    "boolq": "yes or no about a passage",
+    "hellaswag": "which of four sentences continues a story",
+    "race_middle": "a question of a middle-school reading test, with four choices",
+    "race_high": "a question of a high-school reading test, with four choices",
+    "pile_ppl": "every token of documents of the Pile, as perplexity",
+    "flan_ppl": "the answers of instructions of Flan, as perplexity",
+    "wikitext2_ppl": "every token of the test articles of WikiText-2, as perplexity",
+}
+
+
+@dataclass(frozen=True)
+class TaskSummary:
+    """
+    One line of the list of tasks.
+
+    Attributes:
+        name: Name of the task for `--tasks`; `"head_tasks"` is a suite only.
+        suite: Suite that it belongs to, for `--suite`.
+        asks: What a model has to find, in a few words.
+        paper_shots: Numbers of examples before the question in the paper; empty where the paper has no such result.
+        source: Where the data are published, or that they are generated.
+    """
+
+    name: str
+    suite: str
+    asks: str
+    paper_shots: tuple[int, ...]
+    source: str
+
+
+def list_tasks() -> list[TaskSummary]:
+    """All tasks in the order of the suites; their definitions are in [`dcformer.eval.tasks_folder`]."""
+    summaries = [
+        TaskSummary(task, suite, _question_of(task), _paper_shots(task), str(SOURCES[data_folders(task)[0]]))
+        for suite, tasks in SUITES.items()
+        if suite != "all"
+        for task in tasks
+    ]
+    answers = "words found in one of several facts and transformed (section 4.3 of the paper)"
+    generated = f"generated, and the texts of {SOURCES['synthetic']}"
+    return [*summaries, TaskSummary(HEAD_TASKS, HEAD_TASKS, answers, (), generated)]
+
+
+def _question_of(task: str) -> str:
+    if task in AUTHORS_TASKS:
+        return f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks"
+    return _QUESTIONS[task]
+
+
+def _paper_shots(task: str) -> tuple[int, ...]:
+    if task in TABLE4_COLUMNS:
+        return _TABLE4_SHOTS
+    if task in AUTHORS_TASKS:
+        return (int(task[-1]),)
+    return (0,) if task in SUITES["perplexity"] else ()
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ pytest.importorskip("datasets", reason="evaluation data are read with datasets")
 import datasets
 import huggingface_hub
 
-from dcformer.eval import data
+from dcformer.eval import TaskSummary, data, list_tasks, suites, tasks_folder
 from dcformer.eval.table4_tasks import (
     DOCUMENT_COUNTS,
     TABLE4_COLUMNS,
@@ -28,7 +28,6 @@ from dcformer.eval.table4_tasks import (
     race_answer,
     race_choices,
     race_context,
-    tasks_folder,
 )
 
 
@@ -443,3 +442,18 @@ if __name__ == "__main__":
     folder = Path(os.environ.get("DCFORMER_FIXTURES", Path(__file__).resolve().parents[3] / "shared")) / "benchdata"
     expected = {name.removeprefix("dcformer_"): rendered(task) for name, task in load_group(folder)["tasks"].items()}
     EXPECTED.write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
+
+
+def test_the_list_of_tasks_holds_every_task_once_with_its_suite_and_source():
+    summaries = list_tasks()
+    assert [summary.name for summary in summaries] == [*suites.TASKS, suites.HEAD_TASKS]
+    by_name = {summary.name: summary for summary in summaries}
+    assert by_name["piqa"] == TaskSummary(
+        "piqa", "table4", "which of two ways reaches an everyday goal", (0, 5), "baber/piqa"
+    )
+    assert by_name["head_tasks_authors_k3"].paper_shots == (3,)
+    assert by_name["pile_ppl"].source == "EleutherAI/pile_val_test"
+    assert by_name["wikitext2_ppl"].paper_shots == ()
+    for summary in summaries[:-1]:
+        assert summary.name in suites.find_tasks(summary.suite) and summary.asks
+    assert (tasks_folder() / "dcformer_piqa.yaml").is_file()
