@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..eval.report_tables import Report
 
-_HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
+_HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "stock", "debug")
 _TOLD_ON_STDERR = ("dcformer.eval", "dcformer.head_tasks")
 _INTERRUPTED = "Interrupted; finished tasks are kept, run the same command to resume."
 _INTERRUPTED_HEAD_TASKS = "Interrupted; nothing was written, run the same command to start again."
@@ -108,6 +108,10 @@ def eval_command(
         bool,
         typer.Option("--authors/--no-authors", help="For head_tasks: evaluate on the paper's 888 published texts too."),
     ] = True,
+    stock: Annotated[
+        bool,
+        typer.Option("--stock", help="Score with the HFLM class of lm-eval as it is, to compare with our scorer."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
@@ -119,6 +123,10 @@ def eval_command(
         shots = _numbers(num_fewshot)
         refuse_old_name("suite", suite.strip())
         if is_head_tasks:
+            if stock:
+                raise ValueError(
+                    "--stock has no meaning for --suite head_tasks, which lm-eval does not score; leave it out."
+                )
             if is_first:
                 _compare_on_head_tasks(models or [], shots, authors, dtype or "float32", **options)
             return
@@ -128,6 +136,8 @@ def eval_command(
             raise ValueError("--no-authors is for --suite head_tasks only; leave it out.")
         from ..eval.runner import evaluate
 
+        if stock:
+            options["stock"] = True
         with _progress() as on_progress:
             evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
         if is_first:
@@ -167,11 +177,31 @@ def report_command(
             plot_deltas(report, plot)
 
 
-def tasks_command() -> None:
-    """Print the folder of the task definitions, for lm-eval's --include_path."""
-    from ..eval.table4_tasks import tasks_folder
+def tasks_command(
+    folder: Annotated[
+        bool,
+        typer.Option("--folder", help="Print the folder of the task definitions, for lm-eval's --include_path."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """List the tasks that models can be evaluated on."""
+    with running_command(debug, loads_models=False):
+        if folder:
+            from ..eval.table4_tasks import tasks_folder
 
-    typer.echo(tasks_folder())
+            typer.echo(tasks_folder())
+            return
+        from rich.table import Table
+
+        from ..eval.suites import list_tasks
+
+        table = Table()
+        for column in ("task", "suite", "what it asks", "examples in the paper"):
+            table.add_column(column, overflow="fold")
+        for task in list_tasks():
+            shots = " and ".join(map(str, task.paper_shots)) or "-"
+            table.add_row(task.name, task.suite, task.asks, shots)
+        _console().print(table)
 
 
 def _compare_on_head_tasks(

@@ -19,14 +19,18 @@ _OPTION = re.compile(r"(?P<program>lm-eval's )?(?<![\w-])`?(?P<option>--[a-z][a-
 # The commands that run the code of a room, or of a file of it where fewer can reach it.
 _ALL = None
 COMMANDS = {
-    "eval/command.py": ("eval", "report", "tasks"),
+    "cli/evaluate.py": ("eval", "report", "tasks"),
+    "cli/train.py": ("train",),
+    "cli/convert.py": ("convert maxtext", "convert pax", "convert torch", "convert to-maxtext"),
+    "cli/inspect.py": ("inspect",),
+    "cli/verify.py": ("verify",),
     "eval/report.py": ("eval", "report"),
     "eval/report_tables.py": ("eval", "report"),
     "eval/records.py": ("eval", "report"),
     "eval/plot.py": ("report",),
     "eval": ("eval",),
     "head_tasks": ("eval",),
-    "conversion": ("convert maxtext", "convert pax", "convert hub", "convert to-maxtext", "inspect", "verify"),
+    "conversion": ("convert maxtext", "convert pax", "convert torch", "convert to-maxtext", "inspect", "verify"),
     "training": ("train",),
     "experiments": ("train",),
     "": _ALL,
@@ -100,8 +104,8 @@ def options_of_lm_eval():
 
 
 def test_the_commands_are_found(options):
-    assert {"eval", "report", "train", "convert hub", "verify"} <= options.keys()
-    assert "--max-length" in options["eval"] and "--no-verify" in options["convert hub"]
+    assert {"eval", "report", "train", "convert torch", "verify"} <= options.keys()
+    assert "--max-length" in options["eval"] and "--no-verify" in options["convert torch"]
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -117,7 +121,7 @@ def test_every_option_that_a_message_names_exists(file, options, options_of_lm_e
         ("eval/plan.py", 'raise ValueError("a" f"{x}: leave it out by " "--no-authorss")', "--no-authorss"),
         ("eval/plot.py", '"use --tasks"', "--tasks"),
         ("training/run.py", '"start over with --force"', "--force"),
-        ("terminal.py", '"see --nothing-of-the-kind."', "--nothing-of-the-kind"),
+        ("common/terminal.py", '"see --nothing-of-the-kind."', "--nothing-of-the-kind"),
         ("eval/plan.py", '"pass lm-eval\'s --no-such-thing"', "--no-such-thing"),
     ],
     ids=lambda value: value if value.startswith("--") else "",

@@ -59,15 +59,15 @@ def test_pax(pax, tmp_path):
     assert call("verify", weights, tmp_path / "model", "--config", config).exit_code == 0
 
 
-def test_hub_options(torch_folder, tmp_path):
+def test_torch_options(torch_folder, tmp_path):
     reference = tmp_path / "missing.npz"
-    refused = call("convert", "hub", torch_folder, tmp_path / "model", "--reference-logits", reference)
+    refused = call("convert", "torch", torch_folder, tmp_path / "model", "--reference-logits", reference)
     assert refused.exit_code == 1 and str(reference) in refused.stderr
-    done = call("convert", "hub", torch_folder, tmp_path / "model", "--dtype", "bfloat16", "--no-verify")
+    done = call("convert", "torch", torch_folder, tmp_path / "model", "--dtype", "bfloat16", "--no-verify")
     assert done.exit_code == 0 and "finite logits" not in done.output
-    again = call("convert", "hub", torch_folder, tmp_path / "model")
+    again = call("convert", "torch", torch_folder, tmp_path / "model")
     assert again.exit_code == 1 and "--force" in again.stderr
-    assert call("convert", "hub", torch_folder, tmp_path / "model", "--force").exit_code == 0
+    assert call("convert", "torch", torch_folder, tmp_path / "model", "--force").exit_code == 0
 
 
 def test_to_maxtext(maxtext, tmp_path):
@@ -96,7 +96,7 @@ def test_verify_tells_different_models_apart(maxtext, torch_folder):
 
 
 @pytest.mark.parametrize(
-    "command", (("inspect",), ("verify", "b"), ("convert", "maxtext", "b"), ("convert", "hub", "b"))
+    "command", (("inspect",), ("verify", "b"), ("convert", "maxtext", "b"), ("convert", "torch", "b"))
 )
 def test_a_wrong_path_is_one_line_and_a_traceback_with_debug(command, tmp_path):
     words = [tmp_path / word if word == "b" else word for word in command]
@@ -114,23 +114,23 @@ def test_interrupt_and_full_disk(torch_folder, tmp_path, monkeypatch):
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr("dcformer.conversion.convert_hub", fail)
-        failed = call("convert", "hub", torch_folder, tmp_path / "model")
+        monkeypatch.setattr("dcformer.conversion.convert_torch", fail)
+        failed = call("convert", "torch", torch_folder, tmp_path / "model")
         assert failed.exit_code == status and words in failed.stderr and failed.stderr.count("\n") == 1
 
 
 def test_the_output_names_the_checkpoint_and_the_step(maxtext, torch_folder, tmp_path):
     done = call("convert", "maxtext", maxtext, tmp_path / "model", "--no-verify")
     assert done.output.splitlines()[0] == f"MaxText (zarr 2), {maxtext / '14000' / 'state'}, step 14000"
-    done = call("convert", "hub", torch_folder, tmp_path / "hub", "--no-verify")
+    done = call("convert", "torch", torch_folder, tmp_path / "torch", "--no-verify")
     assert done.output.splitlines()[0] == f"torch files, {torch_folder}"
 
 
 @pytest.mark.parametrize(
     "command, words",
     [
-        (("convert", "hub", "{source}", "/"), "mount point"),
-        (("convert", "hub", "{source}", "{out}", "--max-shard-size", "0" * 99), "max_shard_size"),
+        (("convert", "torch", "{source}", "/"), "mount point"),
+        (("convert", "torch", "{source}", "{out}", "--max-shard-size", "0" * 99), "max_shard_size"),
         (("convert", "to-maxtext", "{source}", "{out}", "--step", 10**25), "step must be between"),
         (("convert", "to-maxtext", "{source}", "/proc/nothing/out", "--approximate"), "cannot be created"),
         (("verify", "{source}"), "no conversion_report.json"),
@@ -146,7 +146,7 @@ def test_what_cannot_be_done_is_one_line(torch_folder, tmp_path, command, words)
 
 
 def test_a_shard_size_of_any_length_is_one_file(torch_folder, tmp_path):
-    done = call("convert", "hub", torch_folder, tmp_path / "model", "--max-shard-size", "9" * 400, "--no-verify")
+    done = call("convert", "torch", torch_folder, tmp_path / "model", "--max-shard-size", "9" * 400, "--no-verify")
     assert done.exit_code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
 
 

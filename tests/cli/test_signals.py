@@ -138,7 +138,7 @@ def test_training_that_is_terminated_keeps_its_checkpoints(tmp_path, monkeypatch
         patch.setattr(RecipeTrainer, "compute_loss", terminated)
         result = CliRunner().invoke(app, ["train", str(recipe)])
     assert result.exit_code == 143
-    assert result.stderr.splitlines()[-1] == "Interrupted; checkpoints are kept, run the same command to go on."
+    assert result.stderr.splitlines()[-1] == "Interrupted; checkpoints are kept, run the same command to resume."
     assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run")] == [3]
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
     assert train(tiny_recipe(tmp_path / "run"))["resumed_from"] == 3

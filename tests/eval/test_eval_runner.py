@@ -276,7 +276,7 @@ def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
 
     monkeypatch.setattr(runner, "evaluate", stop)
     stopped = call(command.eval_command, folders["ours"])
-    assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
+    assert stopped.exit_code == 130 and "run the same command to resume" in stopped.stderr
 
 
 def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
