@@ -6,6 +6,7 @@ Importing this package registers its models with the Auto classes, which imports
 which nobody who asks for help should wait. The command lies inside the package, so that this file is run before it.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .common.command_line import is_dcformer_command
@@ -20,6 +21,4 @@ else:
 
     def __getattr__(name: str) -> Any:
         """The public names, for what the command calls."""
-        from . import public
-
-        return getattr(public, name)
+        return getattr(import_module(".public", __name__), name)

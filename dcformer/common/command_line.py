@@ -12,7 +12,7 @@ def is_dcformer_command() -> bool:
     are spawned by the command (of `multiprocessing`, say) and which run other code.
     """
     own = len(sys.orig_argv) - len(sys.argv)  # where the program stands, after the options of the interpreter
-    if own < 1:
+    if own < 1 or not sys.argv:  # another program has set the arguments
         return False
     program = sys.orig_argv[own]
     if sys.argv[0] == "-m":  # as long as the module is being looked up

@@ -55,8 +55,8 @@ def texts(source):
     tree = ast.parse(source)
     left_out = set()
     for node in ast.walk(tree):
-        is_git = isinstance(node, ast.Call) and ast.unparse(node.func) == "_git"
-        is_git |= isinstance(node, ast.List) and ast.unparse(node).startswith("['git'")
+        is_git = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_git"
+        is_git |= isinstance(node, ast.List) and [getattr(word, "value", None) for word in node.elts[:1]] == ["git"]
         if is_git or isinstance(node, ast.JoinedStr):
             left_out.update(id(child) for child in ast.walk(node) if child is not node)
     for node in ast.walk(tree):
