@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,15 @@ def checkpoint_console() -> Console:
 
 
 @contextlib.contextmanager
-def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], object]]]:
+def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
     """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
 
-        def start(total: int) -> Callable[[int], object]:
+        def start(total: int) -> Callable[[int], None]:
             number = bar.add_task(task, total=total)
-            return lambda nbytes: bar.advance(number, nbytes)
+            return functools.partial(bar.advance, number)
 
         yield start
 

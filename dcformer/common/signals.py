@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
+from typing import Any
 
 
 # What schedulers and closing terminals send; Windows has no SIGHUP.
@@ -33,7 +34,7 @@ def signals_as_interruptions() -> Iterator[Callable[[], None]]:
     Yields:
         What makes the process deaf to these signals and to Ctrl-C until the block ends.
     """
-    before: dict[int, signal.Handlers | Callable] = {}
+    before: dict[int, Any] = {}
 
     def replace(numbers: Iterable[int], handler: signal.Handlers | Callable) -> None:
         for number in numbers:

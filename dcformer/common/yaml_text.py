@@ -71,7 +71,7 @@ def _import_yaml() -> ModuleType:
 
 @cache
 def _loader_class() -> type:
-    yaml = _import_yaml()
+    yaml: Any = _import_yaml()
 
     class Loader(yaml.SafeLoader):
         depth = 0
@@ -97,7 +97,7 @@ def _loader_class() -> type:
 
 @cache
 def _dumper_class() -> type:
-    yaml = _import_yaml()
+    yaml: Any = _import_yaml()
 
     class Dumper(yaml.SafeDumper):
         """Quotes text that would be read as a number."""
