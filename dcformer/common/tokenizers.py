@@ -22,9 +22,9 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     A tokenizer, by wherever it is.
 
     Args:
-        source (`str` or path): A folder, a `tokenizer.json`, a folder that holds nothing but one such file under any
-            name, or a name on the Hub. A file says nothing of special tokens; `<|endoftext|>` ends a text if it has
-            that token.
+        source (`str` or path): A folder, a `tokenizer.json`, a folder whose only JSON file is one under another name,
+            or a name on the Hub. A file says nothing of special tokens; `<|endoftext|>` ends a text if it has that
+            token.
         options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision` and `trust_remote_code`.
 
     Raises:
@@ -36,7 +36,9 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     path, name = Path(source), os.fspath(source)
     if path.is_dir() and not any((path / file).is_file() for file in _FILES):
         candidates = list(path.glob("*.json"))
-        path = candidates[0] if len(candidates) == 1 else path
+        if [file.name for file in candidates] in ([], ["config.json"]) or len(candidates) > 1:
+            raise FileNotFoundError(f"There is no tokenizer in {name!r}.")
+        path = candidates[0]
     elif not path.exists() and is_path(name):
         raise FileNotFoundError(f"There is no tokenizer in {name!r}.")
     try:
