@@ -76,7 +76,7 @@ def _loader_class() -> type:
     class Loader(yaml.SafeLoader):
         depth = 0
 
-        def compose_node(self, parent, index):
+        def compose_node(self, parent: Any, index: Any) -> Any:
             # What is nested without end would take long before it could be measured.
             self.depth += 1
             if self.depth > _DEEPEST + 1:
@@ -85,7 +85,7 @@ def _loader_class() -> type:
             self.depth -= 1
             return node
 
-        def construct_object(self, node, deep=False):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
             try:
                 return super().construct_object(node, deep)
             except (ValueError, OverflowError) as error:
