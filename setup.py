@@ -20,6 +20,7 @@ EXTRAS = {
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
     "dev": [
         "hypothesis",
+        "mypy",
         "pytest",
         "pytest-cov",
         "pytest-xdist",

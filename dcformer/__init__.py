@@ -1,49 +1,24 @@
-"""DCFormer for Transformers. Importing this package registers its models with the Auto classes."""
+"""
+DCFormer for Transformers.
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPTNeoXTokenizer
+Importing this package registers its models with the Auto classes, which imports torch and Transformers. Only where the
+`dcformer` command starts, that is left to the commands that load models (`cli/running.py`): it takes five seconds, for
+which nobody who asks for help should wait. The command lies inside the package, so that this file is run before it.
+"""
 
-from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import (
-    ComposeSide,
-    ComposeWeights,
-    compose,
-    composed_attention,
-    composed_attention_reference,
-    implementations,
-    register_implementation,
-)
-from .dcmha_cache import cache_bytes_per_token
-from .dcmha_mask import Visibility
-from .modeling_dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM, DCPythiaModel
-from .pretrained import pretrained_path
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .common.command_line import is_dcformer_command
 
 
 __version__ = "0.1.0"
 
-for _config, _model, _causal_lm in (
-    (DCFormerConfig, DCFormerModel, DCFormerForCausalLM),
-    (DCPythiaConfig, DCPythiaModel, DCPythiaForCausalLM),
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
-    AutoTokenizer.register(_config, GPTNeoXTokenizer, exist_ok=True)
+if TYPE_CHECKING or not is_dcformer_command():
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
+else:
 
-__all__ = [
-    "ComposeSide",
-    "ComposeWeights",
-    "DCFormerConfig",
-    "DCFormerForCausalLM",
-    "DCFormerModel",
-    "DCPythiaConfig",
-    "DCPythiaForCausalLM",
-    "DCPythiaModel",
-    "Visibility",
-    "cache_bytes_per_token",
-    "compose",
-    "composed_attention",
-    "composed_attention_reference",
-    "implementations",
-    "pretrained_path",
-    "register_implementation",
-]
+    def __getattr__(name: str) -> Any:
+        """The public names, for what the command calls."""
+        return getattr(import_module(".public", __name__), name)

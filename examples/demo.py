@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipe
 from transformers.utils import logging
 
 import dcformer
+from dcformer.common.terminal import one_line_errors
 from dcformer.head_tasks import generate_documents
 from dcformer.head_tasks.comparison import BOXED_MODEL, compare_models
 from dcformer.head_tasks.report import SET_TITLES, write_comparison
-from dcformer.terminal import one_line_errors
 
 
 QUESTIONS = {"task2": 1, "task16": 1, "task57": 1, "task32": 3, "task46": 3, "task73": 4}  # kind -> lines

@@ -47,7 +47,7 @@ def with_current_names(recipe: dict[str, Any], where: str = "") -> dict[str, Any
         recipe: The whole mapping; it is not changed.
         where: Key of the mapping inside the recipe, for the levels below; empty for the recipe itself.
     """
-    current = {}
+    current: dict[str, Any] = {}
     for key, value in recipe.items():
         name = f"{where}.{key}" if where else key
         if isinstance(value, dict):

@@ -10,7 +10,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from ..optional import import_optional
+from .optional import import_optional
 
 
 _DEEPEST = 50
@@ -71,12 +71,12 @@ def _import_yaml() -> ModuleType:
 
 @cache
 def _loader_class() -> type:
-    yaml = _import_yaml()
+    yaml: Any = _import_yaml()
 
     class Loader(yaml.SafeLoader):
         depth = 0
 
-        def compose_node(self, parent, index):
+        def compose_node(self, parent: Any, index: Any) -> Any:
             # What is nested without end would take long before it could be measured.
             self.depth += 1
             if self.depth > _DEEPEST + 1:
@@ -85,7 +85,7 @@ def _loader_class() -> type:
             self.depth -= 1
             return node
 
-        def construct_object(self, node, deep=False):
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
             try:
                 return super().construct_object(node, deep)
             except (ValueError, OverflowError) as error:
@@ -97,7 +97,7 @@ def _loader_class() -> type:
 
 @cache
 def _dumper_class() -> type:
-    yaml = _import_yaml()
+    yaml: Any = _import_yaml()
 
     class Dumper(yaml.SafeDumper):
         """Quotes text that would be read as a number."""

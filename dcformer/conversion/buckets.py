@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..optional import import_optional
+from ..common.optional import import_optional
 from .aws_credentials import choose_credentials
 
 

@@ -22,8 +22,8 @@ import torch
 import yaml
 from torch import Tensor
 
+from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
-from ..optional import import_optional
 from .convert import Progress, check_room, refuse_quantised
 from .destination import Destination
 from .formats.authors_torch import plan_torch

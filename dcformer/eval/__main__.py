@@ -1,6 +1,6 @@
 """`python -m dcformer.eval`, and under `accelerate launch -m dcformer.eval` on several devices."""
 
-from .command import main
+from ..cli.evaluate import main
 
 
 main()

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-
-def is_path(name: str) -> bool:
-    """Whether a name can only be a path: names on the Hub have one slash at most, and begin with none of these."""
-    return name.count("/") > 1 or name.startswith(("/", ".", "~"))
+from ..common.paths import is_path
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..plotting import check_plot_path, draw_rows, picture
+from ..common.plotting import check_plot_path, draw_rows, picture
 from .published import AVERAGE, paper_accuracies, paper_authors_texts
 from .report_tables import AUTHORS_ALL, AUTHORS_HEADINGS
 from .table4_tasks import TABLE4_COLUMNS

@@ -10,17 +10,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import dcformer
 
+from ..common.paths import is_path
+from ..common.tokenizers import load_tokenizer
 from .hub import is_on_hub
-from .model_files import check_path, check_weights, is_path, weight_files
+from .model_files import check_path, check_weights, weight_files
 
 
 LIBRARIES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers")
-_END_OF_TEXT = "<|endoftext|>"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -99,32 +99,14 @@ def find_model(
 
 
 def _load_tokenizer(source: str, is_model: bool, options: dict):
-    path = Path(source)
-    missing = FileNotFoundError(
-        f"There is no tokenizer in {source!r}; name one by --tokenizer (a folder, a tokenizer.json or a Hub id)."
-    )
-    if path.is_dir():
-        files = [path / file for file in _TOKENIZER_FILES if (path / file).is_file()]
-        others = list(path.glob("*.json"))
-        if not files and (is_model or len(others) != 1):
-            raise missing
-        path = path if files else others[0]
-    elif not path.is_file():
-        if is_path(source):
-            raise missing
-        if not is_model:
-            options = {**options, "local_files_only": not is_on_hub(source, options["revision"], "tokenizer")}
+    if not is_model and not Path(source).exists() and not is_path(source):
+        options = {**options, "local_files_only": not is_on_hub(source, options["revision"], "tokenizer")}
     try:
-        if path.is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-            if tokenizer.eos_token is None and _END_OF_TEXT in tokenizer.get_vocab():
-                tokenizer.eos_token = _END_OF_TEXT
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except OSError as error:
-        raise missing from error
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ValueError(f"The tokenizer {source!r} cannot be read: {_first_sentence(error)}") from error
+        tokenizer = load_tokenizer(source, **options)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no tokenizer in {source!r}; name one by --tokenizer (a folder, a tokenizer.json or a Hub id)."
+        ) from error
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer {source!r} has neither a begin-of-text nor an end-of-text token, one of which precedes a "

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..plotting import check_plot_path, draw_rows, picture
+from ..common.plotting import check_plot_path, draw_rows, picture
 from .report import METRICS, VariantSummary, measured, summarise_variants
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from ..common.optional import import_optional
 from ..head_tasks.intervals import seed_interval
-from ..optional import import_optional
 
 
 @dataclass(frozen=True)

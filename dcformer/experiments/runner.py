@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..common.files import write_atomically
 from ..common.quiet import quiet_libraries
 from ..common.renamed import with_current_names
+from ..common.terminal import make_console, progress_bar
 from ..head_tasks import suite
-from ..terminal import make_console, progress_bar
 from ..training.checkpoints import DamagedCheckpointError
 from ..training.fields import first_difference
 from ..training.recipe import Recipe

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
+from ..common.quiet import quiet_libraries
 from ..eval.bootstrap import Difference, paired_difference
 from ..eval.devices import choose_device, describe_device
 from ..eval.model_files import check_complete, check_path
@@ -221,19 +221,15 @@ def _load(model, dtype: str):
         "trust_remote_code": model.trust_remote_code,
         "local_files_only": model.local_files_only,
     }
-    has_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # it would tear that of the command
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(
-            model.name, dtype=getattr(torch, dtype), output_loading_info=True, **options
-        )
+        with quiet_libraries(messages=False):
+            network, info = AutoModelForCausalLM.from_pretrained(
+                model.name, dtype=getattr(torch, dtype), output_loading_info=True, **options
+            )
         check_complete(network, info, model.name)
         return network
     except (ValueError, OSError) as error:
         raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
-    finally:
-        if has_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _check_numbers(scores: Mapping[str, Sequence[Mapping]], name: str) -> None:

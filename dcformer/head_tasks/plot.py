@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..plotting import check_plot_path, draw_rows, picture
+from ..common.plotting import check_plot_path, draw_rows, picture
 from .intervals import seed_interval
 from .suite import AUTHORS, HELD_OUT
 

@@ -1,6 +1,6 @@
 """`python -m dcformer.training`, also under `torchrun` or `accelerate launch` for several processes."""
 
-from .command import main
+from ..cli.train import main
 
 
 main()

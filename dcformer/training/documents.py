@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..optional import import_optional
+from ..common.optional import import_optional
+from ..common.paths import is_path
 from .data_recipe import HEAD_TASKS, DataRecipe
 
 
@@ -109,7 +110,7 @@ def _read_documents(recipe: DataRecipe) -> Dataset | IterableDataset:
         with _reading(recipe):
             saved = datasets.load_from_disk(str(path))
         return _saved_split(saved, recipe)
-    looks_local = path.suffix in _BUILDERS or recipe.source.startswith((".", "/", "~")) or recipe.source.count("/") > 1
+    looks_local = path.suffix in _BUILDERS or is_path(recipe.source)
     if looks_local and not path.is_dir():
         raise FileNotFoundError(f"There is no file or folder {recipe.source!r}; check data.source.")
     with _reading(recipe):

@@ -12,8 +12,8 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ..common.optional import import_optional
 from ..common.quoting import quoted
-from ..optional import import_optional
 
 
 Fields = TypeVar("Fields")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from ..plotting import check_plot_path, draw_grid, picture
+from ..common.plotting import check_plot_path, draw_grid, picture
 
 
 def plot_losses(log_history: Sequence[Mapping], path: str | os.PathLike) -> None:

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+from ..common.optional import import_optional
 from ..common.renamed import with_current_names
-from ..optional import import_optional
+from ..common.tokenizers import load_tokenizer
 from .checkpoints import newest_checkpoint, read_marker, remove_incomplete, step_of
 from .data import build_datasets
 from .data_recipe import HEAD_TASKS
@@ -160,7 +161,7 @@ def build_tokenizer(name: str):
 
         return build_word_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"There is no tokenizer at {name!r}, neither a folder with one nor on the Hub; correct tokenizer."

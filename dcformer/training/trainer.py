@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..common.numbers import exponential
 from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
 from .data import collate
 from .order import EndlessStream, RowOrder, WholeBatches
@@ -214,7 +215,7 @@ class RecipeTrainer(Trainer):
         if tokens == 0:
             raise ValueError("No token of the evaluation data has a loss; check data.evaluation and data.loss_on.")
         loss = total / tokens
-        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": _exponential(loss)}
+        metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": exponential(loss)}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -357,10 +358,3 @@ class _RunCallback(TrainerCallback):
 def _local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this process holds."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
-
-
-def _exponential(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

@@ -19,7 +19,11 @@ _OPTION = re.compile(r"(?P<program>lm-eval's )?(?<![\w-])`?(?P<option>--[a-z][a-
 # The commands that run the code of a room, or of a file of it where fewer can reach it.
 _ALL = None
 COMMANDS = {
-    "eval/command.py": ("eval", "report", "tasks"),
+    "cli/evaluate.py": ("eval", "report", "tasks"),
+    "cli/train.py": ("train",),
+    "cli/convert.py": ("convert maxtext", "convert pax", "convert torch", "convert to-maxtext"),
+    "cli/inspect.py": ("inspect",),
+    "cli/verify.py": ("verify",),
     "eval/report.py": ("eval", "report"),
     "eval/report_tables.py": ("eval", "report"),
     "eval/records.py": ("eval", "report"),
@@ -51,8 +55,8 @@ def texts(source):
     tree = ast.parse(source)
     left_out = set()
     for node in ast.walk(tree):
-        is_git = isinstance(node, ast.Call) and ast.unparse(node.func) == "_git"
-        is_git |= isinstance(node, ast.List) and ast.unparse(node).startswith("['git'")
+        is_git = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_git"
+        is_git |= isinstance(node, ast.List) and [getattr(word, "value", None) for word in node.elts[:1]] == ["git"]
         if is_git or isinstance(node, ast.JoinedStr):
             left_out.update(id(child) for child in ast.walk(node) if child is not node)
     for node in ast.walk(tree):
@@ -117,7 +121,7 @@ def test_every_option_that_a_message_names_exists(file, options, options_of_lm_e
         ("eval/plan.py", 'raise ValueError("a" f"{x}: leave it out by " "--no-authorss")', "--no-authorss"),
         ("eval/plot.py", '"use --tasks"', "--tasks"),
         ("training/run.py", '"start over with --force"', "--force"),
-        ("terminal.py", '"see --nothing-of-the-kind."', "--nothing-of-the-kind"),
+        ("common/terminal.py", '"see --nothing-of-the-kind."', "--nothing-of-the-kind"),
         ("eval/plan.py", '"pass lm-eval\'s --no-such-thing"', "--no-such-thing"),
     ],
     ids=lambda value: value if value.startswith("--") else "",

@@ -14,8 +14,8 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.signals import Terminated, without_ctrl_c
-from dcformer.terminal import one_line_errors
+from dcformer.common.signals import Terminated, without_ctrl_c
+from dcformer.common.terminal import one_line_errors
 from dcformer.training import train
 from dcformer.training.checkpoints import checkpoint_folders, newest_checkpoint, step_of
 from dcformer.training.trainer import RecipeTrainer
@@ -138,7 +138,7 @@ def test_training_that_is_terminated_keeps_its_checkpoints(tmp_path, monkeypatch
         patch.setattr(RecipeTrainer, "compute_loss", terminated)
         result = CliRunner().invoke(app, ["train", str(recipe)])
     assert result.exit_code == 143
-    assert result.stderr.splitlines()[-1] == "Interrupted; checkpoints are kept, run the same command to go on."
+    assert result.stderr.splitlines()[-1] == "Interrupted; checkpoints are kept, run the same command to resume."
     assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run")] == [3]
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-3"
     assert train(tiny_recipe(tmp_path / "run"))["resumed_from"] == 3

@@ -303,7 +303,7 @@ def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
 
     monkeypatch.setattr(runner, "evaluate", stop)
     stopped = call(command.eval_command, folders["ours"])
-    assert stopped.exit_code == 130 and "run the same command to go on" in stopped.stderr
+    assert stopped.exit_code == 130 and "run the same command to resume" in stopped.stderr
 
 
 def evaluate_as_one_of_two(rank, port, arguments, told):

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def draw_rows(axis: Axes, names: Sequence[str]) -> None:
     draw_grid(axis, "x")
 
 
-def draw_grid(axis: Axes, which: str = "both") -> None:
+def draw_grid(axis: Axes, which: Literal["both", "x", "y"] = "both") -> None:
     """Pale lines behind the data: `"x"`, `"y"` or `"both"`."""
     axis.grid(axis=which, color="0.85", linewidth=0.6, zorder=0)
     axis.set_axisbelow(True)

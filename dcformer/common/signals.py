@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Any
 
 
 # What schedulers and closing terminals send; Windows has no SIGHUP.
@@ -34,7 +34,7 @@ def signals_as_interruptions() -> Iterator[Callable[[], None]]:
     Yields:
         What makes the process deaf to these signals and to Ctrl-C until the block ends.
     """
-    before: dict[int, signal.Handlers | Callable] = {}
+    before: dict[int, Any] = {}
 
     def replace(numbers: Iterable[int], handler: signal.Handlers | Callable) -> None:
         for number in numbers:
@@ -78,6 +78,8 @@ def without_ctrl_c() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
+    from multiprocessing import resource_tracker
+
     resource_tracker.ensure_running()  # its start, which the first process of all would bring, lets Ctrl-C in again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

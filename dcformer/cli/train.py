@@ -1,4 +1,4 @@
-"""The command `train`; `python -m dcformer.training` is the same, for several processes."""
+"""`dcformer train`; `python -m dcformer.training` is the same, for several processes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,48 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..terminal import leaving_process_group, make_console, one_line_errors, progress_bar
+from ..common.quiet import quiet_libraries
+from ..common.terminal import leaving_process_group, make_console, progress_bar
+from .options import Debug
+from .running import running_command
 
 
-_GO_ON = "Interrupted; checkpoints are kept, run the same command to go on."
+_INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resume."
 
 
 def train_command(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a packaged recipe.")],
-    output: Annotated[str | None, typer.Option(help="Folder of the run, instead of the recipe's.")] = None,
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled."),
+    ],
+    output: Annotated[
+        str | None, typer.Option(help="The folder to write the run to, instead of the one that the recipe names.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value: training.max_steps=20; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a value of the recipe, such as training.max_steps=20; may be given several times.",
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint, or remove all and start over.")
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Resume from the last checkpoint in the folder, or remove what is there and start over.",
+        ),
     ] = True,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
-    """Train a model by a recipe, or go on with a run that was stopped."""
+    """Train a model, or a sweep of several, as a recipe says; resume where an earlier run was stopped."""
     is_first = os.environ.get("RANK", "0") == "0"
-    with one_line_errors(debug, _GO_ON, is_first), leaving_process_group():
-        from .recipe import load_recipe
+    with running_command(debug, _INTERRUPTED, is_first), leaving_process_group():
+        from ..training.recipe import load_recipe
 
         loaded = load_recipe(recipe, overrides or ())
         if output is not None:
@@ -43,15 +57,15 @@ def train_command(
 
             run_sweep(loaded, resume=resume)
             return
-        from .run import train
+        from ..training.run import train
 
-        with without_other_bars(), _progress(loaded.name, is_first) as on_progress:
+        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name, is_first) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
         if is_first:
-            _console().print(_summary(result), soft_wrap=True)
+            make_console(pipe_width=160).print(_summary(result), soft_wrap=True)
 
 
-def _summary(result: dict) -> str:
+def _summary(result: dict[str, Any]) -> str:
     parts = [f"{result['steps']} steps", f"loss {result['loss']:.4f}"]
     if result["evaluation_loss"] is not None:
         parts.append(f"evaluation loss {result['evaluation_loss']:.4f} (perplexity {result['perplexity']:.2f})")
@@ -62,25 +76,10 @@ def _summary(result: dict) -> str:
 
 
 @contextlib.contextmanager
-def without_other_bars() -> Iterator[None]:
-    """Without the progress bars of Transformers and datasets, which would tear ours."""
-    import datasets
-    from transformers.utils import logging
-
-    had_bars = logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled() is False
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        for had, enable in zip(had_bars, (logging.enable_progress_bar, datasets.enable_progress_bars)):
-            if had:
-                enable()
-
-
-@contextlib.contextmanager
 def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], None]]:
     """A bar on stderr; where that is no terminal, a line for every record of the log."""
+    from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with progress_bar(*counters, is_first=is_first) as (bar, console):
         row = bar.add_task(name, total=None)
@@ -109,10 +108,6 @@ def _record(record: dict[str, float]) -> str:
         if record.get(key) is not None:
             parts.append(f"{name} {record[key]:{layout}}")
     return ", ".join(parts)
-
-
-def _console() -> Console:
-    return make_console(pipe_width=160)
 
 
 def main() -> None:

@@ -1,85 +1,125 @@
-"""The commands `eval`, `report` and `tasks`; `python -m dcformer.eval` is the first of them alone."""
+"""`dcformer eval`, `report` and `tasks`; `python -m dcformer.eval` is the first of them alone."""
+
+from __future__ import annotations
 
 import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from ..common.renamed import refuse_old_name
-from ..terminal import leaving_process_group, make_console, one_line_errors, progress_bar
+from ..common.terminal import leaving_process_group, make_console, progress_bar
+from .options import Debug
+from .running import running_command
 
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..eval.report_tables import Report
 
 _HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
 _TOLD_ON_STDERR = ("dcformer.eval", "dcformer.head_tasks")
-_GO_ON = "Interrupted; finished tasks are kept, run the same command to go on."
-_START_AGAIN = "Interrupted; nothing was written, run the same command to start again."
+_INTERRUPTED = "Interrupted; finished tasks are kept, run the same command to resume."
+_INTERRUPTED_HEAD_TASKS = "Interrupted; nothing was written, run the same command to start again."
 
-Output = Annotated[str, typer.Option(help="Folder of the results; finished ones in it are taken over.")]
-Baseline = Annotated[str | None, typer.Option(help="Model that the others are compared with.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Baseline = Annotated[str | None, typer.Option(help="The model, as a folder or Hub name, to compare the others with.")]
 
 
 def eval_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL...", help="Folders or names on the Hub; for head_tasks, also names of models in the box."
+            metavar="MODEL...",
+            help="Folders or Hub names of the models to evaluate; for head_tasks also names of bundled models.",
         ),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="table4, head_tasks_authors, perplexity, wikitext2 or all; or some: a,b; or head_tasks.")
+        str,
+        typer.Option(
+            help="The suites to run, separated by commas: table4, head_tasks_authors, perplexity, wikitext2 or all; "
+            "or head_tasks alone."
+        ),
     ] = "table4",
     tasks: Annotated[
-        str | None, typer.Option(help="Tasks or suites to run instead: piqa,pile_ppl,head_tasks_authors.")
+        str | None,
+        typer.Option(
+            help="Tasks or suites to run instead of --suite, separated by commas, such as piqa,pile_ppl; "
+            "`dcformer tasks` lists them."
+        ),
     ] = None,
-    num_fewshot: Annotated[str, typer.Option(help="Examples before a question, such as 0,5.")] = "0",
-    output: Output = "results",
-    limit: Annotated[int | None, typer.Option(help="Only so many documents of every task.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder with the data; the Hub if not given.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Inputs in a forward pass, or auto.")] = "auto",
+    num_fewshot: Annotated[
+        str,
+        typer.Option(help="The number of examples shown before each question, or several separated by commas: 0,5."),
+    ] = "0",
+    output: Annotated[
+        str, typer.Option(help="The folder to write results to; finished results in it are reused.")
+    ] = "results",
+    limit: Annotated[
+        int | None, typer.Option(help="The number of documents to take from each task; all unless given.")
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="A folder that holds the data of the tasks; the Hub unless given.")
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option(help="The number of inputs in one forward pass, or auto to choose what fits.")
+    ] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Of the parameters; bfloat16 if not given, for head_tasks float32."),
+        typer.Option(help="Number type of the parameters; bfloat16 unless given, float32 for head_tasks."),
     ] = None,
     baseline: Baseline = None,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Most tokens of an input, and the window of perplexity tasks; the model's own, and 2048."),
+        typer.Option(
+            help="The largest number of tokens in an input, and the length of the windows of perplexity tasks; "
+            "unless given, what the model takes, and windows of 2048."
+        ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Such as cuda:0, mps or cpu; if not given or auto, a CUDA GPU if there is one, else the CPU."
+            help="The device to run on, such as cuda:0, mps or cpu; a CUDA GPU if there is one, else the CPU, unless "
+            "given or if auto."
         ),
     ] = None,
     oov_policy: Annotated[
-        Literal["error", "clamp", "pad"] | None, typer.Option(help="For token ids that the embedding lacks.")
+        Literal["error", "clamp", "pad"] | None,
+        typer.Option(
+            help="What to do with token ids for which a model has no embedding: stop with an error, use the last "
+            "embedding, or add embeddings; what the model's configuration says unless given."
+        ),
     ] = None,
-    stock: Annotated[
-        bool, typer.Option("--stock", help="Score with lm-eval's own model class instead of ours, to compare the two.")
+    revision: Annotated[
+        str | None, typer.Option(help="The branch, tag or commit of the models on the Hub; main unless given.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer folder, tokenizer.json file or Hub name to use for all models."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling few-shot examples and for all random numbers.")] = 1234,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the models.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Of the models on the Hub.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name, for all models.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of examples.")] = 1234,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code of the models.")] = False,
     authors: Annotated[
-        bool, typer.Option("--authors/--no-authors", help="For head_tasks: the authors' 888 texts too.")
+        bool,
+        typer.Option("--authors/--no-authors", help="For head_tasks: evaluate on the paper's 888 published texts too."),
     ] = True,
+    stock: Annotated[
+        bool,
+        typer.Option("--stock", help="Score with the HFLM class of lm-eval as it is, to compare with our scorer."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run models through the tasks of the paper's tables, and print the tables."""
+    """Evaluate models on the tasks of the paper, and print its tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
     is_first = os.environ.get("RANK", "0") == "0"
-    from .suites import HEAD_TASKS
-
-    is_head_tasks = suite.strip() == HEAD_TASKS
-    interrupted = _START_AGAIN if is_head_tasks else _GO_ON
-    with one_line_errors(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
+    is_head_tasks = suite.strip() == "head_tasks"
+    interrupted = _INTERRUPTED_HEAD_TASKS if is_head_tasks else _INTERRUPTED
+    with running_command(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
         shots = _numbers(num_fewshot)
         refuse_old_name("suite", suite.strip())
         if is_head_tasks:
@@ -87,10 +127,10 @@ def eval_command(
                 _compare_on_head_tasks(models or [], shots, authors, dtype or "float32", **options)
             return
         if not models:
-            raise ValueError(f"No model is named; give a folder or a Hub id, or --suite {HEAD_TASKS}.")
+            raise ValueError("No model is named; give a folder or a Hub id, or --suite head_tasks.")
         if not authors:
-            raise ValueError(f"--no-authors is for --suite {HEAD_TASKS} only; leave it out.")
-        from .runner import evaluate
+            raise ValueError("--no-authors is for --suite head_tasks only; leave it out.")
+        from ..eval.runner import evaluate
 
         with _progress() as on_progress:
             evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
@@ -99,20 +139,26 @@ def eval_command(
 
 
 def report_command(
-    output: Annotated[str, typer.Argument(metavar="RESULTS", help="Folder that `dcformer eval` wrote.")],
+    output: Annotated[str, typer.Argument(metavar="RESULTS", help="The folder that `dcformer eval` wrote.")],
     layout: Annotated[
-        Literal["terminal", "markdown", "csv", "html"], typer.Option("--format", help="Of what is printed.")
+        Literal["terminal", "markdown", "csv", "html"],
+        typer.Option("--format", help="The format in which to print the tables."),
     ] = "terminal",
-    plot: Annotated[str | None, typer.Option(help="Image to write: differences to the baseline per task.")] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option(help="An image file to write, with each task's difference from the baseline."),
+    ] = None,
     baseline: Baseline = None,
     paper_row: Annotated[
         list[str] | None,
-        typer.Option(help="MODEL=ROW: row of the paper that a model is compared with; may be repeated."),
+        typer.Option(
+            help="The row of the paper's table to compare a model with, as MODEL=ROW; may be given several times."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Print the tables of results, as the paper lays them out."""
-    with one_line_errors(debug):
+    """Print the results of evaluations as tables, laid out as in the paper."""
+    with running_command(debug, loads_models=False):
         report = _build_report(output, baseline, _paper_rows(paper_row or []))
         if layout == "terminal":
             report.print(_console())
@@ -120,16 +166,36 @@ def report_command(
             text = {"markdown": report.to_markdown, "csv": report.to_csv, "html": report.to_html}[layout]()
             typer.echo(text, nl=not text.endswith("\n"))
         if plot is not None:
-            from .plot import plot_deltas
+            from ..eval.plot import plot_deltas
 
             plot_deltas(report, plot)
 
 
-def tasks_command() -> None:
-    """Print the folder of the task definitions, for lm-eval's --include_path."""
-    from .table4_tasks import tasks_folder
+def tasks_command(
+    folder: Annotated[
+        bool,
+        typer.Option("--folder", help="Print the folder of the task definitions, for lm-eval's --include_path."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """List the tasks that models can be evaluated on."""
+    with running_command(debug, loads_models=False):
+        if folder:
+            from ..eval.table4_tasks import tasks_folder
 
-    typer.echo(tasks_folder())
+            typer.echo(tasks_folder())
+            return
+        from rich.table import Table
+
+        from ..eval.suites import list_tasks
+
+        table = Table()
+        for column in ("task", "suite", "what it asks", "examples in the paper"):
+            table.add_column(column, overflow="fold")
+        for task in list_tasks():
+            shots = " and ".join(map(str, task.paper_shots)) or "-"
+            table.add_row(task.name, task.suite, task.asks, shots)
+        _console().print(table)
 
 
 def _compare_on_head_tasks(
@@ -147,7 +213,7 @@ def _compare_on_head_tasks(
     oov_policy: str | None,
     stock: bool,
     seed: int,
-    **options,
+    **options: Any,
 ) -> None:
     """The suite head_tasks, which needs no lm-eval."""
     meaningless = {
@@ -160,10 +226,10 @@ def _compare_on_head_tasks(
     for name, is_given in meaningless.items():
         if is_given:
             raise ValueError(f"{name} has no meaning for --suite {suite}; leave it out.")
+    from ..eval.options import check_options
     from ..head_tasks.comparison import compare_models
     from ..head_tasks.report import print_comparison, reserved_output, write_comparison
     from ..head_tasks.suite import BATCH_SIZE, HELD_OUT_DOCUMENTS
-    from .options import check_options
 
     check_options(limit=limit, batch_size=batch_size, dtype=dtype, seed=seed)
     with reserved_output(output):
@@ -193,8 +259,8 @@ def _print_report(output: str, baseline: str | None) -> None:
     report.print(_console())
 
 
-def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]):
-    from .report import build_report
+def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]) -> Report:
+    from ..eval.report import build_report
 
     return build_report(output, baseline=baseline, paper_rows=paper_rows)
 
@@ -241,6 +307,8 @@ def _log_on_stderr() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(unit: str = "requests") -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr; where that is no terminal, a line for every task that begins."""
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, console):
         row = bar.add_task("Reading", total=None)
 

@@ -1,19 +1,28 @@
 """What the commands share: a console that fits pipes, errors of one line, and the end of several processes."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
 from .signals import Terminated, signals_as_interruptions
 
 
+# Imported where it is used: the help of a command waits for all that is imported here.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+
+
 def make_console(pipe_width: int) -> Console:
     """A console on stdout; a pipe, which has no width, gets one, since 80 columns cut names and break tables."""
+    from rich.console import Console
+
     # Paths and values may hold brackets, which are no markup here.
     console = Console(markup=False, highlight=False, emoji=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
@@ -32,6 +41,9 @@ def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[t
         The bar, hidden where stderr is no terminal, and the console on which to print lines instead of it; `None`
         where the bar is shown or another process prints them.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     shows_bar = console.is_terminal and is_first
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counters)

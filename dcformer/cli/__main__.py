@@ -1,0 +1,6 @@
+"""`python -m dcformer.cli`, the same as `dcformer`."""
+
+from .main import main
+
+
+main()

@@ -1,0 +1,54 @@
+"""The `dcformer` command with all its subcommands."""
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .convert import convert_app
+from .evaluate import eval_command, report_command, tasks_command
+from .inspect import inspect_command
+from .options import QUICK_HELP
+from .train import train_command
+from .verify import verify_command
+
+
+app = typer.Typer(
+    help=(
+        "Train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed dynamically."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=QUICK_HELP,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dcformer {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# In the order in which the help lists them.
+app.command("train")(train_command)
+app.command("eval")(eval_command)
+app.command("report")(report_command)
+app.command("tasks")(tasks_command)
+app.add_typer(convert_app, name="convert")
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+
+
+def main() -> None:
+    """Entry point of the `dcformer` command."""
+    app(prog_name="dcformer")
