@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .records import model_folder
@@ -33,7 +33,7 @@ def check_options(
         raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}.")
 
 
-def numbers_of_shots(num_fewshot: int | Sequence[int]) -> tuple[int, ...]:
+def numbers_of_shots(num_fewshot: int | Iterable[int]) -> tuple[int, ...]:
     """
     The numbers of examples before a question, as a tuple.
 

@@ -96,7 +96,7 @@ class _Builder:
         chosen = {by_folder[model_folder(name)]: row for name, row in paper_rows.items()}
         rows = {model: published.paper_row(model, chosen) for model in models}
         self.rows = {model: row for model, row in rows.items() if row}
-        order = {row: place for place, row in enumerate(published.PAPER_ROWS)}
+        order: dict[str | None, int] = {row: place for place, row in enumerate(published.PAPER_ROWS)}
         self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(rows[m], len(order)), m))
         self.names = short_names(self.models)
         self.bootstrap = {"seed": seed, "resamples": resamples}
@@ -240,7 +240,7 @@ class _Builder:
     def _add(self, cell: Cell) -> None:
         """With the paper's number and the verdict on it."""
         row = self.rows.get(cell.model)
-        numbers = {}
+        numbers: Mapping[str, float | None] = {}
         if cell.task == AUTHORS_ALL:
             numbers = {cell.task: published.paper_authors_texts(row).get(cell.metric)}
         elif cell.metric == "acc":
@@ -309,14 +309,14 @@ def _without_requests(record: Record, samples: list[dict]) -> list[dict]:
     return [{name: sample[name] for name in names} for sample in samples]
 
 
-def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str, str]]:
+def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str, ...]]:
     """Name -> the two values, of what forbids comparing two results."""
     pairs = {name: (record.settings.get(name), other.settings.get(name)) for name in _COMPARED_SETTINGS}
     if None in pairs["oov_policy"]:
         del pairs["oov_policy"]  # a model whose embedding has every id needs none
     if record.task in PERPLEXITY_TASKS:
         pairs["max_length"] = record.settings.get("max_length"), other.settings.get("max_length")
-    differing = {name: (str(a), str(b)) for name, (a, b) in pairs.items() if a != b}
+    differing: dict[str, tuple[str, ...]] = {name: (str(a), str(b)) for name, (a, b) in pairs.items() if a != b}
     if record.num_samples != other.num_samples:
         differing["limit"] = tuple(
             f"{'none' if r.limit is None else r.limit} ({r.num_samples} documents)" for r in (record, other)

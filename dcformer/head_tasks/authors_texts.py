@@ -159,7 +159,7 @@ def _first_token(tokenizer, context: str, ids: list[int], answer: str) -> str:
     return text
 
 
-def authors_texts(data_dir: str | None) -> Iterable[tuple[str, str]]:
+def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     """Name of the task and text as it stands in the file, in its order."""
     if data_dir is not None:
         file = existing_file(

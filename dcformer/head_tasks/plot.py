@@ -91,7 +91,7 @@ def _add_legend(figure, comparison: HeadTasksComparison) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = []
+    handles: list[Patch | Line2D] = []
     for number, model in enumerate(comparison.models):
         fill, hatch = _FILLS[number % len(_FILLS)]
         handles.append(Patch(facecolor=fill, hatch=hatch, edgecolor="black", linewidth=0.6, label=model.label))
