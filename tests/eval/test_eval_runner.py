@@ -19,7 +19,8 @@ from accelerate.state import AcceleratorState
 from test_eval_scoring import by_hand, save_model, save_tokenizer
 from typer.testing import CliRunner
 
-from dcformer.eval import command, provenance, runner
+from dcformer.cli import evaluate as command
+from dcformer.eval import provenance, runner
 from dcformer.eval.records import read_records, read_samples
 from dcformer.eval.runner import evaluate
 from dcformer.eval.suites import SUITES, TASKS, find_tasks, shots_of
@@ -294,7 +295,7 @@ def test_commands(data_dir, folders, tmp_path):
     assert failed.exit_code == 1 and failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1
     failed = call(command.eval_command, folders["ours"], "--num-fewshot", "zero")
     assert failed.exit_code == 1 and "such as 0,5; got 'zero'" in failed.stderr
-    assert call(command.tasks_command).stdout.strip().endswith("tasks")
+    assert call(command.tasks_command, "--folder").stdout.strip().endswith("tasks")
 
 
 def test_an_interrupt_says_how_to_go_on(folders, monkeypatch):
