@@ -23,8 +23,9 @@ import difflib
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
@@ -82,23 +83,35 @@ _WINDOW_PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
 _LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
 
+_Arguments = ParamSpec("_Arguments")
+_Class = TypeVar("_Class", bound=type)
+_Config = TypeVar("_Config", bound="DCFormerConfig")
+_Value = TypeVar("_Value")
+
+if TYPE_CHECKING:
+    # A field that may be given as None, but which `__post_init__` fills in: who reads it need not ask for None.
+    _FilledIn: TypeAlias = _Value | Any
+else:
+    _FilledIn = Optional
+
+_inherited_per_layer_config: Any = PreTrainedConfig.per_layer_config  # a property, which type checkers misread
 # torch.compile follows this function, but neither `super()` nor the property to it.
-_layers_of = PreTrainedConfig.per_layer_config.fget
+_layers_of = _inherited_per_layer_config.fget
 
 
-def _choices(values) -> str:
+def _choices(values: Iterable[object]) -> str:
     return ", ".join(repr(value) for value in values)
 
 
-def _is_number(value) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _raises_value_error(method):
+def _raises_value_error(method: Callable[_Arguments, _Value]) -> Callable[_Arguments, _Value]:
     """`@strict` wraps what its validators raise in an error that is no ValueError; give users the cause itself."""
 
     @functools.wraps(method)
-    def wrapper(*args, **kwargs):
+    def wrapper(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Value:
         try:
             return method(*args, **kwargs)
         except StrictDataclassError as error:
@@ -109,9 +122,9 @@ def _raises_value_error(method):
     return wrapper
 
 
-def _with_value_errors(cls):
-    cls.__init__ = _raises_value_error(cls.__init__)
-    cls.validate = _raises_value_error(cls.validate)
+def _with_value_errors(cls: _Class) -> _Class:
+    for name in ("__init__", "validate"):
+        setattr(cls, name, _raises_value_error(getattr(cls, name)))
     return cls
 
 
@@ -210,11 +223,11 @@ class DCFormerConfig(PreTrainedConfig):
 
     vocab_size: int = 50257
     hidden_size: int = 2560
-    intermediate_size: int | None = 6912
+    intermediate_size: _FilledIn[int] = 6912
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: _FilledIn[int] = None
+    head_dim: _FilledIn[int] = None
     hidden_act: str = "silu"
     mlp_type: str = "gated"
     mlp_gate_dim: int | None = None
@@ -227,9 +240,9 @@ class DCFormerConfig(PreTrainedConfig):
     qk_norm_eps: float | int = 1e-6
     max_position_embeddings: int = 2048
     position_embedding_type: str = "rope"
-    rope_parameters: dict | None = None
+    rope_parameters: _FilledIn[dict] = None
     sliding_window: int | None = 256
-    layer_types: list[str] | None = None
+    layer_types: _FilledIn[list[str]] = None
     attention_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
     tie_word_embeddings: bool = False
@@ -250,7 +263,7 @@ class DCFormerConfig(PreTrainedConfig):
     compose_gate: bool = True
     compose_static: bool = False
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_misspelt_keys(kwargs)
         kwargs = self._translate_authors_keys(kwargs)
         self._validate_sizes("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -272,7 +285,7 @@ class DCFormerConfig(PreTrainedConfig):
             self.base_model_tp_plan = plan  # of the instance, and never saved
         super().__post_init__(**kwargs)
 
-    def __setattr__(self, key, value):
+    def __setattr__(self, key: str, value: Any) -> None:
         # `from_pretrained(folder, rope_parameters=...)` replaces the dictionary to scale the context; what it does not
         # name must not fall back to the defaults of another architecture.
         if key == "rope_parameters" and value is not None and (old := self.__dict__.get(key)):
@@ -280,7 +293,7 @@ class DCFormerConfig(PreTrainedConfig):
             value = {**kept, **value}
         super().__setattr__(key, value)
 
-    def _refuse_misspelt_keys(self, kwargs: dict):
+    def _refuse_misspelt_keys(self, kwargs: dict) -> None:
         """Transformers takes keys that it does not know for attributes; one that is nearly ours would be lost so."""
         known = {
             *type(self).__dataclass_fields__,
@@ -349,7 +362,7 @@ class DCFormerConfig(PreTrainedConfig):
             self.intermediate_size = self._default_intermediate_size()
         return kwargs
 
-    def _apply_authors_defaults(self, kwargs: dict):
+    def _apply_authors_defaults(self, kwargs: dict) -> None:
         """What the authors' class assumes for keys that their file leaves out, where it is not our default."""
         kwargs.setdefault("use_qk_norm", False)
         # Their RoPE base changed together with the 8B model, whose files are the only ones to hold these keys.
@@ -359,7 +372,7 @@ class DCFormerConfig(PreTrainedConfig):
         if self.vocab_size == 50257 and (self.bos_token_id, self.eos_token_id) == (1, 2):
             self.bos_token_id = self.eos_token_id = 0
 
-    def _set_translated(self, authors_key: str, key: str, value):
+    def _set_translated(self, authors_key: str, key: str, value: Any) -> None:
         current = getattr(self, key)
         if current != getattr(type(self), key) and current != value:
             raise ValueError(
@@ -403,8 +416,8 @@ class DCFormerConfig(PreTrainedConfig):
         return _CachedLayers(self, layers, channels)
 
     @per_layer_config.setter
-    def per_layer_config(self, value):
-        PreTrainedConfig.per_layer_config.fset(self, value)
+    def per_layer_config(self, value: Any) -> None:
+        _inherited_per_layer_config.fset(self, value)
 
     @property
     def per_layer_attributes(self) -> set[str] | None:
@@ -419,7 +432,7 @@ class DCFormerConfig(PreTrainedConfig):
         return sorted(path.stem for path, values in _preset_files() if values["model_type"] == cls.model_type)
 
     @classmethod
-    def from_preset(cls, name: str, **overrides):
+    def from_preset(cls: type[_Config], name: str, **overrides: Any) -> _Config:
         """
         The configuration of a published shape.
 
@@ -440,7 +453,7 @@ class DCFormerConfig(PreTrainedConfig):
         values = {key: value for key, value in presets[name].items() if key not in ("model_type", "description")}
         return cls(**{**values, **overrides})
 
-    def validate_architecture(self):
+    def validate_architecture(self) -> None:
         """Part of `@strict` validation: values that no model can have."""
         self._validate_sizes()
         self._validate_numbers()
@@ -449,13 +462,13 @@ class DCFormerConfig(PreTrainedConfig):
         self._validate_composition()
         self._validate_positions()
 
-    def _validate_sizes(self, *names: str):
+    def _validate_sizes(self, *names: str) -> None:
         for name in names or _LARGEST_SIZES:
             if not 1 <= getattr(self, name) <= _LARGEST_SIZES[name]:
                 largest = _LARGEST_SIZES[name]
                 raise ValueError(f"{name} must be at least 1 and at most {largest:,}, got {getattr(self, name)}.")
 
-    def _validate_numbers(self):
+    def _validate_numbers(self) -> None:
         for name in ("norm_eps", "qk_norm_eps", "compose_norm_eps"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must not be negative and must be at most 1, got {getattr(self, name)}.")
@@ -476,7 +489,7 @@ class DCFormerConfig(PreTrainedConfig):
                 "use None for no gate."
             )
 
-    def _validate_choices(self):
+    def _validate_choices(self) -> None:
         choices = {
             "mlp_type": ("gated", "plain"),
             "norm_type": ("rms_norm", "layer_norm"),
@@ -488,7 +501,7 @@ class DCFormerConfig(PreTrainedConfig):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {_choices(allowed)}, got {getattr(self, name)!r}.")
 
-    def _validate_heads(self):
+    def _validate_heads(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), "
@@ -515,14 +528,14 @@ class DCFormerConfig(PreTrainedConfig):
                 "or use 'full_attention' in every layer."
             )
 
-    def _validate_composition(self):
+    def _validate_composition(self) -> None:
         if self.num_attention_heads % self.compose_groups != 0:
             raise ValueError(
                 f"compose_groups must divide num_attention_heads ({self.num_attention_heads}), "
                 f"got {self.compose_groups}."
             )
 
-    def _validate_positions(self):
+    def _validate_positions(self) -> None:
         if self.position_embedding_type != "rope":
             return
         rope_type = self.rope_parameters.get("rope_type", "default")
@@ -557,7 +570,7 @@ class DCPythiaConfig(DCFormerConfig):
 
     model_type = "dcpythia"
 
-    intermediate_size: int | None = 10240
+    intermediate_size: _FilledIn[int] = 10240
     hidden_act: str = "gelu"
     mlp_type: str = "plain"
     norm_type: str = "layer_norm"
@@ -566,7 +579,7 @@ class DCPythiaConfig(DCFormerConfig):
     attention_bias: bool = True
     mlp_bias: bool = True
 
-    def convert_rope_params_to_dict(self, **kwargs):
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         kwargs.setdefault("partial_rotary_factor", 0.25)
         return super().convert_rope_params_to_dict(**kwargs)
 
@@ -575,14 +588,14 @@ class _CachedLayers(Sequence):
     """`per_layer_config` with wider heads; by layer type, as RoPE asks, with the heads as they are."""
 
     def __init__(self, config: DCFormerConfig, layers: Sequence, channels: int):
-        self._layers = layers
+        self._layers: Any = layers  # also by layer type, which no `Sequence` is
         self._layer = copy.copy(config)
         self._layer.__dict__["head_dim"] = config.head_dim + channels
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | str | slice) -> Any:
         if isinstance(index, str):
             return self._layers[index]
         if isinstance(index, slice):

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ __all__ = [
     "implementations",
     "register_implementation",
 ]
+
+_Attention = TypeVar("_Attention", bound=Callable[..., Any])
 
 # Before the name of an implementation where all of Transformers' attention functions are named.
 PREFIX = "dcmha_"
@@ -105,7 +108,7 @@ def explain_choice(
     *,
     is_causal: bool = True,
     sliding_window: int | None = None,
-    attention_mask: "Tensor | Visibility | None" = None,
+    attention_mask: Tensor | Visibility | None = None,
     dropout: float = 0.0,
 ) -> list[tuple[str, str]]:
     """What [`composed_attention`] would try in turn for these arguments: names, with why not or what for."""
@@ -125,18 +128,18 @@ def _automatic() -> list[Implementation]:
     return [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
 
 
-def _without_autocast(attention):
+def _without_autocast(attention: _Attention) -> _Attention:
     """Autocast would take the sums of a composition down to 16 bits; the functions below choose their own types."""
 
     @functools.wraps(attention)
-    def wrapper(query, *args, **kwargs):
+    def wrapper(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         device = query.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return attention(query, *args, **kwargs)
         with torch.autocast(device, enabled=False):
             return attention(query, *args, **kwargs)
 
-    return wrapper
+    return cast(_Attention, wrapper)
 
 
 @_without_autocast
@@ -150,7 +153,7 @@ def composed_attention_reference(
     scaling: float | None = None,
     is_causal: bool = True,
     sliding_window: int | None = None,
-    attention_mask: "Tensor | Visibility | None" = None,
+    attention_mask: Tensor | Visibility | None = None,
     dropout: float = 0.0,
     return_weights: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -185,7 +188,7 @@ def composed_attention(
     scaling: float | None = None,
     is_causal: bool = True,
     sliding_window: int | None = None,
-    attention_mask: "Tensor | Visibility | None" = None,
+    attention_mask: Tensor | Visibility | None = None,
     dropout: float = 0.0,
     chunk_size: int | None = None,
     implementation: str | None = None,
@@ -232,7 +235,7 @@ def composed_attention(
     chosen = _choose(implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
     if _is_empty(query, key):
         return query.new_zeros(*query.shape[:3], value.shape[3])
-    options = {"scaling": scaling, "mask": mask, "dropout": dropout, "chunk_size": chunk_size}
+    options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout, "chunk_size": chunk_size}
     return chosen.forward(query, key, value, pre, post, **options)
 
 
@@ -241,7 +244,7 @@ def composed_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: "Tensor | Visibility | None",
+    attention_mask: Tensor | Visibility | None,
     scaling: float,
     dropout: float = 0.0,
     pre: ComposeWeights | None = None,
@@ -250,7 +253,7 @@ def composed_attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     implementation: str | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
     Composed attention as Transformers calls it: `is_causal` is the module's if it is not given.
@@ -263,7 +266,7 @@ def composed_attention_forward(
     is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    options = {
+    options: dict[str, Any] = {
         "scaling": scaling,
         "is_causal": is_causal and not is_whole,
         "sliding_window": None if is_whole else sliding_window,
@@ -291,7 +294,7 @@ def checked_implementation(name: str) -> str:
     )
 
 
-def _choose(name: str | None, *arguments, **options) -> Implementation:
+def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:
     if name is None:
         return next(candidate for candidate in _automatic() if candidate.supports(*arguments, **options) is None)
     if name not in _TABLE:
@@ -301,7 +304,16 @@ def _choose(name: str | None, *arguments, **options) -> Implementation:
     return _TABLE[name]
 
 
-def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: float) -> str | None:
+def _why_not_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    mask: Visibility,
+    dropout: float,
+) -> str | None:
     """The form for CPUs is made of Python loops and threads, and writes in place, with its own gradient."""
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}"
@@ -316,7 +328,16 @@ def _why_not_on_cpu(query, key, value, pre, post, *, mask: Visibility, dropout: 
     return "the mask has a gradient" if mask.requires_grad else None
 
 
-def _why_not_for_one_query(query, key, value, pre, post, *, mask: Visibility, dropout: float) -> str | None:
+def _why_not_for_one_query(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    mask: Visibility,
+    dropout: float,
+) -> str | None:
     # Naming the number would tie a graph that is traced for any length to this one.
     return None if query.shape[2] == 1 else "it takes a single query, and there are more"
 
@@ -329,21 +350,29 @@ def _is_empty(query: Tensor, key: Tensor) -> bool:
     return query.shape[0] * query.shape[2] * key.shape[2] == 0
 
 
-def _visibility(query, key, is_causal, sliding_window, attention_mask) -> Visibility:
-    visibility = attention_mask
-    if not isinstance(visibility, Visibility):
+def _visibility(
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    sliding_window: int | None,
+    attention_mask: Tensor | Visibility | None,
+) -> Visibility:
+    batch, heads, queries = query.shape[:3]
+    if isinstance(attention_mask, Visibility):
+        visibility = attention_mask
+    else:
         visibility = Visibility.from_mask(
             attention_mask,
-            query_length=query.shape[2],
+            query_length=queries,
             key_length=key.shape[2],
             is_causal=is_causal,
             sliding_window=sliding_window,
         )
-    visibility.check_fits(*query.shape[:3], key.shape[2])
+    visibility.check_fits(batch, heads, queries, key.shape[2])
     return visibility
 
 
-def _reference(*arguments, chunk_size: int | None = None, **options) -> Tensor:
+def _reference(*arguments: Any, chunk_size: int | None = None, **options: Any) -> Tensor:
     return reference_attention(*arguments, **options)[0]
 
 

@@ -7,6 +7,7 @@ Axis letters: b batch, g group, m and n heads of a group, t query, s key, r rank
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def chunked_attention(
             slice_factors(pre, start, stop, first, last),
             slice_factors(post, start, stop, first, last),
         )
-        options = {
+        options: dict[str, Any] = {
             "scaling": scaling,
             "bias": mask.bias(start, stop, first, last),
             "hidden": mask.hidden(start, stop, first, last, query.device),
@@ -76,8 +77,8 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     if weights is None:
         return attention
     a = _of_groups(attention, weights.groups)  # (batch, group, head, query, key)
-    w_q1, w_q2, w_qg = (_of_groups(w, weights.groups) for w in _parts(weights.query))
-    w_k1, w_k2, w_kg = (_of_groups(w, weights.groups) for w in _parts(weights.key))
+    w_q1, w_q2, w_qg = (_optional_groups(w, weights.groups) for w in _parts(weights.query))
+    w_k1, w_k2, w_kg = (_optional_groups(w, weights.groups) for w in _parts(weights.key))
     terms = [
         static_term(a, weights.static),  # A W_b
         query_low_rank_term(a, w_q1, w_q2),  # (A W_q1) W_q2
@@ -96,10 +97,12 @@ def _parts(side: ComposeSide | None) -> tuple[Tensor | None, Tensor | None, Tens
     return (None, None, None) if side is None else (side.w1, side.w2, side.gate)
 
 
-def _of_groups(tensor: Tensor | None, groups: int) -> Tensor | None:
+def _optional_groups(tensor: Tensor | None, groups: int) -> Tensor | None:
+    return None if tensor is None else _of_groups(tensor, groups)
+
+
+def _of_groups(tensor: Tensor, groups: int) -> Tensor:
     """(batch, heads, ...) -> (batch, group, head of the group, ...)."""
-    if tensor is None:
-        return None
     return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
 
 
@@ -116,14 +119,14 @@ def key_gate_term(a: Tensor, gate: Tensor | None) -> Tensor | None:
 
 
 def query_low_rank_term(a: Tensor, w1: Tensor | None, w2: Tensor | None) -> Tensor | None:
-    if w1 is None:
+    if w1 is None or w2 is None:
         return None
     maps = torch.einsum("bgmts,bgmtr->bgrts", a, w1)
     return torch.einsum("bgrts,bgntr->bgnts", maps, w2)
 
 
 def key_low_rank_term(a: Tensor, w1: Tensor | None, w2: Tensor | None) -> Tensor | None:
-    if w1 is None:
+    if w1 is None or w2 is None:
         return None
     maps = torch.einsum("bgmts,bgmsr->bgrts", a, w1)
     return torch.einsum("bgrts,bgnsr->bgnts", maps, w2)

@@ -16,14 +16,20 @@ all between them is in float32. The backward pass is in float32 throughout.
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .dcmha_cpu_compose import Stage, Tile, Workspace, accumulate_weight_gradients, compose
 from .dcmha_cpu_threads import available_threads, deal, run_shares
+from .dcmha_factors import ComposeWeights
 from .dcmha_mask import Visibility
 
+
+# (start, stop) of some queries and (first, last) of the keys that they can see.
+Block: TypeAlias = tuple[int, int, int, int]
 
 # Long operations against what fits into the cache beside a second tile and the keys' weights.
 _ELEMENTS_PER_TILE = 2**19
@@ -40,15 +46,15 @@ def cpu_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre,
-    post,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
     *,
     scaling: float,
     mask: Visibility,
     dropout: float = 0.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """As every implementation in the table, without dropout; pre and post are `ComposeWeights` or None."""
+    """As every implementation in the table, without dropout; with gradients in closed form."""
     weights = [tensor for stage in (pre, post) for tensor in _flatten(stage)]
     groups = tuple(None if stage is None else stage.groups for stage in (pre, post))
     return _ComposedAttention.apply(query, key, value, scaling, mask, chunk_size, groups, *weights)
@@ -59,7 +65,7 @@ def compute_dtype(query: Tensor, key: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
 
 
-def _flatten(stage) -> list[Tensor | None]:
+def _flatten(stage: ComposeWeights | None) -> list[Tensor | None]:
     """The tensors of a `ComposeWeights`: the queries' factors, the keys', the static map."""
     if stage is None:
         return [None] * 3
@@ -69,7 +75,17 @@ def _flatten(stage) -> list[Tensor | None]:
 class _ComposedAttention(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
-    def forward(ctx, query, key, value, scaling, visibility, chunk_size, groups, *weights):
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        visibility: Visibility,
+        chunk_size: int | None,
+        groups: tuple[int | None, int | None],
+        *weights: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value, *weights)
         ctx.scaling, ctx.visibility, ctx.chunk_size, ctx.groups = scaling, visibility, chunk_size, groups
         dtype = compute_dtype(query, key)
@@ -79,7 +95,7 @@ class _ComposedAttention(torch.autograd.Function):
         # As models go on with it: (batch, query, heads, value channels) in memory.
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
 
-        def work(blocks):
+        def work(blocks: list[Block]) -> None:
             workspace = Workspace()
             for block in blocks:
                 problem.forward_block(block, output, workspace)
@@ -89,7 +105,7 @@ class _ComposedAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, output_gradient):
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ValueError(
                 "Second derivatives (create_graph=True) are not in the closed form of composed attention on CPUs; use "
@@ -103,7 +119,7 @@ class _ComposedAttention(torch.autograd.Function):
         query_gradient = query.new_empty(query.shape, dtype=dtype)
         query_sides = [None if stage is None else stage.zeros().query for stage in problem.stages]
 
-        def work(blocks):
+        def work(blocks: list[Block]) -> tuple[Tensor, Tensor, list[Stage | None]]:
             workspace = Workspace()
             key_gradient, value_gradient = (torch.zeros_like(x) for x in (problem.key, problem.value))
             stages = [None if s is None else s.zeros(side) for s, side in zip(problem.stages, query_sides)]
@@ -136,7 +152,18 @@ class _Problem:
         matmul_dtype (`torch.dtype`): Of the products with keys and values.
     """
 
-    def __init__(self, query, key, value, weights, scaling, visibility, chunk_size, groups, matmul_dtype):
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Sequence[Tensor | None],
+        scaling: float,
+        visibility: Visibility,
+        chunk_size: int | None,
+        groups: tuple[int | None, int | None],
+        matmul_dtype: torch.dtype,
+    ):
         self.dtype = compute_dtype(query, key)
         self.matmul_dtype = matmul_dtype
         self.batch, self.heads, self.queries = query.shape[:3]
@@ -151,11 +178,11 @@ class _Problem:
         self.query = self.split_heads(query.to(matmul_dtype) * scaling)
         self.key, self.value = (x.to(matmul_dtype).flatten(0, 1) for x in (key, value))  # (rows, key, channels)
         self.stages = [
-            None if groups[i] is None else Stage.lay_out(weights[3 * i : 3 * i + 3], groups[i], self.dtype)
-            for i in range(2)
+            None if number is None else Stage.lay_out(weights[3 * i : 3 * i + 3], number, self.dtype)
+            for i, number in enumerate(groups)
         ]
         self.matrices = [None if stage is None else stage.matrices(self.queries, self.batch) for stage in self.stages]
-        self.band_regions = {}
+        self.band_regions: dict[tuple[int, int, int], list[tuple[slice, Tensor]]] = {}
         window = visibility.sliding_window or key.shape[2]
         self.keys_in_sight = min(key.shape[2], window)
         self.key_columns = self.columns(self.key)
@@ -177,19 +204,19 @@ class _Problem:
         # A product with the identity is several times faster than a copy.
         return torch.matmul(torch.eye(states.shape[2], dtype=states.dtype), states.mT)
 
-    def blocks(self) -> list[tuple[int, int, int, int]]:
+    def blocks(self) -> list[Block]:
         """(start, stop) of the queries and (first, last) of the keys they can see, block by block."""
         starts = range(0, self.queries, self.queries_per_block)
         ranges = [(start, min(start + self.queries_per_block, self.queries)) for start in starts]
         return [(start, stop, *self.visibility.key_range(start, stop)) for start, stop in ranges]
 
-    def shares(self) -> list[list]:
+    def shares(self) -> list[list[Block]]:
         """The blocks, shared out to the threads that pay."""
         blocks = self.blocks()
         costs = [self.batch * self.heads * (stop - start) * (last - first) for start, stop, first, last in blocks]
         return deal(blocks, costs, self.threads)
 
-    def tiles(self, block):
+    def tiles(self, block: Block) -> Iterator[Block]:
         """(start, stop, first, last) of the tiles of a block, each with only the keys that it can see."""
         start, stop, first, last = block
         step = max(1, _ELEMENTS_PER_TILE // (self.batch * self.heads * (last - first)))
@@ -197,7 +224,9 @@ class _Problem:
             high = min(low + step, stop)
             yield low, high, *self.visibility.key_range(low, high)
 
-    def products_with_columns(self, states: Tensor, columns: Tensor, block, workspace: Workspace, name: str) -> Tensor:
+    def products_with_columns(
+        self, states: Tensor, columns: Tensor, block: Block, workspace: Workspace, name: str
+    ) -> Tensor:
         """The products of some queries' states with the keys' or values': (query, batch, heads, key)."""
         start, stop, first, last = block
         shape = (stop - start, self.batch * self.key_value_heads, self.heads // self.key_value_heads, last - first)
@@ -211,7 +240,7 @@ class _Problem:
         heads = attention.unflatten(2, (self.key_value_heads, -1)).unbind(3)
         return [head.flatten(1, 2).transpose(0, 1) for head in heads]
 
-    def forward_block(self, block, output: Tensor, workspace: Workspace) -> None:
+    def forward_block(self, block: Block, output: Tensor, workspace: Workspace) -> None:
         start, stop, first, last = block
         scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
         composed = scores
@@ -238,7 +267,7 @@ class _Problem:
         for mixed, head in zip(self.split_heads(output).unbind(2), self.rows(composed)):
             mixed[..., start:stop, :] = torch.bmm(head, self.value[:, first:last]).unflatten(0, (self.batch, -1))
 
-    def softmax_(self, scores: Tensor, tile) -> None:
+    def softmax_(self, scores: Tensor, tile: Block) -> None:
         """The masked softmax of a tile's scores, (query, batch, heads, key), in place."""
         bias = self.visibility.bias(*tile)
         if bias is not None:
@@ -252,7 +281,7 @@ class _Problem:
                 if hidden.shape[-1] == scores.shape[-1]:  # some query may see no key at all
                     scores.masked_fill_(hidden.all(-1, keepdim=True), 0.0)
 
-    def hidden_regions(self, tile) -> list[tuple[slice, Tensor]]:
+    def hidden_regions(self, tile: Block) -> list[tuple[slice, Tensor]]:
         """(columns, what is hidden there: (query, batch or 1, 1, these columns)), for all columns that hide any."""
         start, stop, first, last = tile
         band_only = self.visibility.band_only
@@ -272,7 +301,14 @@ class _Problem:
             self.band_regions[shape] = regions
         return regions
 
-    def backward_block(self, block, output_gradient: Tensor, value_columns: Tensor, gradients, workspace) -> None:
+    def backward_block(
+        self,
+        block: Block,
+        output_gradient: Tensor,
+        value_columns: Tensor,
+        gradients: tuple[Tensor, Tensor, Tensor, list[Stage | None]],
+        workspace: Workspace,
+    ) -> None:
         start, stop, first, last = block
         query_gradient, key_gradient, value_gradient, stage_gradients = gradients
         scores = self.products_with_columns(self.query, self.key_columns, block, workspace, "scores")
@@ -284,16 +320,24 @@ class _Problem:
             for whole in (gradient, composed):
                 _fill(whole[part[0]], whole[part], part[2])
         keys = slice(first, last)
-        composed, gradient = self.rows(composed), self.rows(gradient)
+        composed_rows, gradient_rows = self.rows(composed), self.rows(gradient)
         for shared in range(self.heads // self.key_value_heads):
             of_output, of_query = (x[:, :, shared, start:stop] for x in (output_gradient, query_gradient))
             queries = self.query[:, :, shared, start:stop].flatten(0, 1)
-            value_gradient[:, keys].baddbmm_(composed[shared].mT, of_output.flatten(0, 1))
-            key_gradient[:, keys].baddbmm_(gradient[shared].mT, queries)
-            product = torch.bmm(gradient[shared], self.key[:, keys])
+            value_gradient[:, keys].baddbmm_(composed_rows[shared].mT, of_output.flatten(0, 1))
+            key_gradient[:, keys].baddbmm_(gradient_rows[shared].mT, queries)
+            product = torch.bmm(gradient_rows[shared], self.key[:, keys])
             torch.mul(product.unflatten(0, (self.batch, -1)), self.scaling, out=of_query)
 
-    def backward_tile(self, tile, scores, gradient, composed, stage_gradients, workspace) -> None:
+    def backward_tile(
+        self,
+        tile: Block,
+        scores: Tensor,
+        gradient: Tensor,
+        composed: Tensor,
+        stage_gradients: list[Stage | None],
+        workspace: Workspace,
+    ) -> None:
         """From scores and the gradient of the composed weights to the composed weights and the scores' gradient."""
         queries, keys = slice(tile[0], tile[1]), slice(tile[2], tile[3])
         cuts = [
@@ -301,20 +345,20 @@ class _Problem:
             for stage, matrices in zip(self.stages, self.matrices)
         ]
 
-        def apply(index, a, out, adjoint, name):
+        def apply(index: int, a: Tensor, out: Tensor, adjoint: bool, name: str) -> Tensor | None:
             """`out` = C(a) of one stage or its adjoint, and the maps of it."""
             stage, cut = self.stages[index], cuts[index]
-            if stage is None:
+            if stage is None or cut is None:
                 out.copy_(a)
                 return None
-            grouped = (stage.heads_in_groups(x) for x in (a, out))
-            return compose(*grouped, cut.adjoint() if adjoint else cut, workspace, name)
+            cut = cut.adjoint() if adjoint else cut
+            return compose(stage.heads_in_groups(a), stage.heads_in_groups(out), cut, workspace, name)
 
-        def accumulate(index, a, d, maps):
-            stage = self.stages[index]
-            if stage is not None:
-                grouped = (stage.heads_in_groups(x) for x in (a, d))
-                accumulate_weight_gradients(stage_gradients[index], stage, *grouped, maps, queries, keys, workspace)
+        def accumulate(index: int, a: Tensor, d: Tensor, maps: tuple[Tensor | None, Tensor | None]) -> None:
+            stage, gradients = self.stages[index], stage_gradients[index]
+            if stage is not None and gradients is not None:
+                a, d = stage.heads_in_groups(a), stage.heads_in_groups(d)
+                accumulate_weight_gradients(gradients, stage, a, d, maps, queries, keys, workspace)
 
         weights = workspace.take("weights", *scores.shape, dtype=self.dtype)
         pre_input_maps = apply(0, scores, weights, False, "pre input maps")

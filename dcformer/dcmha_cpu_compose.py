@@ -18,6 +18,7 @@ of which dM, one more product of matrices, holds the gradients of all the querie
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ _PARTIAL_SUMS = 4
 class Workspace:
     """Buffers that the blocks of one thread take turns in: fresh memory costs as much as a pass over it."""
 
-    def __init__(self):
-        self.buffers = {}
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of this shape, valid until the same name is taken again."""
@@ -73,10 +74,10 @@ class Stage(NamedTuple):
     groups: int
 
     @classmethod
-    def lay_out(cls, tensors: list[Tensor | None], groups: int, dtype: torch.dtype) -> "Stage":
+    def lay_out(cls, tensors: Sequence[Tensor | None], groups: int, dtype: torch.dtype) -> "Stage":
         """
         Args:
-            tensors (`list`): The factors of the queries and of the keys, (batch, heads, length, channels) each, and
+            tensors (`Sequence`): The factors of the queries and of the keys, (batch, heads, length, channels) each, and
                 the static map, as in `ComposeWeights`.
         """
         query = key = Side(None, None, None)
@@ -109,7 +110,7 @@ class Stage(NamedTuple):
     def add_(self, other: "Stage") -> "Stage":
         """Add what `other` has of the keys' weights and the static ones."""
         for own, more in zip((*self.key, self.static), (*other.key, other.static)):
-            if own is not None:
+            if own is not None and more is not None:
                 own.add_(more)
         return self
 
@@ -117,7 +118,7 @@ class Stage(NamedTuple):
         """M of every query: (query, batch, group, head [out], head [in]); None if that is the identity."""
         w1, w2, gate = self.query
         matrices = None
-        if w1 is not None:
+        if w1 is not None and w2 is not None:
             pairs = [(w2[..., r, None], w1[..., None, :, r]) for r in range(w1.shape[-1])]
             matrices = torch.mul(*pairs[0])
             for pair in pairs[1:]:
@@ -174,7 +175,7 @@ def compose(a: Tensor, out: Tensor, weights: Tile, workspace: Workspace, name: s
     w1, w2, gate = weights.key
     if gate is not None:
         out.addcmul_(a, gate)
-    if w1 is None:
+    if w1 is None or w2 is None:
         return None
     maps = sum_of_products(a, w1, 4, workspace, name)
     for rank_map, rank_w2 in zip(maps.chunk(maps.shape[1], 1), w2.chunk(w2.shape[1], 1)):
@@ -200,19 +201,20 @@ def accumulate_weight_gradients(
         maps (`tuple`): L and R.
     """
     w1, w2, gate = gradients.query
-    if w1 is not None or gate is not None or stage.static is not None:
+    own_w1, own_w2, _ = stage.query
+    if w1 is not None or gate is not None or gradients.static is not None:
         products = torch.bmm(d.flatten(0, 3), a.flatten(0, 3).mT)
         products = products.unflatten(0, (*d.shape[:1], *d.shape[2:4]))  # dM: (query, batch, group, head, head)
-        if w1 is not None:
-            w1[queries] = torch.matmul(products.mT, stage.query.w2[queries])
-            w2[queries] = torch.matmul(products, stage.query.w1[queries])
+        if w1 is not None and w2 is not None and own_w1 is not None and own_w2 is not None:
+            w1[queries] = torch.matmul(products.mT, own_w2[queries])
+            w2[queries] = torch.matmul(products, own_w1[queries])
         if gate is not None:
             gate[queries] = products.diagonal(dim1=-2, dim2=-1)
-        if stage.static is not None:
+        if gradients.static is not None:
             gradients.static.add_(products.sum((0, 1)).mT)
     w1, w2, gate = gradients.key
-    if w1 is not None:
-        input_maps, gradient_maps = maps
+    input_maps, gradient_maps = maps
+    if w1 is not None and w2 is not None and input_maps is not None and gradient_maps is not None:
         w1[..., keys] += sum_of_products(a, gradient_maps, 0, workspace, "sums")
         w2[..., keys] += sum_of_products(d, input_maps, 0, workspace, "sums")
     if gate is not None:

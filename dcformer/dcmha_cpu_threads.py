@@ -28,7 +28,8 @@ def available_threads() -> int:
 
 def deal(items: Sequence, costs: Sequence[int], hands: int) -> list[list]:
     """Deal items into that many hands of about equal cost, the same way every time; none of them empty."""
-    dealt, sums = [[] for _ in range(hands)], [0] * hands
+    dealt: list[list] = [[] for _ in range(hands)]
+    sums = [0] * hands
     for index in sorted(range(len(items)), key=lambda index: -costs[index]):
         hand = sums.index(min(sums))
         dealt[hand].append(items[index])
@@ -46,7 +47,7 @@ def run_shares(work: Callable, shares: Sequence) -> list:
     if len(shares) == 1:
         return [work(shares[0])]
     _grow(len(shares))
-    futures = [Future() for _ in shares]
+    futures: list[Future] = [Future() for _ in shares]
     inference = torch.is_inference_mode_enabled()
     for future, share in zip(futures, shares):
         _tasks.put((future, inference, work, share))

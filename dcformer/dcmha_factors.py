@@ -5,7 +5,8 @@ every head, a short row of channels (w1 of each rank, w2 of each rank, the gate)
 to keys and values in one concatenation, and what it reads back are views.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -89,26 +90,36 @@ def _join_parts(w1: Tensor | None, w2: Tensor | None, gate: Tensor | None) -> Te
     """(batch, heads, length, channels) from the parts that there are."""
     if (w1 is None) != (w2 is None):
         raise ValueError("A ComposeSide needs both w1 and w2, or neither.")
-    if w1 is None and gate is None:
-        raise ValueError("A ComposeSide needs w1 and w2, a gate, or all three; give None for a side without any.")
-    parts = [] if w1 is None else [w1, w2]
+    parts: list[Tensor] = []
+    if w1 is not None and w2 is not None:
+        for part, name in ((w1, "w1"), (w2, "w2")):
+            if part.dim() != 4 or part.shape != w1.shape:
+                raise ValueError(
+                    f"{name} must be (batch, heads, length, rank), w1 and w2 alike, got w1 {tuple(w1.shape)} and "
+                    f"w2 {tuple(w2.shape)}."
+                )
+        parts += [w1, w2]
     if gate is not None:
-        parts.append(gate.unsqueeze(-1))
-    for part, name in zip((w1, w2), ("w1", "w2")):
-        if part is not None and (part.dim() != 4 or part.shape != w1.shape):
+        if gate.dim() != 3 or (w1 is not None and gate.shape != w1.shape[:3]):
             raise ValueError(
-                f"{name} must be (batch, heads, length, rank), w1 and w2 alike, got w1 {tuple(w1.shape)} and "
-                f"w2 {tuple(w2.shape)}."
+                f"gate must be (batch, heads, length), as w1 without its rank, got {tuple(gate.shape)}"
+                + ("." if w1 is None else f" for w1 {tuple(w1.shape)}.")
             )
-    if gate is not None and (gate.dim() != 3 or gate.shape != parts[0].shape[:3]):
-        raise ValueError(
-            f"gate must be (batch, heads, length), as w1 without its rank, got {tuple(gate.shape)}"
-            + ("." if w1 is None else f" for w1 {tuple(w1.shape)}.")
-        )
+        parts.append(gate.unsqueeze(-1))
+    if not parts:
+        raise ValueError("A ComposeSide needs w1 and w2, a gate, or all three; give None for a side without any.")
     return torch.cat(parts, dim=-1)
 
 
-def map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | None:
+@overload
+def map_tensors(weights: ComposeWeights, function: Callable[[Tensor, str], Tensor]) -> ComposeWeights: ...
+
+
+@overload
+def map_tensors(weights: None, function: Callable[[Tensor, str], Tensor]) -> None: ...
+
+
+def map_tensors(weights: ComposeWeights | None, function: Callable[[Tensor, str], Tensor]) -> ComposeWeights | None:
     """Apply `function(tensor, side)` to every tensor, where side is "query", "key" or "static"."""
     if weights is None:
         return None
@@ -120,7 +131,9 @@ def map_tensors(weights: ComposeWeights | None, function) -> ComposeWeights | No
     return ComposeWeights(query, key, static, weights.groups)
 
 
-def slice_factors(weights: ComposeWeights | None, start: int, stop: int, first: int, last: int):
+def slice_factors(
+    weights: ComposeWeights | None, start: int, stop: int, first: int, last: int
+) -> ComposeWeights | None:
     """The factors of queries start..stop and keys first..last."""
     ranges = {"query": slice(start, stop), "key": slice(first, last)}
     return map_tensors(weights, lambda tensor, side: tensor if side == "static" else tensor[:, :, ranges[side]])

@@ -5,6 +5,8 @@ and the window follow from two indices, padding is one bit per key and packed se
 of the mask is built where it is needed, and key ranges that no query of a block can see are never computed.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -85,10 +87,10 @@ class Visibility:
             dense=mask if mask is not None and mask.dim() == 4 else None,
         )
 
-    def to(self, *args, **kwargs) -> "Visibility":
+    def to(self, *args: Any, **kwargs: Any) -> "Visibility":
         """A copy with its tensors moved, as `Tensor.to`; models spread over devices move their inputs this way."""
 
-        def moved(tensor):
+        def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(*args, **kwargs)
 
         return Visibility(
@@ -151,23 +153,15 @@ class Visibility:
             first = max(first, start + self.query_offset - self.sliding_window + 1)
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
         # Finding the range of what is in a tensor reads its values: not while tracing, nor where it spares nothing.
-        for tensor, seen_by in ((self.dense, self._seen_by_dense), (self.sequence_ids, self._seen_by_sequence)):
+        for tensor, seen_by in ((self.dense, _seen_by_dense), (self.sequence_ids, _seen_by_sequence)):
             if tensor is not None and self.query_length > 1 and not (tensor.is_meta or is_tracing(tensor)):
-                seen = seen_by(start, stop).nonzero()  # (seen keys, 1)
+                seen = seen_by(tensor, start, stop).nonzero()  # (seen keys, 1)
                 if len(seen) > 0:
                     first, last = max(first, int(seen[0])), min(last, int(seen[-1]) + 1)
         first = min(max(first, 0), self.key_length - 1)
         return first, max(last, first + 1)
 
-    def _seen_by_dense(self, start: int, stop: int) -> Tensor:
-        """(key,) boolean: whether the dense mask shows a key to any of these queries."""
-        return (~self._dense_hidden(start, stop, 0, self.key_length)).flatten(0, 2).any(0)
-
-    def _seen_by_sequence(self, start: int, stop: int) -> Tensor:
-        """(key,) boolean: whether a key is in a packed sequence of any of these queries."""
-        return (self.sequence_ids[:, start:stop, None] == self.sequence_ids[:, None, :]).flatten(0, 1).any(0)
-
-    def hidden(self, start: int, stop: int, first: int, last: int, device=None) -> Tensor | None:
+    def hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None = None) -> Tensor | None:
         """
         What queries start..stop may not see of keys first..last, on `device`.
 
@@ -176,7 +170,7 @@ class Visibility:
         """
         parts = []
         if self.dense is not None:
-            parts.append(self._dense_hidden(start, stop, first, last))
+            parts.append(_hidden_by_dense(self.dense[:, :, start:stop, first:last]))
         if self.padding is not None:
             parts.append(~self.padding[:, None, None, first:last])
         if self.sequence_ids is not None:
@@ -190,7 +184,9 @@ class Visibility:
             hidden = hidden | part
         return hidden
 
-    def hidden_regions(self, start: int, stop: int, first: int, last: int, device=None) -> list[tuple[slice, Tensor]]:
+    def hidden_regions(
+        self, start: int, stop: int, first: int, last: int, device: torch.device | None = None
+    ) -> list[tuple[slice, Tensor]]:
         """
         `hidden` restricted to the columns where it can hold True: a block inside the band is hidden only at its edges.
 
@@ -217,7 +213,7 @@ class Visibility:
                 regions.append((column, hidden))
         return regions
 
-    def _band_hidden(self, start: int, stop: int, first: int, last: int, device) -> list[Tensor]:
+    def _band_hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None) -> list[Tensor]:
         """The parts of `hidden` that causality and window decide: (query, key) each, only those that hide something."""
         parts = []
         window = self.sliding_window
@@ -232,10 +228,11 @@ class Visibility:
             age = position[:, None] - torch.arange(first, last, device=device)  # (query, key)
             if too_late:
                 parts.append(age < 0)
-            if too_old:
-                parts.append(age >= window)
-            if too_new:
-                parts.append(age <= -window)
+            if window is not None:
+                if too_old:
+                    parts.append(age >= window)
+                if too_new:
+                    parts.append(age <= -window)
         return parts
 
     def bias(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
@@ -243,10 +240,21 @@ class Visibility:
         if self.dense is None or not self.dense.dtype.is_floating_point:
             return None
         block = self.dense[:, :, start:stop, first:last]
-        return block.masked_fill(self._dense_hidden(start, stop, first, last), 0.0)
+        return block.masked_fill(_hidden_by_dense(block), 0.0)
 
-    def _dense_hidden(self, start: int, stop: int, first: int, last: int) -> Tensor:
-        block = self.dense[:, :, start:stop, first:last]
-        if block.dtype.is_floating_point:
-            return block <= torch.finfo(block.dtype).min / 2
-        return ~block.to(torch.bool)
+
+def _hidden_by_dense(block: Tensor) -> Tensor:
+    """Which pairs a block of a dense mask hides."""
+    if block.dtype.is_floating_point:
+        return block <= torch.finfo(block.dtype).min / 2
+    return ~block.to(torch.bool)
+
+
+def _seen_by_dense(dense: Tensor, start: int, stop: int) -> Tensor:
+    """(key,) boolean: whether the dense mask shows a key to any of these queries."""
+    return (~_hidden_by_dense(dense[:, :, start:stop])).flatten(0, 2).any(0)
+
+
+def _seen_by_sequence(sequence_ids: Tensor, start: int, stop: int) -> Tensor:
+    """(key,) boolean: whether a key is in a packed sequence of any of these queries."""
+    return (sequence_ids[:, start:stop, None] == sequence_ids[:, None, :]).flatten(0, 1).any(0)

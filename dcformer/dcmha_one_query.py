@@ -6,6 +6,7 @@ the keys, and then equation 7 takes eight operations on (heads, keys).
 """
 
 import functools
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from torch import Tensor
 from .dcmha_chunked import scaled_scores, weighted_values
 from .dcmha_factors import ComposeSide, ComposeWeights
 from .dcmha_mask import Visibility
+
+
+# w1, w2 and the gate of one side; None for what there is not.
+_Parts: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def one_query_attention(
@@ -66,20 +71,22 @@ def compose_one_query(attention: Tensor, weights: ComposeWeights | None) -> Tens
     composed = a
     if w_qg is not None and w_kg is not None:
         composed = torch.addcmul(composed, a, w_qg + w_kg)  # A * W_qg + A * W_kg, in one pass
-    elif w_qg is not None or w_kg is not None:
-        composed = torch.addcmul(composed, a, w_kg if w_qg is None else w_qg)
+    elif w_qg is not None:
+        composed = torch.addcmul(composed, a, w_qg)
+    elif w_kg is not None:
+        composed = torch.addcmul(composed, a, w_kg)
     if weights.static is not None:
         static = weights.static.to(a.dtype).transpose(1, 2).repeat(attention.shape[0], 1, 1)
         composed = torch.baddbmm(composed, static, a)  # A W_b
-    if w_q1 is not None:
+    if w_q1 is not None and w_q2 is not None:
         composed = torch.baddbmm(composed, w_q2, torch.bmm(w_q1.transpose(1, 2), a))  # (A W_q1) W_q2
-    if w_k1 is not None:
+    if w_k1 is not None and w_k2 is not None:
         maps = torch.linalg.vecdot(a, w_k1, dim=2).unsqueeze(2)  # (rank, batch x groups, 1, key)
         composed = composed + torch.linalg.vecdot(maps, w_k2, dim=0)  # (A W_k1) W_k2
     return composed.view_as(attention)
 
 
-def _of_query(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+def _of_query(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts:
     """w1 and w2 as (batch x groups, head, rank), the gate as (batch x groups, head, 1)."""
     if side is None:
         return None, None, None
@@ -87,7 +94,7 @@ def _of_query(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> tuple
     return _parts(_cast(side.factors.reshape(-1, heads, channels), dtype), channels, dim=2)
 
 
-def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts:
     """w1 and w2 as (rank, batch x groups, head, key), the gate as (batch x groups, head, key)."""
     if side is None:
         return None, None, None
@@ -106,8 +113,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _parts(factors: Tensor, channels: int, dim: int) -> tuple[Tensor | None, ...]:
-    """w1, w2 and the gate, which lie one after the other along `dim`; None for what there is not."""
+def _parts(factors: Tensor, channels: int, dim: int) -> _Parts:
+    """w1, w2 and the gate, which lie one after the other along `dim`."""
     rank = channels // 2
     w1, w2, gate = factors.split_with_sizes([rank, rank, channels - 2 * rank], dim)
     return w1 if rank > 0 else None, w2 if rank > 0 else None, gate if channels > 2 * rank else None

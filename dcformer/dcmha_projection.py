@@ -85,11 +85,12 @@ class DCFormerCompose(nn.Module):
         Returns:
             The weights before and after the softmax; None for a place that is switched off.
         """
-        parts = []  # (group, slot, batch x length, channels, heads per group) each
-        if self.hidden_weight is not None:
-            parts.extend(self._low_rank(hidden_states))
-        if self.gate_weight is not None:
-            parts.append(self._gates(hidden_states))
+        hidden_weight, low_rank_weight, gate_weight = self.hidden_weight, self.low_rank_weight, self.gate_weight
+        parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
+        if hidden_weight is not None and low_rank_weight is not None:
+            parts.extend(self._low_rank(hidden_states, hidden_weight, low_rank_weight))
+        if gate_weight is not None:
+            parts.append(self._gates(hidden_states, gate_weight))
         sides: dict[int, ComposeSide] = {}  # by slot
         if parts:
             factors = torch.cat(parts, dim=3)
@@ -102,9 +103,8 @@ class DCFormerCompose(nn.Module):
             stages[stage] = ComposeWeights(sides.get(2 * stage), sides.get(2 * stage + 1), static, self.groups)
         return stages[0], stages[1]
 
-    def _low_rank(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _low_rank(self, hidden_states: Tensor, hidden_weight: Tensor, low_rank_weight: Tensor) -> tuple[Tensor, Tensor]:
         """w1, normalised over heads, and w2 of every slot in use."""
-        hidden_weight, low_rank_weight = self.hidden_weight, self.low_rank_weight
         if len(self.slots) < 4:
             hidden_weight, low_rank_weight = hidden_weight[:, :, self.slots], low_rank_weight[:, self.slots]
         groups, slots, inner, _, heads = low_rank_weight.shape
@@ -115,9 +115,9 @@ class DCFormerCompose(nn.Module):
         w1, w2 = weights.view(groups, slots, -1, 2 * self.rank, heads).split(self.rank, dim=3)
         return functional.rms_norm(w1, (heads,), eps=self.norm_eps), w2
 
-    def _gates(self, hidden_states: Tensor) -> Tensor:
+    def _gates(self, hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
         """The gate of every slot in use."""
-        gates = torch.tanh(hidden_states @ self.gate_weight.flatten(1)).view(-1, self.groups, 4, 1, self.heads)
+        gates = torch.tanh(hidden_states @ gate_weight.flatten(1)).view(-1, self.groups, 4, 1, self.heads)
         if len(self.slots) < 4:
             gates = gates[:, :, self.slots]
         return gates.permute(1, 2, 0, 3, 4)

@@ -80,7 +80,7 @@ def composition_map(weights: ComposeWeights | None, heads: int, batch: int, quer
     return mixing
 
 
-def hidden_pairs(mask: Visibility, device) -> Tensor:
+def hidden_pairs(mask: Visibility, device: torch.device) -> Tensor:
     """Boolean, broadcasts to (batch, heads, query, key): True where the query must not see the key."""
     positions = torch.arange(mask.query_length, device=device)[:, None] + mask.query_offset
     age = positions - torch.arange(mask.key_length, device=device)  # (query, key)
@@ -100,7 +100,7 @@ def hidden_pairs(mask: Visibility, device) -> Tensor:
     return hidden
 
 
-def mask_bias(mask: Visibility, dtype: torch.dtype) -> "Tensor | float":
+def mask_bias(mask: Visibility, dtype: torch.dtype) -> Tensor | float:
     """What a floating point mask adds to the scores, nothing where it hides."""
     if mask.dense is None or not mask.dense.dtype.is_floating_point:
         return 0.0

@@ -6,7 +6,7 @@ before anything is computed. Values (an id without an embedding row, a position 
 they can be read, that is not in a graph that is being traced and not on the meta device.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class KeySizes(NamedTuple):
         key_offset (`int`): Tokens before the first of these keys, which a sliding cache no longer holds.
     """
 
-    past_length: "int | Tensor"
+    past_length: int | Tensor
     key_length: int
     key_offset: int
 
@@ -42,7 +42,7 @@ def values_are_known(tensor: Tensor) -> bool:
     return not (tensor.is_meta or is_tracing(tensor))
 
 
-def checked_input_ids(input_ids: Tensor, rows: int, oov_policy: str) -> Tensor:
+def checked_input_ids(input_ids: object, rows: int, oov_policy: str) -> Tensor:
     """
     Ids that all have an embedding row; an id without one would read foreign memory on a GPU.
 
@@ -153,7 +153,7 @@ def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -
             f"past_key_values must be a Transformers Cache, got {type(cache).__name__}; use DynamicCache(config=...)."
         )
     widths = [config.head_dim + channels for channels in compose_channels(config)]
-    layers = getattr(cache, "layers", [])
+    layers: list[Any] = getattr(cache, "layers", [])  # of many kinds, which share no declared attributes
     # For a draft of the first layers alone; Transformers 5.17 cannot crop those that are never filled.
     if len(layers) > config.num_hidden_layers and not any(layer.is_initialized for layer in layers):
         del layers[config.num_hidden_layers :]
@@ -184,7 +184,7 @@ def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -
         )
 
 
-def _widen(layer, name: str, width: int, head_dim: int, index: int) -> None:
+def _widen(layer: Any, name: str, width: int, head_dim: int, index: int) -> None:
     rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
     if rows.shape[-1] >= width:
         return
@@ -199,7 +199,9 @@ def _widen(layer, name: str, width: int, head_dim: int, index: int) -> None:
     setattr(layer, name, rows)
 
 
-def checked_mask(attention_mask, batch: int, length: int, heads: int, sizes: dict[str, KeySizes], is_static: bool):
+def checked_mask(
+    attention_mask: Any, batch: int, length: int, heads: int, sizes: dict[str, KeySizes], is_static: bool
+) -> Tensor | dict[str, Any]:
     """
     A mask for which every key of every layer is accounted.
 
@@ -226,7 +228,7 @@ def checked_mask(attention_mask, batch: int, length: int, heads: int, sizes: dic
         return attention_mask  # a BlockMask of flex attention, which checks itself
     if attention_mask.dim() == 4:
         return {
-            layer_type: _dense_columns(attention_mask, batch, length, heads, *layer_sizes)
+            layer_type: _dense_columns(attention_mask, batch, length, heads, layer_sizes)
             for layer_type, layer_sizes in sizes.items()
         }
     if attention_mask.dim() != 2 or attention_mask.shape[0] not in (1, batch):
@@ -253,13 +255,13 @@ def _check_covers(covered: int, length: int, sizes: dict[str, KeySizes], is_stat
         )
 
 
-def _dense_columns(mask, batch, length, heads, past_length, key_length: int, key_offset: int) -> Tensor:
+def _dense_columns(mask: Tensor, batch: int, length: int, heads: int, sizes: KeySizes) -> Tensor:
     """The columns of a mask over all tokens that belong to the keys of one layer type."""
-    total = key_offset + key_length
-    _check_dense(mask, batch, length, heads, (key_length, total), "attention_mask")
+    total = sizes.key_offset + sizes.key_length
+    _check_dense(mask, batch, length, heads, (sizes.key_length, total), "attention_mask")
     if not mask.dtype.is_floating_point:
         mask = mask.to(torch.bool)
-    return mask if mask.shape[-1] == key_length else mask[..., key_offset:]
+    return mask if mask.shape[-1] == sizes.key_length else mask[..., sizes.key_offset :]
 
 
 def _check_dense(mask: Tensor, batch: int, length: int, heads: int, keys: tuple[int, ...], name: str) -> None:
@@ -271,7 +273,7 @@ def _check_dense(mask: Tensor, batch: int, length: int, heads: int, keys: tuple[
         )
 
 
-def warn_of_documents_that_mix(position_ids: Tensor, attention_mask, has_cache: bool) -> None:
+def warn_of_documents_that_mix(position_ids: Tensor, attention_mask: Any, has_cache: bool) -> None:
     """
     Say once that packed documents see each other: as in Transformers, positions that restart keep them apart only
     where neither a mask nor a cache is given.

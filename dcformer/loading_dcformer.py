@@ -1,15 +1,24 @@
 """Loading of checkpoints: the authors' names, and what a load that went wrong tells the user."""
 
 import logging
+import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
+_Model = TypeVar("_Model", bound="PreTrainedModel")
+_Source: TypeAlias = str | os.PathLike[str]
 
 
 # The authors' name of a parameter, in parts, -> ours. Only renaming: to split or merge tensors while loading is wrong
@@ -44,7 +53,7 @@ _AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForC
 _VOCABULARY_MULTIPLE = 128
 
 
-def authors_renamings(model_class: str) -> list[WeightRenaming]:
+def authors_renamings(model_class: str) -> list[WeightConverter | WeightRenaming]:
     """How Transformers is to rename the authors' parameters when it loads one of our model classes."""
     return [_renaming(*parts) for parts in AUTHORS_NAMES[model_class].items()]
 
@@ -57,8 +66,14 @@ def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
 
 
 def load_checked(
-    model_class, load: Callable, path, may_lack_weights: bool, *args, ignore_mismatched_sizes: bool = False, **kwargs
-):
+    model_class: type[_Model],
+    load: Callable[..., Any],
+    path: _Source | None,
+    may_lack_weights: bool,
+    *args: Any,
+    ignore_mismatched_sizes: bool = False,
+    **kwargs: Any,
+) -> tuple[_Model, dict[str, Any]]:
     """
     Load a model by Transformers, and refuse what would leave a weight random that the file ought to hold.
 
@@ -80,7 +95,7 @@ def load_checked(
     with _held_back_reports() as held_back:
         try:
             # Mismatches are let through here, to be reported below by name and shape.
-            options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
             model, info = load(path, *args, **options, **kwargs)
         except (SafetensorError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(_unreadable(path, error)) from error
@@ -104,7 +119,8 @@ def load_checked(
 @contextmanager
 def _held_back_reports() -> Iterator[list[logging.LogRecord]]:
     """Hold back what Transformers reports of a load, and pass on what is left of it at the end."""
-    logger, records = logging.getLogger("transformers.modeling_utils"), []
+    logger = logging.getLogger("transformers.modeling_utils")
+    records: list[logging.LogRecord] = []
 
     def hold_back(record: logging.LogRecord) -> bool:
         is_report = "LOAD REPORT" in record.getMessage()
@@ -121,12 +137,12 @@ def _held_back_reports() -> Iterator[list[logging.LogRecord]]:
             logger.handle(record)
 
 
-def _looks_local(path) -> bool:
+def _looks_local(path: _Source) -> bool:
     """Whether a name can only be a path: names on the Hub have at most one slash and do not start with one or a dot."""
     return isinstance(path, Path) or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1
 
 
-def _unreadable(path, error: Exception) -> str:
+def _unreadable(path: _Source | None, error: Exception) -> str:
     reason = str(error).split(". ")[0]
     return f"A weights file in {str(path)!r} is truncated or damaged ({reason}); copy or download it again."
 
@@ -135,7 +151,7 @@ def _and_others(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more weights"
 
 
-def _check_split_projections(path, unexpected_keys) -> None:
+def _check_split_projections(path: _Source | None, unexpected_keys: Collection[str]) -> None:
     split = sorted(key for key in unexpected_keys if re.search(r"\battention\.w[qkv]\.", key))
     if split:
         raise ValueError(
@@ -144,7 +160,9 @@ def _check_split_projections(path, unexpected_keys) -> None:
         )
 
 
-def _check_sizes(path, mismatched_keys, by: str) -> None:
+def _check_sizes(
+    path: _Source | None, mismatched_keys: Collection[tuple[str, torch.Size, torch.Size]], by: str
+) -> None:
     if not mismatched_keys:
         return
     key, in_file, by_config = sorted(mismatched_keys, key=lambda item: item[0])[0]
@@ -155,7 +173,9 @@ def _check_sizes(path, mismatched_keys, by: str) -> None:
     )
 
 
-def _check_missing(model_class, model, path, missing_keys, kwargs: dict) -> None:
+def _check_missing(
+    model_class: type[_Model], model: _Model, path: _Source, missing_keys: Collection[str], kwargs: dict[str, Any]
+) -> None:
     """
     Raise ValueError for weights that are not in the file although its own configuration says that they are. Those that
     only the caller's configuration adds (composition switched on in a plain Transformer) start at random, as does a
@@ -175,14 +195,15 @@ def _check_missing(model_class, model, path, missing_keys, kwargs: dict) -> None
         )
 
 
-def pad_rows(model) -> None:
+def pad_rows(model: "PreTrainedModel") -> None:
     """Add embedding and output rows up to the next multiple of 128, each the mean of the rows that there are."""
     rows = model.config.vocab_size
     if rows % _VOCABULARY_MULTIPLE == 0:
         return
     model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for layer in layers:
             if layer is not None:
                 # In float32 at least: in 16 bits a sum over a vocabulary is worthless.
                 kept = layer.weight[:rows]

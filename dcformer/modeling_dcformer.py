@@ -6,7 +6,9 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import pack, unpack
-from .dcmha_factors import map_tensors
+from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose
 from .input_checks import (
@@ -59,7 +61,7 @@ class DCFormerRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.weight * rms_normalize(hidden_states, self.eps)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
@@ -79,7 +81,10 @@ def make_norm(config: DCFormerConfig) -> nn.Module:
 
 
 class DCFormerRotaryEmbedding(nn.Module):
-    def __init__(self, config: DCFormerConfig, device=None):
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
+    def __init__(self, config: DCFormerConfig, device: torch.device | None = None):
         super().__init__()
         self.config = config
         self.max_seq_len_cached = config.max_position_embeddings
@@ -89,19 +94,21 @@ class DCFormerRotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
-    def compute_rope_parameters(self, device=None) -> tuple[Tensor, float]:
+    def compute_rope_parameters(self, device: torch.device | None = None) -> tuple[Tensor, float]:
         if self.rope_type == "default":
             return self.compute_default_rope_parameters(self.config, device)
         return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
 
     @staticmethod
-    def compute_default_rope_parameters(config: DCFormerConfig, device=None, **kwargs) -> tuple[Tensor, float]:
+    def compute_default_rope_parameters(
+        config: DCFormerConfig, device: torch.device | None = None, **kwargs: Any
+    ) -> tuple[Tensor, float]:
         """Inverse frequencies (rotary size / 2,) in float32, and the factor of sine and cosine."""
         rotary_dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
-    def _apply(self, function, recurse=True):
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "DCFormerRotaryEmbedding":
         # `model.half()` would round the frequencies, and with them every angle, and `model.to_empty()` leaves them
         # undefined: rebuild them in float32 instead.
         was_meta = self.inv_freq.is_meta
@@ -157,7 +164,7 @@ def make_compose(config: DCFormerConfig) -> DCFormerCompose | None:
 
 
 def eager_attention_forward(
-    module: nn.Module,
+    module: "DCFormerAttention",
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -207,17 +214,18 @@ class DCFormerAttention(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: "Tensor | Visibility | None" = None,
+        attention_mask: Tensor | Visibility | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         input_shape = hidden_states.shape[:-1]
         query, key, value = (
             states.view(*input_shape, -1, self.head_dim)
             for states in self.qkv_proj(hidden_states).split(self.qkv_sizes, dim=-1)
         )  # (batch, length, heads, channels)
-        if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:
+            query, key = q_norm(query), k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
@@ -231,7 +239,7 @@ class DCFormerAttention(nn.Module):
             if key_length is not None and (unseen := key.shape[2] - key_length) > 0:
                 key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
 
-        eager = eager_attention_forward
+        eager: Callable = eager_attention_forward
         if self.compose is not None:
             checked_implementation(self.config._attn_implementation)
             eager = composed_attention_forward
@@ -251,7 +259,9 @@ class DCFormerAttention(nn.Module):
         )
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
-    def _update_cache(self, cache: Cache, key: Tensor, value: Tensor, pre, post):
+    def _update_cache(
+        self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Store this call's keys and values with their compose weights; return those of all cached keys."""
         pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
         key_width, value_width = _allocated_widths(cache, self.layer_idx)
@@ -267,13 +277,15 @@ class DCFormerAttention(nn.Module):
 
 def _allocated_widths(cache: Cache, layer_idx: int) -> tuple[int, int]:
     """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
         return 0, 0
     return layer.keys.shape[-1], layer.values.shape[-1]
 
 
-def _drop_first_keys(number: int, key: Tensor, value: Tensor, pre, post):
+def _drop_first_keys(
+    number: int, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
     pre, post = (
         map_tensors(stage, lambda tensor, side: tensor[:, :, number:] if side == "key" else tensor)
         for stage in (pre, post)
@@ -320,7 +332,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        attention_mask: "Tensor | Visibility | None" = None,
+        attention_mask: Tensor | Visibility | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
@@ -367,13 +379,13 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         return checked_implementation(requested_attention or "eager")
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module):
+    def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if not isinstance(module, DCFormerCompose):
             return
         # Section 4 of the paper. The JAX code draws the gates with sqrt(2 / (hidden + heads)) * 0.005 and the static
         # matrices with a tenth of Xavier's deviation, the torch code starts from zeros; the paper wins.
-        if module.hidden_weight is not None:
+        if module.hidden_weight is not None and module.low_rank_weight is not None:
             hidden_size, _, _, inner = module.hidden_weight.shape
             heads = module.low_rank_weight.shape[-1]
             init.normal_(module.hidden_weight, std=math.sqrt(2 / (hidden_size + inner)))
@@ -385,7 +397,13 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             init.normal_(module.static_weight, std=math.sqrt(1 / module.static_weight.shape[-1]))
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """
         As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
 
@@ -405,11 +423,13 @@ class DCFormerPreTrainedModel(PreTrainedModel):
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, save_directory, *args, save_original_format: bool = False, **kwargs):
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
+    ) -> None:
         """As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read."""
         super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
 
-    def pad_vocabulary(self):
+    def pad_vocabulary(self) -> None:
         """
         Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
         of the logits is never their largest, so greedy decoding cannot pick a row that was added.
@@ -436,22 +456,22 @@ class DCFormerModel(DCFormerPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
         Args:
-            input_ids (`torch.LongTensor`, *optional*): (batch, length) token ids; either these or `inputs_embeds`.
+            input_ids (`Tensor`, *optional*): (batch, length) token ids; either these or `inputs_embeds`.
             attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
                 (batch, 1, query, key) mask which then says everything; or such masks by layer type.
-            position_ids (`torch.LongTensor`, *optional*): (batch, length). None: consecutive after the cache.
+            position_ids (`Tensor`, *optional*): (batch, length). None: consecutive after the cache.
             past_key_values (`Cache`, *optional*): Any Transformers cache.
-            inputs_embeds (`torch.FloatTensor`, *optional*): (batch, length, hidden).
+            inputs_embeds (`Tensor`, *optional*): (batch, length, hidden).
             use_cache (`bool`, *optional*): Create a cache if none is given.
 
         Raises:
@@ -488,7 +508,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if self.embed_positions is not None:
             rows = self.embed_positions.num_embeddings
             hidden_states = hidden_states + self.embed_positions(checked_learned_positions(position_ids, rows))
-        else:
+        elif self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, position_ids)
         # Assisted generation that exits early lowers the number of layers for the time of a draft.
         for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
@@ -502,7 +522,13 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
+    def _masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | dict[str, Any] | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None,
+    ) -> Mapping[str, Any]:
         """The mask of every layer type, from what the caller gave."""
         layer_types = self.config.layer_types[: self.config.num_hidden_layers]
         batch, length = inputs_embeds.shape[:2]
@@ -543,18 +569,25 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 key_length,
                 is_causal=getattr(self.config, "is_causal", True),
                 sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
-                query_offset=past_length - key_offset,
+                # A tensor only in static caches, which do not come here.
+                query_offset=past_length - key_offset,  # type: ignore[arg-type]
                 padding=_padding(attention_mask, key_length, key_offset),
                 sequence_ids=sequence_ids,
             )
             for layer_type, (past_length, key_length, key_offset) in sizes.items()
         }
 
-    def _dense_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids) -> dict:
+    def _dense_masks(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None,
+    ) -> dict[str, Any]:
         """Transformers' own masks: for plain attention and for static caches."""
         if inputs_embeds.is_meta:
             attention_mask = position_ids = None  # they have no values, by which Transformers would decide
-        arguments = {
+        arguments: dict[str, Any] = {
             "config": self.config,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
@@ -562,7 +595,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
             "position_ids": position_ids,
         }
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks = {layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)}
+        masks: dict[str, Any] = {
+            layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)
+        }
         if self.config.composes_heads and (attention_mask is None or attention_mask.dim() == 2):
             # These hold zero and the smallest number; as booleans every layer has less to do with them.
             masks = {layer_type: None if mask is None else mask == 0 for layer_type, mask in masks.items()}
@@ -593,12 +628,12 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
@@ -607,7 +642,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         As [`DCFormerModel.forward`], and:
 
         Args:
-            labels (`torch.LongTensor`, *optional*): (batch, length), shifted inside; -100 is left out of the loss.
+            labels (`Tensor`, *optional*): (batch, length), shifted inside; -100 is left out of the loss.
                 `num_items_in_batch` as a further argument divides the summed loss by that number of tokens.
             logits_to_keep (`int` or `Tensor`, defaults to 0): Logits of the last so many positions, or of these
                 positions; 0 for all.
@@ -615,7 +650,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         Returns:
             `CausalLMOutputWithPast`: logits (batch, kept length, vocabulary), the cache, and with labels the loss.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -644,7 +679,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def init_continuous_batching(self, *args, **kwargs):
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         if self.config.composes_heads:
             raise ValueError(
                 "Continuous batching stores keys and values of head_dim channels and runs sdpa, flash or paged eager "
