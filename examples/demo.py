@@ -16,7 +16,7 @@ from transformers.utils import logging
 import dcformer
 from dcformer.common.terminal import one_line_errors
 from dcformer.head_tasks import generate_documents
-from dcformer.head_tasks.comparison import BOXED_MODEL, compare_models
+from dcformer.head_tasks.comparison import BUNDLED_MODEL, compare_models
 from dcformer.head_tasks.report import SET_TITLES, write_comparison
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     if arguments.folder is not None and not Path(arguments.folder).is_dir():
         sys.exit(f"There is no model folder {arguments.folder!r}; give the path of a downloaded checkpoint.")
     with one_line_errors(debug=False):
-        generator = load(arguments.folder or dcformer.pretrained_path(BOXED_MODEL))
+        generator = load(arguments.folder or dcformer.pretrained_path(BUNDLED_MODEL))
         questions = [(prompt, None) for prompt in arguments.prompts] or ask_questions()
         prompts = [prompt for prompt, _ in questions]
         for (prompt, right), answer in zip(questions, generate(generator, prompts)):
