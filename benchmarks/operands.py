@@ -49,16 +49,7 @@ class Operands(NamedTuple):
 
     @property
     def factors(self) -> list[Tensor]:
-        return [tensor for stage in (self.pre, self.post) for tensor in tensors_in(stage)]
-
-
-def tensors_in(value) -> Iterator[Tensor]:
-    """All tensors in nested tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_in(part)
+        return [side.factors for stage in (self.pre, self.post) for side in (stage.query, stage.key)]
 
 
 def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values) -> DCFormerForCausalLM:

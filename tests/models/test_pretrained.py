@@ -1,4 +1,4 @@
-"""The models in the box: they load offline by the Auto classes, are true twins, and score what their card says."""
+"""The bundled models: they load offline by the Auto classes, differ in composition alone, and score what their card says."""
 
 import importlib.util
 import re
@@ -34,7 +34,7 @@ def test_both_are_there_and_small():
 
 
 def test_an_unknown_name_is_answered_by_those_there_are():
-    with pytest.raises(ValueError, match="no model 'dcformer-huge' in the box; choose from dcformer-tiny, transf"):
+    with pytest.raises(ValueError, match="no bundled model 'dcformer-huge'; choose from dcformer-tiny, transf"):
         dcformer.pretrained_path("dcformer-huge")
 
 
