@@ -1,4 +1,4 @@
-"""The bundled models: they load offline by the Auto classes, differ in composition alone, and score what their card says."""
+"""The bundled models: they load offline, differ in composition alone, and score what their card says."""
 
 import importlib.util
 import re
