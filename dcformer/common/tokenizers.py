@@ -17,14 +17,15 @@ _END_OF_TEXT = "<|endoftext|>"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
 
-def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | os.PathLike, *, ends_text: bool = True, **options: Any) -> PreTrainedTokenizerBase:
     """
     A tokenizer, by wherever it is.
 
     Args:
         source (`str` or path): A folder, a `tokenizer.json`, a folder whose only JSON file is one under another name,
-            or a name on the Hub. A file says nothing of special tokens; `<|endoftext|>` ends a text if it has that
-            token.
+            or a name on the Hub.
+        ends_text (`bool`, defaults to `True`): Whether `<|endoftext|>`, if there is such a token, ends a text where
+            nothing is said of special tokens, as in a bare `tokenizer.json`.
         options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision` and `trust_remote_code`.
 
     Raises:
@@ -50,6 +51,6 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     except Exception as error:  # the tokenizers library raises bare Exception
         reason = " ".join(str(error).split()).split(". ")[0][:300].rstrip(".")
         raise ValueError(f"The tokenizer {name!r} cannot be read: {reason}.") from error
-    if tokenizer.eos_token is None and _END_OF_TEXT in tokenizer.get_vocab():
+    if ends_text and tokenizer.eos_token is None and _END_OF_TEXT in tokenizer.get_vocab():
         tokenizer.eos_token = _END_OF_TEXT
     return tokenizer

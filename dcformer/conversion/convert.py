@@ -16,10 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import convert_file_size_to_int
 from typing_extensions import Unpack
 
+from ..common import tokenizers
 from .destination import Destination, with_number
 from .formats.authors_torch import plan_torch
 from .formats.maxtext import plan_maxtext
@@ -244,13 +245,8 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no tokenizer {str(path)!r}; check --tokenizer.")
     try:
-        if Path(path).is_file():
-            return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        files = list(Path(path).glob("*.json"))
-        if not (Path(path) / "tokenizer_config.json").is_file() and len(files) == 1:
-            return PreTrainedTokenizerFast(tokenizer_file=str(files[0]))
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # the tokenizers library raises bare Exception
+        return tokenizers.load_tokenizer(path, ends_text=False)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is no tokenizer that Transformers reads ({' '.join(str(error).split())[:200]})."
         ) from error

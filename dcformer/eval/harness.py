@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..common.quiet import quiet_libraries
 from .plan import STOCK_SCORER, Job
 from .provenance import Model, hardware_name
 from .scoring import message_of_nan
@@ -174,34 +175,19 @@ def _plain(value):
 def quiet_harness() -> Iterator[None]:
     """Silence the log of the harness and the progress bars of the libraries below it; our own warnings remain."""
     import lm_eval.api.task as harness_task
-    from datasets.utils import logging as datasets_logging
-    from huggingface_hub.utils import logging as hub_logging
     from tqdm import tqdm
-    from transformers.utils import logging as transformers_logging
 
     harness = logging.getLogger("lm_eval")
-    level, verbosity = harness.level, transformers_logging.get_verbosity()
-    hub_verbosity = hub_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    datasets_bars = datasets_logging.is_progress_bar_enabled()
+    level = harness.level
     harness.setLevel(logging.ERROR)
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    datasets_logging.disable_progress_bar()
     # Its bar while prompts are made cannot be switched off.
     harness_task.tqdm = functools.partial(tqdm, disable=True)
     try:
-        yield
+        with quiet_libraries(datasets=True):
+            yield
     finally:
         harness_task.tqdm = tqdm
         harness.setLevel(level)
-        transformers_logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub_verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-        if datasets_bars:
-            datasets_logging.enable_progress_bar()
 
 
 def free_memory() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from ..common.files import unfinished_path
+
 
 _LOCK = ".lock"
 _ATTEMPTS = 100
@@ -103,6 +105,6 @@ def check_places(paths: Iterable[Path]) -> None:
         ValueError: if there is something else than a file.
     """
     for path in paths:
-        for each in (path, path.with_name(path.name + ".tmp")):
+        for each in (path, unfinished_path(path)):
             if each.is_dir():
                 raise ValueError(f"{str(each)!r} is a folder, where a file of results is to be written; remove it.")

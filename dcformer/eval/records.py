@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..common.files import write_atomically
 from ..common.renamed import RENAMED
 
 
@@ -100,24 +101,10 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples).encode()
     whole = replace(record, samples_sha256=hashlib.sha256(lines).hexdigest())
     whole = replace(whole, values_sha256=_digest_of_values(whole))
-    write_whole(samples_path(path), lines)
+    write_atomically(samples_path(path), lines)
     text = json.dumps({"format": RECORD_FORMAT, **asdict(whole)}, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, text.encode())
+    write_atomically(path, text.encode())
     return path
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that, whenever the process or the machine stops, is the old one or the new one."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def read_record(path: Path) -> Record:

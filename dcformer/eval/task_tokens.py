@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..common.tokenizers import load_tokenizer
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,10 +38,8 @@ def load_task_tokenizer(
             "This task counts tokens and must know the model's tokenizer: give `pretrained` or `tokenizer` in the "
             'arguments of the model, or lm-eval\'s --metadata \'{"tokenizer": "FOLDER OR HUB ID"}\'.'
         )
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
+        return load_tokenizer(source, revision=revision or "main", trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"There is no tokenizer in {source!r}; name one with `tokenizer`.") from error
 

@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..common.files import write_atomically
 from ..eval.output import check_places, locked_folders
-from ..eval.records import write_whole
 from .comparison import METRICS, HeadTasksComparison, ModelResult, score_difference
 from .intervals import seed_interval
 from .plot import plot_comparison
@@ -76,7 +76,7 @@ def write_comparison(comparison: HeadTasksComparison, output: str | os.PathLike)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     results, plot = folder / RESULTS, folder / PLOT
-    write_whole(results, (json.dumps(comparison.to_dict(), indent=2) + "\n").encode())
+    write_atomically(results, json.dumps(comparison.to_dict(), indent=2) + "\n")
     lines = [f"Results: {results}"]
     try:
         plot_comparison(comparison, plot)

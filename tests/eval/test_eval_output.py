@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dcformer.cli import app
+from dcformer.common.files import write_atomically
 from dcformer.eval.output import check_places, locked_folders
 from dcformer.eval.records import (
     DamagedResult,
@@ -18,7 +19,6 @@ from dcformer.eval.records import (
     read_samples,
     samples_path,
     write_record,
-    write_whole,
 )
 
 
@@ -163,7 +163,7 @@ def test_a_file_that_is_no_comparison_is_not_overwritten(tmp_path, monkeypatch):
 
 
 def test_a_file_is_the_old_or_the_new_one_when_its_writing_stops(tmp_path, monkeypatch):
-    write_whole(tmp_path / "file", b"old")
+    write_atomically(tmp_path / "file", b"old")
     for step in ("fsync", "replace"):
 
         def stop(*_):
@@ -171,9 +171,9 @@ def test_a_file_is_the_old_or_the_new_one_when_its_writing_stops(tmp_path, monke
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(*((os, "fsync", stop) if step == "fsync" else ("pathlib.Path.replace", stop)))
-            write_whole(tmp_path / "file", b"new")
+            write_atomically(tmp_path / "file", b"new")
         assert (tmp_path / "file").read_bytes() == b"old"
-    write_whole(tmp_path / "file", b"new")
+    write_atomically(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

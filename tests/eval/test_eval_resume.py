@@ -96,7 +96,7 @@ MOMENTS = {
     "while the model is loaded": (runner, "build_scorer", 1),
     "in the second task": (TargetScorer, "score", 2),
     "while the samples are written": (os, "fsync", 1),
-    "between the samples and the record": (records, "write_whole", 2),
+    "between the samples and the record": (records, "write_atomically", 2),
     "while the record is written": (os, "fsync", 2),
     "after the first record": (runner, "score_task", 2),
     "while the results are read": (runner, "finished", 3),
@@ -120,7 +120,7 @@ def test_a_run_goes_on_to_the_same_files_after_an_interruption_at_any_moment(
         patch.setattr(place, name, stop)
         run()
     left = [path.name for path in (tmp_path / "out").rglob("*")] if (tmp_path / "out").exists() else []
-    assert not any(name.endswith(".tmp") or name == ".lock" for name in left)
+    assert not any(name.endswith(".partial") or name == ".lock" for name in left)
     kept = [name for name in left if name.endswith("shot.json")]
     before = len(scored)
     run()
