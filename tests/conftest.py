@@ -12,6 +12,9 @@ import torch
 def pytest_configure(config):
     # On tensors as small as these a second thread costs more than it saves, many times more on a busy machine.
     torch.set_num_threads(1)
+    # A forked process lacks the threads of torch's pool, and torch makes a new one where it is first asked for: two
+    # threads that load weights and ask at once end with "Invalid thread pool!".
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def pytest_collection_finish():

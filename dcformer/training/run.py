@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers.utils import logging as transformers_logging
 
 from ..common.optional import import_optional
 from ..common.renamed import with_current_names
@@ -98,6 +99,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress=None) -> dict[str, An
     tokenizer = build_tokenizer(recipe.tokenizer)
     config = _build_config(recipe, tokenizer)
     with contextlib.ExitStack() as stack:
+        # Trainer sets the level of Transformers' messages, for the whole process.
+        stack.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
 
         def open_folder() -> Path | None:
             stack.enter_context(locked_folder(output))

@@ -9,6 +9,7 @@ import yaml
 from tiny_models import tiny_model
 from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 from dcformer.cli import app
@@ -39,7 +40,22 @@ def records(folder):
 def make_trainer(recipe, model):
     arguments = training_arguments(recipe, processes=1)
     tokenizer = build_tokenizer(recipe.tokenizer)
-    return RecipeTrainer(recipe, model, arguments, tokenizer, *build_datasets(recipe.data, tokenizer, recipe.seed))
+    rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+    level = transformers_logging.get_verbosity()
+    try:
+        return RecipeTrainer(recipe, model, arguments, tokenizer, *rows)
+    finally:
+        transformers_logging.set_verbosity(level)  # which a trainer changes for the whole process
+
+
+def test_training_leaves_the_messages_of_transformers_as_they_were(tmp_path):
+    first = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    try:
+        train(tiny_recipe(tmp_path, training={"max_steps": 1}))
+        assert transformers_logging.get_verbosity() == transformers_logging.INFO
+    finally:
+        transformers_logging.set_verbosity(first)
 
 
 def test_the_loss_falls(run):
