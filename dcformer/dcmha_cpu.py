@@ -35,7 +35,7 @@ Block: TypeAlias = tuple[int, int, int, int]
 _ELEMENTS_PER_TILE = 2**19
 # Tall blocks make the products of matrices efficient; short ones waste less beside the diagonal or the window.
 _QUERIES_PER_BLOCK = 128
-_ELEMENTS_PER_BLOCK = 2**22
+_ELEMENTS_PER_BLOCK = 2**23
 # Handing less than this to another thread costs more than it saves.
 _ELEMENTS_PER_THREAD = 2**18
 # Products read keys faster with the channels first in memory; as many uses of a key make up for laying it out so.
