@@ -33,7 +33,9 @@ def one_query_attention(
     chunk_size: int | None = None,
 ) -> Tensor:
     """As every implementation in the table, for a single query; `chunk_size` means nothing here."""
-    keys = key.shape[2]
+    keys, dtype = key.shape[2], query.dtype
+    if _is_slow_in_16_bits(key):
+        query, key, value = query.float(), key.float(), value.float()
     scores = scaled_scores(query, key, scaling)  # (batch, heads, 1, key)
     scores = compose_one_query(scores, pre)
     bias, hidden = mask.bias(0, 1, 0, keys), mask.hidden(0, 1, 0, keys, query.device)
@@ -47,7 +49,16 @@ def one_query_attention(
     weights = compose_one_query(weights, post)
     if dropout > 0.0:
         weights = torch.nn.functional.dropout(weights, p=dropout)
-    return weighted_values(weights, value, query.dtype)
+    return weighted_values(weights, value, dtype)
+
+
+def _is_slow_in_16_bits(states: Tensor) -> bool:
+    """
+    Whether converting to float32 first is quicker: on a CPU oneDNN sets out a product of 16-bit numbers anew for every
+    number of keys that it meets, which takes several times as long as the product and the conversion together.
+    """
+    in_16_bits = states.dtype == torch.bfloat16 or states.dtype == torch.float16
+    return in_16_bits and states.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def compose_one_query(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
@@ -99,7 +110,10 @@ def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts
     if side is None:
         return None, None, None
     factors, (_, _, keys, channels) = side.factors, side.factors.shape
-    if factors.device.type == "cpu":
+    if _is_slow_in_16_bits(factors):
+        turned = factors.new_empty(channels, factors.shape[0], factors.shape[1], keys, dtype=dtype)
+        factors = turned.copy_(factors.permute(3, 0, 1, 2)).view(channels, -1, heads, keys)
+    elif factors.device.type == "cpu":
         # Reading one channel of every row is slow on CPUs; a product with the identity turns all of them at once.
         factors = torch.mm(_identity(channels, factors.dtype), factors.reshape(-1, channels).t())
         factors = factors.view(channels, -1, heads, keys)
