@@ -304,16 +304,7 @@ def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation
     return _TABLE[name]
 
 
-def _why_not_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Visibility,
-    dropout: float,
-) -> str | None:
+def _why_not_on_cpu(query: Tensor, *_: Any, mask: Visibility, dropout: float) -> str | None:
     """The form for CPUs is made of Python loops and threads, and writes in place, with its own gradient."""
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}"
@@ -328,16 +319,7 @@ def _why_not_on_cpu(
     return "the mask has a gradient" if mask.requires_grad else None
 
 
-def _why_not_for_one_query(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Visibility,
-    dropout: float,
-) -> str | None:
+def _why_not_for_one_query(query: Tensor, *_: Any, **options: Any) -> str | None:
     # Naming the number would tie a graph that is traced for any length to this one.
     return None if query.shape[2] == 1 else "it takes a single query, and there are more"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .dcmha_cpu import compute_dtype
-from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors, slice_factors
+from .dcmha_factors import ComposeSide, ComposeWeights, Parts, in_groups, map_tensors, slice_factors
 from .dcmha_mask import Visibility
 
 
@@ -76,9 +76,9 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     """
     if weights is None:
         return attention
-    a = _of_groups(attention, weights.groups)  # (batch, group, head, query, key)
-    w_q1, w_q2, w_qg = (_optional_groups(w, weights.groups) for w in _parts(weights.query))
-    w_k1, w_k2, w_kg = (_optional_groups(w, weights.groups) for w in _parts(weights.key))
+    a = in_groups(attention, weights.groups)  # (batch, group, head, query, key)
+    w_q1, w_q2, w_qg = _grouped_parts(weights.query, weights.groups)
+    w_k1, w_k2, w_kg = _grouped_parts(weights.key, weights.groups)
     terms = [
         static_term(a, weights.static),  # A W_b
         query_low_rank_term(a, w_q1, w_q2),  # (A W_q1) W_q2
@@ -93,17 +93,12 @@ def compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
     return composed.flatten(1, 2)
 
 
-def _parts(side: ComposeSide | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if side is None else (side.w1, side.w2, side.gate)
-
-
-def _optional_groups(tensor: Tensor | None, groups: int) -> Tensor | None:
-    return None if tensor is None else _of_groups(tensor, groups)
-
-
-def _of_groups(tensor: Tensor, groups: int) -> Tensor:
-    """(batch, heads, ...) -> (batch, group, head of the group, ...)."""
-    return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
+def _grouped_parts(side: ComposeSide | None, groups: int) -> Parts:
+    """w1 and w2 as (batch, group, head, length, rank), the gate without the rank."""
+    if side is None:
+        return None, None, None
+    w1, w2, gate = (None if part is None else in_groups(part, groups) for part in (side.w1, side.w2, side.gate))
+    return w1, w2, gate
 
 
 def static_term(a: Tensor, static: Tensor | None) -> Tensor | None:

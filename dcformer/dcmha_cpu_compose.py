@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .dcmha_factors import in_groups, split_channels
+
 
 # How many partial sums `sum_of_products` keeps: more make fewer, longer operations, but fill the cache.
 _PARTIAL_SUMS = 4
@@ -53,10 +55,8 @@ class Side(NamedTuple):
     @classmethod
     def of_channels(cls, factors: Tensor, axis: int) -> "Side":
         """From one tensor that has w1 of every rank, w2 of every rank and the gate along an axis."""
-        rank, has_gate = divmod(factors.shape[axis], 2)
-        w1, w2, gate = factors.split([rank, rank, has_gate], axis)
-        gate = (gate.squeeze(axis) if axis == -1 else gate) if has_gate else None
-        return cls(w1, w2, gate) if rank > 0 else cls(None, None, gate)
+        w1, w2, gate = split_channels(factors, axis)
+        return cls(w1, w2, gate if gate is None or axis != -1 else gate.squeeze(axis))
 
     def channels(self, axis: int) -> Tensor | None:
         """The opposite of `of_channels`."""
@@ -82,12 +82,10 @@ class Stage(NamedTuple):
         """
         query = key = Side(None, None, None)
         if tensors[0] is not None:
-            factors = _in_groups(tensors[0], groups).permute(3, 0, 1, 2, 4)  # (query, batch, group, head, channel)
+            factors = in_groups(tensors[0], groups).permute(3, 0, 1, 2, 4)  # (query, batch, group, head, channel)
             query = Side.of_channels(factors.to(dtype).contiguous(), -1)
         if tensors[1] is not None:
-            key = Side.of_channels(
-                _in_groups(tensors[1], groups).permute(4, 0, 1, 2, 3).to(dtype).contiguous()[None], 1
-            )
+            key = Side.of_channels(in_groups(tensors[1], groups).permute(4, 0, 1, 2, 3).to(dtype).contiguous()[None], 1)
         return cls(query, key, None if tensors[2] is None else tensors[2].to(dtype), groups)
 
     def tensors(self) -> list[Tensor | None]:
@@ -139,11 +137,6 @@ class Stage(NamedTuple):
         """(query, batch, all heads, key) as a tile."""
         queries, batch, _, keys = attention.shape
         return attention.view(queries, 1, batch, self.groups, -1, keys)
-
-
-def _in_groups(factors: Tensor, groups: int) -> Tensor:
-    """(batch, heads, length, channels) -> (batch, group, head of the group, length, channels)."""
-    return factors.reshape(factors.shape[0], groups, -1, *factors.shape[2:])
 
 
 class Tile(NamedTuple):

@@ -6,10 +6,14 @@ to keys and values in one concatenation, and what it reads back are views.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
+
+
+# w1, w2 and the gate of one side; None for what there is not.
+Parts: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class ComposeSide:
@@ -52,17 +56,18 @@ class ComposeSide:
     @property
     def w1(self) -> Tensor | None:
         """(batch, heads, length, rank)."""
-        return self.factors[..., : self.rank] if self.rank > 0 else None
+        return split_channels(self.factors)[0]
 
     @property
     def w2(self) -> Tensor | None:
         """(batch, heads, length, rank)."""
-        return self.factors[..., self.rank : 2 * self.rank] if self.rank > 0 else None
+        return split_channels(self.factors)[1]
 
     @property
     def gate(self) -> Tensor | None:
         """(batch, heads, length)."""
-        return self.factors[..., -1] if self.factors.shape[-1] % 2 == 1 else None
+        gate = split_channels(self.factors)[2]
+        return None if gate is None else gate.squeeze(-1)
 
     def __repr__(self) -> str:
         return f"ComposeSide(factors={tuple(self.factors.shape)}, rank={self.rank}, gate={self.gate is not None})"
@@ -84,6 +89,18 @@ class ComposeWeights(NamedTuple):
     key: ComposeSide | None = None
     static: Tensor | None = None
     groups: int = 1
+
+
+def split_channels(factors: Tensor, dim: int = -1) -> Parts:
+    """w1, w2 and the gate of factors whose channels lie along `dim`, where the gate keeps a length of 1; views."""
+    rank, has_gate = divmod(factors.shape[dim], 2)
+    w1, w2, gate = factors.split_with_sizes([rank, rank, has_gate], dim)
+    return w1 if rank > 0 else None, w2 if rank > 0 else None, gate if has_gate else None
+
+
+def in_groups(tensor: Tensor, groups: int) -> Tensor:
+    """(batch, heads, ...) -> (batch, group, head of the group, ...)."""
+    return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
 
 
 def _join_parts(w1: Tensor | None, w2: Tensor | None, gate: Tensor | None) -> Tensor:

@@ -6,18 +6,13 @@ the keys, and then equation 7 takes eight operations on (heads, keys).
 """
 
 import functools
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from .dcmha_chunked import scaled_scores, weighted_values
-from .dcmha_factors import ComposeSide, ComposeWeights
+from .dcmha_factors import ComposeSide, ComposeWeights, Parts, split_channels
 from .dcmha_mask import Visibility
-
-
-# w1, w2 and the gate of one side; None for what there is not.
-_Parts: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def one_query_attention(
@@ -97,15 +92,15 @@ def compose_one_query(attention: Tensor, weights: ComposeWeights | None) -> Tens
     return composed.view_as(attention)
 
 
-def _of_query(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts:
+def _of_query(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> Parts:
     """w1 and w2 as (batch x groups, head, rank), the gate as (batch x groups, head, 1)."""
     if side is None:
         return None, None, None
     channels = side.factors.shape[3]
-    return _parts(_cast(side.factors.reshape(-1, heads, channels), dtype), channels, dim=2)
+    return split_channels(side.factors.reshape(-1, heads, channels).to(dtype), dim=2)
 
 
-def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts:
+def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> Parts:
     """w1 and w2 as (rank, batch x groups, head, key), the gate as (batch x groups, head, key)."""
     if side is None:
         return None, None, None
@@ -119,19 +114,8 @@ def _of_keys(side: ComposeSide | None, heads: int, dtype: torch.dtype) -> _Parts
         factors = factors.view(channels, -1, heads, keys)
     else:
         factors = factors.reshape(-1, heads, keys, channels).permute(3, 0, 1, 2)
-    w1, w2, gate = _parts(_cast(factors, dtype), channels, dim=0)
+    w1, w2, gate = split_channels(factors.to(dtype), dim=0)
     return w1, w2, None if gate is None else gate[0]
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _parts(factors: Tensor, channels: int, dim: int) -> _Parts:
-    """w1, w2 and the gate, which lie one after the other along `dim`."""
-    rank = channels // 2
-    w1, w2, gate = factors.split_with_sizes([rank, rank, channels - 2 * rank], dim)
-    return w1 if rank > 0 else None, w2 if rank > 0 else None, gate if channels > 2 * rank else None
 
 
 def _identity(size: int, dtype: torch.dtype) -> Tensor:

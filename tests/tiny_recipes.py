@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dcformer.training import Recipe
 from dcformer.training.recipe import merged
 
@@ -29,6 +31,15 @@ TINY_RECIPE = {
         "tensorboard": False,
     },
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_curves(request):
+    """Drawing the losses takes longer than most runs of these tests; a module with DRAWS_CURVES looks at the file."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "DRAWS_CURVES", False):
+            patch.setattr("dcformer.training.final._plot", lambda *_: None)
+        yield
 
 
 def tiny_mapping(output: Path | str, **sections: Any) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +12,7 @@ import typer
 from ..common.renamed import refuse_old_name
 from ..common.terminal import leaving_process_group, make_console, progress_bar
 from .options import Debug
-from .running import running_command
+from .running import is_first_process, running_command
 
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def eval_command(
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
     options = {name: value for name, value in locals().items() if name not in _HANDED_ON_APART}
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_process()
     is_head_tasks = suite.strip() == "head_tasks"
     interrupted = _INTERRUPTED_HEAD_TASKS if is_head_tasks else _INTERRUPTED
     with running_command(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():

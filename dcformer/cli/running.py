@@ -1,10 +1,16 @@
 """How a command runs: with the models registered, errors in one line, and without the noise of other libraries."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import one_line_errors
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from ..common.quiet import quiet_libraries
 from ..common.terminal import leaving_process_group, make_console, progress_bar
 from .options import Debug
-from .running import running_command
+from .running import is_first_process, running_command
 
 
 _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resume."
@@ -45,7 +44,7 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train a model, or a sweep of several, as a recipe says; resume where an earlier run was stopped."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = is_first_process()
     with running_command(debug, _INTERRUPTED, is_first), leaving_process_group():
         from ..training.recipe import load_recipe
 

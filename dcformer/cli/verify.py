@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,9 +73,7 @@ def _print_comparison(result: Comparison) -> None:
     rows += [(name, f"max abs {difference:.3g}") for name, difference in largest]
     console = checkpoint_console()
     if rows:
-        print_table("Tensors that differ", ("tensor", "difference"), rows[:_MOST_TENSORS])
-    if len(rows) > _MOST_TENSORS:
-        console.print(f"and {len(rows) - _MOST_TENSORS} more")
+        _print_first("Tensors that differ", ("tensor", "difference"), rows)
     if result.config:
         changes = [(key, short(first), short(second)) for key, (first, second) in result.config.items()]
         print_table("Configuration values that differ", ("field", "A", "B"), changes)
@@ -82,13 +81,18 @@ def _print_comparison(result: Comparison) -> None:
     console.print(f"{result.compared} tensors compared: {result.verdict}")
 
 
+def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[Iterable[object]]) -> None:
+    """A table of the first rows, and how many there are besides."""
+    print_table(title, columns, rows[:_MOST_TENSORS])
+    if len(rows) > _MOST_TENSORS:
+        checkpoint_console().print(f"and {len(rows) - _MOST_TENSORS} more")
+
+
 def _print_hash_check(result: HashCheck) -> None:
     console = checkpoint_console()
     if result.problems:
         rows = [(found.file, found.tensor, found.problem) for found in result.problems]
-        print_table("Not as in conversion_report.json", ("file", "tensor", "problem"), rows[:_MOST_TENSORS])
-    if len(result.problems) > _MOST_TENSORS:
-        console.print(f"and {len(result.problems) - _MOST_TENSORS} more")
+        _print_first("Not as in conversion_report.json", ("file", "tensor", "problem"), rows)
     what = f"{result.folder}: SHA-256 of {result.checked} {result.unit} checked, {result.nbytes:,} bytes"
     verdict = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"
     console.print(f"{what}: {verdict}", soft_wrap=True)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .optional import import_optional
+
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,12 +44,10 @@ def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Fi
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.") from error
+    matplotlib = import_optional("matplotlib", f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
         figure = Figure(figsize=figsize, layout="constrained")
         FigureCanvasAgg(figure)

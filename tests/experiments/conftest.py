@@ -1,12 +1,3 @@
 """What all tests of experiments share."""
 
-import pytest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_curves(request):
-    """Drawing the losses takes longer than most runs of these tests; a module with DRAWS_CURVES looks at the file."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not getattr(request.module, "DRAWS_CURVES", False):
-            patch.setattr("dcformer.training.final._plot", lambda *_: None)
-        yield
+from tiny_recipes import without_curves  # noqa: F401  a fixture of every module here
