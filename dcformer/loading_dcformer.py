@@ -213,6 +213,10 @@ def pad_rows(model: "PreTrainedModel") -> None:
     if rows % _VOCABULARY_MULTIPLE == 0:
         return
     model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    generation_config = model.generation_config  # None without a language model's head
+    if generation_config is not None:
+        added = range(rows, model.get_input_embeddings().num_embeddings)
+        generation_config.suppress_tokens = [*(generation_config.suppress_tokens or []), *added]
     layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
         for layer in layers:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -43,6 +42,7 @@ from .dcmha_cache import pack, unpack
 from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose
+from .generation_dcformer import DCFormerGenerationMixin
 from .input_checks import (
     KeySizes,
     check_cache,
@@ -453,7 +453,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def pad_vocabulary(self) -> None:
         """
         Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
-        of the logits is never their largest, so greedy decoding cannot pick a row that was added.
+        of the logits is never their largest, so greedy decoding cannot pick a row that was added; sampling is kept from
+        it by `suppress_tokens` of the generation configuration.
         """
         pad_rows(self)
 
@@ -633,7 +634,7 @@ def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) ->
     return None if values_are_known(padding) and bool((padding != 0).all()) else padding
 
 
-class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
@@ -700,14 +701,6 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        if self.config.composes_heads:
-            raise ValueError(
-                "Continuous batching stores keys and values of head_dim channels and runs sdpa, flash or paged eager "
-                "attention, none of which can compose heads; use generate() with a padded batch."
-            )
-        return super().init_continuous_batching(*args, **kwargs)
-
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
     """A linear layer without bias on the last token of each row that is no padding."""
@@ -726,7 +719,7 @@ class DCPythiaModel(DCFormerModel):
     config_class = DCPythiaConfig
 
 
-class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
+class DCPythiaForCausalLM(DCFormerForCausalLM, DCFormerGenerationMixin):
     config: DCPythiaConfig
     config_class = DCPythiaConfig
     _model_class = DCPythiaModel
