@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from transformers import TextStreamer
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, TextStreamer
 
 from .stopping import possible_start, text_before
 
@@ -37,3 +41,50 @@ class TextWriter(TextStreamer):
         self._held_back = kept[end:]
         if end > 0:
             self.write(kept[:end])
+
+
+class _Abandoned(StoppingCriteria):
+    """Ends a text when nobody reads it any more."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device, dtype=torch.bool)
+
+
+def iterate_pieces(generate: Callable[[Callable[[str], None], StoppingCriteria], Any]) -> Iterator[str | Any]:
+    """
+    What a function writes, as an iterator, while it runs in a thread; at last what it returns.
+
+    Args:
+        generate: Called with what to write pieces to, and a criterion to generate by: it ends the text when the
+            iterator is closed.
+
+    Raises:
+        Exception: that of the function.
+    """
+    pieces: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    abandoned = _Abandoned()
+
+    def run() -> None:
+        try:
+            result = generate(lambda piece: pieces.put(("piece", piece)), abandoned)
+        except BaseException as error:
+            pieces.put(("error", error))
+        else:
+            pieces.put(("result", result))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while True:
+            kind, value = pieces.get()
+            if kind == "error":
+                raise value
+            yield value
+            if kind == "result":
+                return
+    finally:
+        abandoned.event.set()
+        thread.join()
