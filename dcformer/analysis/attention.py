@@ -174,6 +174,4 @@ def _forward(
     return composed_attention(query, key, value, pre, post, chunk_size=chunk_size, **options)
 
 
-register_implementation(
-    _NAME, _forward, purpose="records what one layer hands to its attention, for dcformer.analysis"
-)
+register_implementation(_NAME, _forward, purpose="records what one layer hands to its attention, for dcformer.analysis")

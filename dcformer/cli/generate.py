@@ -98,7 +98,8 @@ def generate_command(
         typer.Option(metavar="FILE", help="Answer all prompts of a file: one on each line, or JSONL with a field."),
     ] = None,
     field: Annotated[
-        str | None, typer.Option(help="The field that holds the prompt in a JSONL file of prompts; prompt if not given.")
+        str | None,
+        typer.Option(help="The field that holds the prompt in a JSONL file of prompts; prompt if not given."),
     ] = None,
     output: Annotated[
         str | None,
@@ -314,4 +315,3 @@ def _until_the_reader_leaves() -> Iterator[None]:
     except BrokenPipeError:
         # Python writes what is left at its end, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None

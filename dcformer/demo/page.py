@@ -22,7 +22,8 @@ _MOST_NEW = 512
 # Questions of the kind that the bundled models were trained on.
 _EXAMPLES = (
     "There are Paris, Paris, Mumbai. Which is different? The city in",
-    "Ruth has a cat. Who has an animal?",
+    "< Helen likes Vancouver. Christopher likes Sydney. John likes Florence. >. Helen longs for the city in",
+    "< Daniel has strawberries. Robert has a goat. Anthony has cake. >. Who owns goat?",
 )
 _NOTHING_YET = "<p>Generate a text, or press the button below, to see how its tokens attend to each other.</p>"
 CSS = """
@@ -184,8 +185,8 @@ def _sampling_controls(gr: Any, loaded: LoadedModel) -> list[Any]:
 def _attention_controls(gr: Any, config: DCFormerConfig) -> tuple[Any, list[Any]]:
     gr.Markdown(
         "## Attention before and after composition\n"
-        "One head in one forward pass over the prompt and the answer. Left: the softmax of its own scores. Right: the "
-        "weights that the layer uses, after the heads were composed before and after the softmax. Composed weights "
+        "One head in one forward pass over the prompt and the answer: first the softmax of its own scores, then the "
+        "weights that the layer uses, for which the heads were composed before and after the softmax. Composed weights "
         "are signed, and their rows need not sum to one; each picture has a scale of its own. Grey is out of sight."
     )
     with gr.Row():

@@ -19,7 +19,7 @@ from ..common.optional import import_optional
 
 
 MOST_TOKENS = 40  # that can be told apart on a page
-_POSITIVE, _NEGATIVE, _HIDDEN = (0.16, 0.44, 0.90), (0.92, 0.38, 0.07), (0.5, 0.5, 0.5, 0.13)
+_POSITIVE, _NEGATIVE, _HIDDEN = (0.16, 0.44, 0.90), (0.92, 0.38, 0.07), (0.5, 0.5, 0.5, 0.16)
 _INK = "#010203"  # stands for the page's text colour until the picture is written
 _LONGEST_LABEL = 14
 # The settings of matplotlib belong to the process.
@@ -101,7 +101,7 @@ def _heat_map(weights: np.ndarray, hidden: np.ndarray, labels: Sequence[str], na
     }
     with _DRAWING, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that its fonts lack; the browser has its own
-        figure = Figure(figsize=(size + 1.1, size), layout="constrained")
+        figure = Figure(figsize=(size + 1.1, size), layout="tight")
         axes = figure.add_subplot()
         veil = np.zeros((*hidden.shape, 4))
         veil[hidden] = _HIDDEN
@@ -120,8 +120,10 @@ def _heat_map(weights: np.ndarray, hidden: np.ndarray, labels: Sequence[str], na
         bar.outline.set_alpha(0.3)
         bar.ax.tick_params(labelsize=8, length=2)
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, dpi=150, metadata={"Date": None})
+        paper = {"format": "svg", "transparent": True, "bbox_inches": "tight", "pad_inches": 0.05}
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, **paper, dpi=150, metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    # Its own size, which is in points, would not shrink with the page.
-    return re.sub(r'(<svg [^>]*?) width="[^"]*"|(?<=\s)height="[\d.]+pt"', r"\1", svg, count=2)
+    # Its own size, in points, would not shrink with the page.
+    return re.sub(r'(?<= )(?:width|height)="[\d.]+pt" ?', "", svg, count=2)

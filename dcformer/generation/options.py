@@ -56,7 +56,9 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     if cache is not None and cache not in CACHES:
         raise ValueError(f"cache must be one of {', '.join(CACHES)}, got {cache!r}.")
     if cache is not None and cache.startswith("offloaded") and not torch.cuda.is_available():
-        raise ValueError(f"The cache {cache!r} moves keys from a GPU to memory, and PyTorch finds no GPU; leave it out.")
+        raise ValueError(
+            f"The cache {cache!r} moves keys from a GPU to memory, and PyTorch finds no GPU; leave it out."
+        )
     return given
 
 
