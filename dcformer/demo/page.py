@@ -14,7 +14,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..generation import LoadedModel, TextGenerator, load_model
 from ..generation.streaming import iterate_pieces
 from .optional import import_gradio
-from .picture import draw_attention
+from .picture import draw_attention, import_matplotlib
 
 
 MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
@@ -126,6 +126,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
         FileNotFoundError, ValueError: as `load_model`.
     """
     gr = import_gradio()
+    import_matplotlib()
     loaded = model if isinstance(model, LoadedModel) else load_model(model, **options)
     config = loaded.model.config
     with gr.Blocks(title=f"{_title(loaded)} - dcformer", analytics_enabled=False) as page:
@@ -138,7 +139,9 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                     start = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Stop", elem_id="stop")
                 if loaded.name in ("dcformer-tiny", "transformer-tiny"):
-                    gr.Examples([[text] for text in _EXAMPLES], prompt, label="Questions it was trained on")
+                    gr.Examples(
+                        [[text] for text in _EXAMPLES], prompt, label="Questions of the kind that it was trained on"
+                    )
             with gr.Column():
                 answer = gr.Textbox(label="What the model writes", lines=7, max_lines=20, elem_id="answer")
                 sampling = _sampling_controls(gr, loaded)

@@ -11,6 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 
@@ -24,6 +25,10 @@ _INK = "#010203"  # stands for the page's text colour until the picture is writt
 _LONGEST_LABEL = 14
 # The settings of matplotlib belong to the process.
 _DRAWING = threading.Lock()
+
+
+def import_matplotlib() -> ModuleType:
+    return import_optional("matplotlib", "Pictures need matplotlib: pip install 'dcformer[demo]'.")
 
 
 def draw_attention(attention: LayerAttention, head: int, tokens: Sequence[str]) -> str:
@@ -80,14 +85,17 @@ def _label(token: str) -> str:
 
 def _heat_map(weights: np.ndarray, hidden: np.ndarray, labels: Sequence[str], name: str, is_signed: bool) -> str:
     """An SVG of (query, key) weights."""
-    matplotlib = import_optional("matplotlib", "Pictures need matplotlib: pip install 'dcformer[demo]'.")
+    matplotlib = import_matplotlib()
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
     largest = max(float(np.abs(weights).max()), 1e-6)
     shades = np.linspace(-1.0 if is_signed else 0.0, 1.0, 256)
     colours = [(*(_POSITIVE if shade >= 0 else _NEGATIVE), abs(shade) ** 0.75) for shade in shades]
-    size = max(4.0, 0.2 * len(labels))
+    # In inches. Margins are reckoned by letters: to measure text, matplotlib would draw the picture twice.
+    size, bar = max(4.0, 0.2 * len(labels)), 0.75
+    margin = 0.35 + 0.08 * max(map(len, labels))
+    width, height = margin + size + bar, margin + size + 0.1
     settings = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,
@@ -101,8 +109,8 @@ def _heat_map(weights: np.ndarray, hidden: np.ndarray, labels: Sequence[str], na
     }
     with _DRAWING, matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that its fonts lack; the browser has its own
-        figure = Figure(figsize=(size + 1.1, size), layout="tight")
-        axes = figure.add_subplot()
+        figure = Figure(figsize=(width, height))
+        axes = figure.add_axes((margin / width, margin / height, size / width, size / height))
         veil = np.zeros((*hidden.shape, 4))
         veil[hidden] = _HIDDEN
         axes.imshow(veil, interpolation="nearest")
@@ -112,17 +120,17 @@ def _heat_map(weights: np.ndarray, hidden: np.ndarray, labels: Sequence[str], na
         axes.set_xticks(range(len(labels)), labels, rotation=90)
         axes.set_yticks(range(len(labels)), labels)
         axes.tick_params(length=0, labelsize=9)
-        axes.set_xlabel("key")
-        axes.set_ylabel("query")
+        figure.text((margin + size / 2) / width, 0.01, "key", ha="center", va="bottom")
+        figure.text(0.01, (margin + size / 2) / height, "query", ha="left", va="center", rotation=90)
         for edge in axes.spines.values():
             edge.set_alpha(0.3)
-        bar = figure.colorbar(image, ax=axes, shrink=0.6, aspect=24)
-        bar.outline.set_alpha(0.3)
-        bar.ax.tick_params(labelsize=8, length=2)
+        beside = figure.add_axes(((margin + size + 0.15) / width, (margin + size / 5) / height, 0.12 / width, 0.5))
+        scale = figure.colorbar(image, cax=beside)
+        scale.outline.set_alpha(0.3)
+        scale.ax.tick_params(labelsize=8, length=2)
         file = io.StringIO()
-        paper = {"format": "svg", "transparent": True, "bbox_inches": "tight", "pad_inches": 0.05}
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, **paper, dpi=150, metadata=nothing)
+        figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=nothing)
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     # Its own size, in points, would not shrink with the page.
