@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -245,7 +246,7 @@ def _converse(generator: TextGenerator, first: str | None) -> None:
     if _is_terminal():
         typer.echo("Ctrl-D ends the conversation.", err=True)
     for message in _messages(first):
-        _write_line(lambda write, message=message: conversation.answer(message, write))
+        _write_line(functools.partial(conversation.answer, message))
 
 
 def _messages(first: str | None) -> Iterator[str]:
@@ -293,9 +294,12 @@ def _write_line(produce: Callable[[Callable[[str], None]], Any]) -> None:
 
     try:
         produce(write)
-    finally:
-        if not last.endswith("\n"):
-            _write("\n")
+    except BaseException:
+        if last and not last.endswith("\n"):
+            _write("\n")  # a message follows on the terminal
+        raise
+    if not last.endswith("\n"):
+        _write("\n")
 
 
 def _write(piece: str) -> None:

@@ -25,7 +25,7 @@ _EXAMPLES = (
     "< Helen likes Vancouver. Christopher likes Sydney. John likes Florence. >. Helen longs for the city in",
     "< Daniel has strawberries. Robert has a goat. Anthony has cake. >. Who owns goat?",
 )
-_NOTHING_YET = "<p>Generate a text, or press the button below, to see how its tokens attend to each other.</p>"
+_NOTHING_YET = "<p>Generate a text to see how its tokens attend to each other.</p>"
 CSS = """
 .gradio-container {max-width: 1180px !important; margin: 0 auto !important}
 .attention {display: flex; flex-wrap: wrap; gap: 1rem}
@@ -146,6 +146,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                 answer = gr.Textbox(label="What the model writes", lines=7, max_lines=20, elem_id="answer")
                 sampling = _sampling_controls(gr, loaded)
         started = {"fn": functools.partial(_write, gr, loaded), "inputs": [prompt, *sampling], "outputs": [answer, ids]}
+        started["concurrency_id"] = "generate"  # one text at a time, whichever way it was asked for
         runs = [start.click(**started, api_name="generate"), prompt.submit(**started, api_name=False)]
         if isinstance(config, DCFormerConfig):
             picture, controls = _attention_controls(gr, config)
@@ -175,10 +176,10 @@ def _sampling_controls(gr: Any, loaded: LoadedModel) -> list[Any]:
     """Controls in the order of `_write`; they begin with what generation_config.json says."""
     own = loaded.model.generation_config
     with gr.Accordion("How tokens are chosen", open=False):
-        most = gr.Slider(1, _MOST_NEW, own.max_new_tokens or 64, step=1, label="New tokens at most")
+        most = gr.Slider(1, _MOST_NEW, min(own.max_new_tokens or 64, _MOST_NEW), step=1, label="New tokens at most")
         samples = gr.Checkbox(bool(own.do_sample), label="Draw tokens by their probability, not always the likeliest")
         temperature = gr.Slider(0.1, 2.0, own.temperature or 1.0, step=0.05, label="Temperature")
-        top_k = gr.Slider(0, 100, 50 if own.top_k is None else own.top_k, step=1, label="Top k (0 for all)")
+        top_k = gr.Slider(0, 100, 50 if own.top_k is None else min(own.top_k, 100), step=1, label="Top k (0 for all)")
         top_p = gr.Slider(0.05, 1.0, own.top_p or 1.0, step=0.05, label="Top p")
         penalty = gr.Slider(0.5, 2.0, own.repetition_penalty or 1.0, step=0.05, label="Repetition penalty")
         seed = gr.Number(None, precision=0, label="Seed (empty for another text each time)")
@@ -211,13 +212,13 @@ def _write(
     repetition_penalty: float,
     seed: float | None,
 ) -> Iterator[tuple[str, Any]]:
-    """The handler of the button: text for the answer, and ids for the pictures once they are known."""
+    """The handler of the button: text for the answer, and ids for the pictures, none before the text is finished."""
     options: dict[str, Any] = {"do_sample": samples, "max_new_tokens": int(max_new_tokens)}
     options["repetition_penalty"] = repetition_penalty
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
     try:
         for written in write_text(loaded, prompt, seed=None if seed is None else int(seed), warn=gr.Warning, **options):
-            yield written.text, written.ids or gr.skip()
+            yield written.text, written.ids
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,3 @@ def context_warning(prompts: Sequence[Sequence[int]], new_tokens: int | None, mo
         what = f"{longest} tokens of the prompt and {new_tokens} new ones are more"
         return f"{what} than the {context} that the model was made for; what it writes beyond them may be poor."
     return f"{what}, more than the {context} that the model was made for; what it writes may be poor."
-
-
-Warn = Callable[[str], None]

@@ -125,6 +125,8 @@ def check_output(path: str | os.PathLike, prompts: str | os.PathLike) -> None:
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; give a file to write answers to.")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{str(path)!r} is no ordinary file; leave it out to have answers on stdout.")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {str(file.parent)!r} to write {file.name!r} in; make it first.")
     if file.exists() and Path(prompts).exists() and file.samefile(prompts):
@@ -146,25 +148,24 @@ def whole_lines(path: str | os.PathLike) -> Iterator[Callable[[str], None]]:
     """
     file = Path(path)
     unfinished = unfinished_path(file)
-    with contextlib.ExitStack() as at_the_end, unfinished.open("wb", buffering=0) as stream:
-        at_the_end.callback(_remove_if_empty, unfinished)
+    try:
+        with unfinished.open("wb", buffering=0) as stream:
 
-        def write(line: str) -> None:
-            end, content = stream.tell(), line.encode()
-            try:
-                if stream.write(content) == len(content):
-                    return
-            except OSError:
-                stream.truncate(end)
-                raise
-            stream.truncate(end)
-            raise OSError(f"The disk has no room for {str(unfinished)!r}; free some space and start again.")
+            def write(line: str) -> None:
+                end, content = stream.tell(), line.encode()
+                try:
+                    written = stream.write(content)
+                except OSError:
+                    stream.truncate(end)
+                    raise
+                if written != len(content):
+                    stream.truncate(end)
+                    raise OSError(f"The disk has no room for {str(unfinished)!r}; free some space and start again.")
 
-        yield write
-        os.fsync(stream.fileno())
-        unfinished.replace(file)
-
-
-def _remove_if_empty(file: Path) -> None:
-    if file.is_file() and file.stat().st_size == 0:
-        file.unlink()
+            yield write
+            os.fsync(stream.fileno())
+    except BaseException:
+        if unfinished.is_file() and unfinished.stat().st_size == 0:
+            unfinished.unlink()
+        raise
+    unfinished.replace(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,8 @@ def iterate_pieces(generate: Callable[[Callable[[str], None], StoppingCriteria],
         else:
             pieces.put(("result", result))
 
-    thread = threading.Thread(target=run, daemon=True)
+    # What belongs to the caller's task, such as the visitor whom a message is for, is found in the thread too.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
     thread.start()
     try:
         while True:

@@ -219,6 +219,9 @@ WRONG = {
     "no template file": (["dcformer-tiny", "--chat", "--chat-template", "f"], "There is no chat template 'f'"),
     "template alone": (["dcformer-tiny", "x", "--chat-template", "f"], "--chat-template is for --chat only"),
     "output alone": (["dcformer-tiny", "x", "--output", "f"], "--output is for --prompts only; leave it out."),
+    "output is a folder": (["dcformer-tiny", "--prompts", "f", "--output", "."], "'.' is a folder; give a file to"),
+    "output is a device": (["dcformer-tiny", "--prompts", "f", "--output", "/dev/null"], "'/dev/null' is no ordinary"),
+    "output in no folder": (["dcformer-tiny", "--prompts", "f", "--output", "a/b"], "There is no folder 'a' to write"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt"], "There is no file of prompts 'f.txt'; check the path."),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature has no meaning for"),
     "no temperature": (

@@ -1,6 +1,7 @@
 """The parts of text generation by themselves: stop strings, streams, batches, conversations."""
 
 import threading
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -156,6 +157,12 @@ def test_an_iterator_that_is_closed_ends_the_thread(loaded):
     assert isinstance(next(pieces), str)
     pieces.close()
     assert threading.active_count() == before
+
+
+def test_the_thread_belongs_to_the_task_that_reads_the_pieces():
+    visitor = ContextVar("visitor", default="nobody")
+    visitor.set("somebody")
+    assert list(iterate_pieces(lambda write, criterion: visitor.get())) == ["somebody"]
 
 
 def test_an_error_in_the_thread_is_raised_where_the_pieces_are_read():
