@@ -256,10 +256,13 @@ def _messages(first: str | None) -> Iterator[str]:
     while True:
         if _is_terminal():
             typer.echo("> ", err=True, nl=False)
-        line = sys.stdin.readline()
+        line = ""
+        try:
+            line = sys.stdin.readline()
+        finally:
+            if not line and _is_terminal():
+                typer.echo(err=True)  # Ctrl-C and Ctrl-D end no line
         if not line:
-            if _is_terminal():
-                typer.echo(err=True)
             return
         if line.strip():
             yield line.rstrip("\r\n")

@@ -182,7 +182,7 @@ def _sampling_controls(gr: Any, loaded: LoadedModel) -> list[Any]:
         top_k = gr.Slider(0, 100, 50 if own.top_k is None else min(own.top_k, 100), step=1, label="Top k (0 for all)")
         top_p = gr.Slider(0.05, 1.0, own.top_p or 1.0, step=0.05, label="Top p")
         penalty = gr.Slider(0.5, 2.0, own.repetition_penalty or 1.0, step=0.05, label="Repetition penalty")
-        seed = gr.Number(None, precision=0, label="Seed (empty for another text each time)")
+        seed = gr.Textbox("", label="Seed", placeholder="a number; if empty, another text each time", max_lines=1)
     return [most, samples, temperature, top_k, top_p, penalty, seed]
 
 
@@ -210,7 +210,7 @@ def _write(
     top_k: int,
     top_p: float,
     repetition_penalty: float,
-    seed: float | None,
+    seed: str,
 ) -> Iterator[tuple[str, Any]]:
     """The handler of the button: text for the answer, and ids for the pictures, none before the text is finished."""
     options: dict[str, Any] = {"do_sample": samples, "max_new_tokens": int(max_new_tokens)}
@@ -218,7 +218,14 @@ def _write(
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
     try:
-        for written in write_text(loaded, prompt, seed=None if seed is None else int(seed), warn=gr.Warning, **options):
+        for written in write_text(loaded, prompt, seed=_number(seed), warn=gr.Warning, **options):
             yield written.text, written.ids
     except ValueError as error:
         raise gr.Error(str(error), print_exception=False) from error
+
+
+def _number(seed: str) -> int | None:
+    try:
+        return int(seed) if seed.strip() else None
+    except ValueError:
+        raise ValueError(f"The seed must be a whole number or nothing, got {seed!r}.") from None

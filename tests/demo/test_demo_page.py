@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import gradio
 import pytest
 from gradio_client import Client
+from gradio_client.exceptions import AppError
 from huggingface_hub import SpaceCard, SpaceCardData
 from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,10 +54,14 @@ def test_a_seed_draws_the_same_text(tiny):
 
 def test_another_program_can_ask_the_page(server):
     client = Client(server.address, verbose=False, analytics_enabled=False)
-    job = client.submit(PROMPT, 8, False, 1.0, 50, 1.0, 1.0, None, api_name="/generate")
+    job = client.submit(PROMPT, 8, False, 1.0, 50, 1.0, 1.0, "", api_name="/generate")
     assert job.result(timeout=60) == "India\n"
-    with pytest.raises(Exception, match="The prompt is empty; give some text"):
-        client.predict(" ", 8, False, 1.0, 50, 1.0, 1.0, None, api_name="/generate")
+    for prompt, seed, sentence in (
+        (" ", "", "The prompt is empty; give some text"),
+        ("a", "x", "The seed must be a whole number or nothing, got 'x'"),
+    ):
+        with pytest.raises(AppError, match=sentence):
+            client.predict(prompt, 8, True, 1.0, 50, 1.0, 1.0, seed, api_name="/generate")
 
 
 def test_the_page_names_no_other_machine_to_load_from(server):
