@@ -16,6 +16,7 @@ REPOSITORY = ""
 EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
+    "demo": ["gradio>=6", "matplotlib"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
     "dev": [
@@ -41,6 +42,8 @@ EXTRAS = {
         "orbax-checkpoint",
         "peft",
         "moto[s3,server]",
+        "gradio>=6",
+        "playwright",
         "boto3",
     ],
 }

@@ -6,7 +6,9 @@ import typer
 
 from .. import __version__
 from .convert import convert_app
+from .demo import demo_command
 from .evaluate import eval_command, report_command, tasks_command
+from .generate import generate_command
 from .inspect import inspect_command
 from .options import QUICK_HELP
 from .train import train_command
@@ -15,7 +17,8 @@ from .verify import verify_command
 
 app = typer.Typer(
     help=(
-        "Train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed dynamically."
+        "Use, train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed "
+        "dynamically."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -40,6 +43,8 @@ def _root(
 
 
 # In the order in which the help lists them.
+app.command("generate")(generate_command)
+app.command("demo")(demo_command)
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("report")(report_command)

@@ -1,11 +1,17 @@
 """How a command runs: with the models registered, errors in one line, and without the noise of other libraries."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import one_line_errors
+
+
+# What they say while Transformers imports them concerns the one who installed them: kernels of torchao for other
+# machines, and the names by which it registers its classes.
+_TALKATIVE_IMPORTS = ("torchao", "torch.utils._pytree")
 
 
 def is_first_process() -> bool:
@@ -30,8 +36,22 @@ def running_command(
     with one_line_errors(debug, interrupted, is_first):
         if loads_models:
             # `import dcformer` leaves this out where a command starts, so that its help is quick.
-            from .. import public  # noqa: F401
+            with _without_messages(_TALKATIVE_IMPORTS):
+                from .. import public  # noqa: F401
         yield
+
+
+@contextlib.contextmanager
+def _without_messages(names: Iterable[str]) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before):
+            logger.setLevel(level)
 
 
 @contextlib.contextmanager

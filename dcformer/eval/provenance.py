@@ -51,7 +51,12 @@ class Model:
 
 
 def find_model(
-    name: str, *, revision: str | None = None, tokenizer: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    revision: str | None = None,
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+    begins_texts: bool = True,
 ) -> Model:
     """
     Read a model's configuration and tokenizer, without its weights.
@@ -61,6 +66,7 @@ def find_model(
         revision (`str`, *optional*): On the Hub; None: `main`.
         tokenizer (`str`, *optional*): Folder, `tokenizer.json` or Hub id; None: that of the model.
         trust_remote_code (`bool`, defaults to `False`): Run code that comes with the model.
+        begins_texts (`bool`, defaults to `True`): Refuse a tokenizer without a token to put before a text.
 
     Raises:
         FileNotFoundError: if there is no such model, no weights or no tokenizer, or the Hub cannot be reached.
@@ -93,6 +99,8 @@ def find_model(
             f"{name!r} is a {config.model_type} model, which is no causal language model; give one that is."
         )
     model = Model(name, config, _load_tokenizer(tokenizer or name, tokenizer is None, options), **options)
+    if begins_texts:
+        _check_special_tokens(model.tokenizer, tokenizer or name)
     if is_folder:
         check_weights(Path(name))
     return model
@@ -102,17 +110,19 @@ def _load_tokenizer(source: str, is_model: bool, options: dict):
     if not is_model and not Path(source).exists() and not is_path(source):
         options = {**options, "local_files_only": not is_on_hub(source, options["revision"], "tokenizer")}
     try:
-        tokenizer = load_tokenizer(source, **options)
+        return load_tokenizer(source, **options)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"There is no tokenizer in {source!r}; name one by --tokenizer (a folder, a tokenizer.json or a Hub id)."
         ) from error
+
+
+def _check_special_tokens(tokenizer, source: str) -> None:
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise ValueError(
             f"The tokenizer {source!r} has neither a begin-of-text nor an end-of-text token, one of which precedes a "
             "text without context; set eos_token in its tokenizer_config.json."
         )
-    return tokenizer
 
 
 def model_fingerprint(model: Model) -> str:

@@ -32,6 +32,11 @@ def pretrained_path(name: str) -> str:
     return str(_FOLDER / name)
 
 
+def find_model_folder(name: str) -> str:
+    """Where a model is: a folder, which goes before a bundled model of its name; else that model; else the name."""
+    return pretrained_path(name) if name in pretrained_names() and not Path(name).is_dir() else name
+
+
 def seed_results() -> dict[str, Any]:
     """
     Results of the bundled models for all their training seeds, those without weights included.

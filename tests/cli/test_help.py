@@ -16,7 +16,7 @@ from dcformer.eval.suites import TASKS, list_tasks
 from dcformer.eval.table4_tasks import tasks_folder
 
 
-HEAVY = ("torch", "transformers", "datasets", "lm_eval", "numpy", "dcformer.public")
+HEAVY = ("torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public")
 
 
 def commands_and_names():
@@ -62,7 +62,7 @@ def test_every_argument_and_option_says_what_it_is_in_a_phrase(name):
 
 def test_the_help_names_all_that_the_command_does():
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-    for command in ("train", "eval", "report", "tasks", "convert", "inspect", "verify"):
+    for command in ("generate", "demo", "train", "eval", "report", "tasks", "convert", "inspect", "verify"):
         assert f"│ {command} " in shown
 
 

@@ -19,8 +19,11 @@ FLOORS = {
     "public": 2,
     "conversion": 3,
     "eval": 3,
+    "analysis": 3,
     "head_tasks": 4,
+    "generation": 4,
     "training": 5,
+    "demo": 5,
     "experiments": 6,
     "cli": 7,
 }

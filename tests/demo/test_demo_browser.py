@@ -1,0 +1,59 @@
+"""The page in a real browser: a prompt is typed, the answer comes, and another head is another picture."""
+
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+
+PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+# So that the browser itself asks nobody, and runs where there is no display and no sandbox.
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture
+def page():
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
+        yield browser.new_page()
+        browser.close()
+
+
+def test_a_visitor_gets_an_answer_and_sees_the_attention_of_a_head(page, server):
+    hosts, errors = set(), []
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(server.address)
+    page.locator("#prompt textarea").fill(PROMPT)
+    page.locator("#generate").click()
+    page.wait_for_function("document.querySelector('#answer textarea').value.trim() === 'India'")
+    picture = page.locator("#attention .attention")
+    picture.wait_for()
+    assert picture.locator("svg").count() == 2
+    assert "Mumbai" in picture.inner_text() and "Rows need not sum to one" in picture.inner_text()
+    seen = [picture.inner_html()]
+    for control in ("#layer", "#head"):
+        page.locator(f"{control} input[type=number]").fill("1")
+        page.keyboard.press("Enter")
+        page.wait_for_function(
+            "before => document.querySelector('#attention .attention').innerHTML !== before", arg=seen[-1]
+        )
+        seen.append(picture.inner_html())
+    assert "A query of layer 1 sees" in page.locator("#attention").inner_text()
+    assert len(set(seen)) == 3
+    assert hosts - {None} == {"127.0.0.1"} and errors == []
