@@ -1,6 +1,15 @@
 """The public names of the package; importing them registers the models with the Auto classes of Transformers."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPTNeoXTokenizer
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
@@ -45,3 +54,10 @@ __all__ = [
     "pretrained_path",
     "register_implementation",
 ]
+
+# Tools that are given a path look up the class that its config.json names as an attribute of Transformers: TRL's
+# trainers, `transformers serve`, pipelines. The Auto classes do not reach them.
+for _name in __all__:
+    _public = globals()[_name]
+    if isinstance(_public, type) and issubclass(_public, PreTrainedConfig | PreTrainedModel):
+        setattr(transformers, _name, _public)
