@@ -1,6 +1,5 @@
 """The public names of the package; importing them registers the models with the Auto classes of Transformers."""
 
-import transformers
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -11,6 +10,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .common.architectures import add_to_transformers
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
     ComposeSide,
@@ -55,9 +55,6 @@ __all__ = [
     "register_implementation",
 ]
 
-# Tools that are given a path look up the class that its config.json names as an attribute of Transformers: TRL's
-# trainers, `transformers serve`, pipelines. The Auto classes do not reach them.
-for _name in __all__:
-    _public = globals()[_name]
-    if isinstance(_public, type) and issubclass(_public, PreTrainedConfig | PreTrainedModel):
-        setattr(transformers, _name, _public)
+_public: list[object] = [globals()[_name] for _name in __all__]
+_classes = [value for value in _public if isinstance(value, type)]
+add_to_transformers([_class for _class in _classes if issubclass(_class, PreTrainedConfig | PreTrainedModel)])
