@@ -1,13 +1,14 @@
 """What quantised weights and quantised caches cost: loss per token against the same model in float32.
 
     python -m benchmarks.quantization                                          # the bundled models, on head tasks
-    python -m benchmarks.quantization --train VALID.txt --text-file TEST.txt   # small models, trained here on bytes
+    python -m benchmarks.quantization --train VALID.txt --text-file TEST.txt   # and small models, trained here on bytes
     python -m benchmarks.quantization --model FOLDER --text-file TEST.txt      # a checkpoint and its tokenizer
 
 Every method scores the same rows of tokens. The difference to float32 is taken row by row, and its interval over rows.
 """
 
 import argparse
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterable
@@ -71,12 +72,15 @@ WEIGHTS: dict[str, Callable[[], Any]] = {
     "quanto int8": lambda: QuantoConfig(weights="int8"),
     "quanto int4": lambda: QuantoConfig(weights="int4"),
 }
-# Bits, and numbers that share a scale.
+# Numbers of a row of weights that share a scale, where a method cannot take a row that is no multiple of it.
+_GROUPS = {"torchao int4, groups of 32": 32, "bitsandbytes nf4": 64}
+# Bits, numbers that share a scale, and the axis that has scales of its own: 0 is Transformers' choice, whose groups run
+# along rows and so mix keys with the weights of the composition behind them; with -1 every channel has its own.
 CACHES = {
-    "cache of 4 bits, groups of 64": (4, 64),
-    "cache of 4 bits, groups of 32": (4, 32),
-    "cache of 2 bits, groups of 64": (2, 64),
-    "cache of 2 bits, groups of 32": (2, 32),
+    "cache of 4 bits, groups in rows": (4, 64, 0),
+    "cache of 4 bits, groups in channels": (4, 64, -1),
+    "cache of 2 bits, groups in rows": (2, 64, 0),
+    "cache of 2 bits, groups in channels": (2, 64, -1),
 }
 
 
@@ -154,19 +158,36 @@ def measure(folder: str | Path, rows: list[list[int]], device: torch.device) -> 
     base, counts = row_losses(model, rows)
     found = {FLOAT32: compare(base, base, counts)}
     if "sliding_attention" not in model.config.layer_types:  # Transformers quantises no others
-        for name, (bits, group) in CACHES.items():
-
-            def new_cache(bits: int = bits, group: int = group) -> Cache:
-                return QuantizedCache(
-                    "quanto", model.config, nbits=bits, q_group_size=group, residual_length=_RESIDUAL_LENGTH
-                )
-
+        for name, options in CACHES.items():
+            new_cache = functools.partial(_quantised_cache, model, *options)
             found[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
     found["bfloat16"] = compare(row_losses(load(dtype=torch.bfloat16), rows)[0], base, counts)
     for name, make in WEIGHTS.items():
+        if uneven := uneven_layers(model, name):
+            print(f"Left out: {name}, since inputs of {', '.join(uneven)} are no multiple of {_GROUPS[name]}.")
+            continue
         quantised = load(dtype=torch.float32, quantization_config=make())
         found[name] = compare(row_losses(quantised, rows)[0], base, counts)
     return found
+
+
+def uneven_layers(model: PreTrainedModel, method: str) -> list[str]:
+    """Names of the linear layers whose inputs do not divide into the groups of a method."""
+    group = _GROUPS.get(method, 1)
+    linear = ((name.split(".")[-1], layer) for name, layer in model.named_modules() if type(layer) is torch.nn.Linear)
+    return sorted({name for name, layer in linear if layer.in_features % group != 0})
+
+
+def _quantised_cache(model: PreTrainedModel, bits: int, group: int, axis: int) -> Cache:
+    return QuantizedCache(
+        "quanto",
+        model.config,
+        nbits=bits,
+        q_group_size=group,
+        axis_key=axis,
+        axis_value=axis,
+        residual_length=_RESIDUAL_LENGTH,
+    )
 
 
 def text_rows(token_ids: list[int], length: int, count: int) -> list[list[int]]:
@@ -194,18 +215,18 @@ def _trained(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, Path
 
 def _sources(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, str | Path, list[list[int]]]]:
     """Name, folder and rows of every model that is asked for."""
-    if args.train:
-        rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
-        for name, trained in _trained(args, args.keep or folder):
-            yield name, trained, rows
-    elif args.model:
+    if args.model:
         text = args.text_file.read_text(encoding="utf-8")
         for name in args.model:
             tokenizer = AutoTokenizer.from_pretrained(name)
             yield name, name, text_rows(tokenizer(text)["input_ids"], args.length, args.windows)
-    else:
-        for name in ("dcformer-tiny", "transformer-tiny"):
-            yield name, pretrained_path(name), bundled_rows(pretrained_path(name))
+        return
+    for name in ("dcformer-tiny", "transformer-tiny"):
+        yield name, pretrained_path(name), bundled_rows(pretrained_path(name))
+    if args.train:
+        rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
+        for name, trained in _trained(args, args.keep or folder):
+            yield name, trained, rows
 
 
 def show(name: str, found: dict[str, Measured]) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import random_tokens, tiny_model
+from transformers import AutoModelForSequenceClassification
 
 from dcformer import DCFormerForCausalLM
 from dcformer.peft_targets import register_peft_targets
@@ -140,6 +141,33 @@ def test_learned_prompts_survive_saving(method, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
     assert torch.equal(logits(loaded), expected)
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia"])
+def test_a_classifier_trains_and_is_saved_with_its_head(variant, tmp_path):
+    tiny_model(variant, pad_token_id=66).save_pretrained(tmp_path / "base")
+
+    def classifier():
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+
+    model = get_peft_model(classifier(), LoraConfig(r=4, task_type="SEQ_CLS"))
+    trained = {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {"lora_A", "lora_B", "modules_to_save"}
+    tokens, labels = random_tokens(3, 13, vocab_size=66), torch.tensor([0, 1, 2])
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(input_ids=tokens, labels=labels).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(classifier(), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
 def test_a_configuration_imports_nothing_of_peft(monkeypatch):
