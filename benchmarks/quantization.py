@@ -9,10 +9,12 @@ Every method scores the same rows of tokens. The difference to float32 is taken 
 
 import argparse
 import functools
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from transformers import (
 )
 
 from dcformer import DCFormerForCausalLM, pretrained_path
+from dcformer.common.optional import import_optional
 from dcformer.common.quiet import quiet_libraries
 from dcformer.head_tasks.suite import held_out_documents
 
@@ -47,16 +50,14 @@ _DOCUMENTS = 200
 _BATCH_SIZE = 16
 
 
-def _torchao(name: str, **options: Any) -> TorchAoConfig:
-    import torchao.quantization
-
-    return TorchAoConfig(getattr(torchao.quantization, name)(**options))
+def _torchao() -> ModuleType:
+    missing = "The benchmark of quantisation needs torchao: pip install 'dcformer[quantization]'."
+    return import_optional("torchao.quantization", missing)
 
 
 def _torchao_int4() -> TorchAoConfig:
-    from torchao.quantization import PerGroup
-
-    return _torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=PerGroup(32))
+    torchao = _torchao()
+    return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)))
 
 
 def _nf4() -> BitsAndBytesConfig:
@@ -64,8 +65,8 @@ def _nf4() -> BitsAndBytesConfig:
 
 
 WEIGHTS: dict[str, Callable[[], Any]] = {
-    "torchao int8, weights": lambda: _torchao("Int8WeightOnlyConfig"),
-    "torchao int8, weights and activations": lambda: _torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao int8, weights": lambda: TorchAoConfig(_torchao().Int8WeightOnlyConfig()),
+    "torchao int8, weights and activations": lambda: TorchAoConfig(_torchao().Int8DynamicActivationInt8WeightConfig()),
     "torchao int4, groups of 32": _torchao_int4,
     "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
     "bitsandbytes nf4": _nf4,
@@ -96,15 +97,22 @@ class Measured(NamedTuple):
         return math.exp(self.loss)
 
 
+class Row(NamedTuple):
+    """Token ids, and whether each of them counts; the first is never predicted."""
+
+    token_ids: list[int]
+    counts: list[bool]
+
+
 def row_losses(
-    model: PreTrainedModel, rows: list[list[int]], new_cache: Callable[[], Cache] | None = None
+    model: PreTrainedModel, rows: list[Row], new_cache: Callable[[], Cache] | None = None
 ) -> tuple[Tensor, Tensor]:
     """
     Summed loss of every row and how many tokens it predicts.
 
     Args:
         model: In evaluation mode.
-        rows: Token ids of each row, two at least; rows of the same length are batched.
+        rows: Of two tokens at least; rows of the same length are batched.
         new_cache: Makes the cache through which all but the last tokens of a row are read. None: no cache.
 
     Returns:
@@ -113,17 +121,18 @@ def row_losses(
     losses, counts = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
     by_length: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
-        by_length.setdefault(len(row), []).append(number)
-    for length, numbers in by_length.items():
+        by_length.setdefault(len(row.token_ids), []).append(number)
+    for numbers in by_length.values():
         for start in range(0, len(numbers), _BATCH_SIZE):
             chosen = numbers[start : start + _BATCH_SIZE]
-            token_ids = torch.tensor([rows[number] for number in chosen], device=model.device)
+            token_ids = torch.tensor([rows[number].token_ids for number in chosen], device=model.device)
+            scored = torch.tensor([rows[number].counts for number in chosen])[:, 1:]  # (batch, length - 1)
             logits = _logits(model, token_ids, new_cache)
             nats = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), token_ids[:, 1:], reduction="none"
             )
-            losses[chosen] = nats.double().sum(1).cpu()
-            counts[chosen] = length - 1
+            losses[chosen] = (nats.double().cpu() * scored).sum(1)
+            counts[chosen] = scored.double().sum(1)
     return losses, counts
 
 
@@ -147,7 +156,7 @@ def compare(losses: Tensor, base: Tensor, counts: Tensor) -> Measured:
     return Measured(float(losses.sum() / counts.sum()), change, 1.96 * spread)
 
 
-def measure(folder: str | Path, rows: list[list[int]], device: torch.device) -> dict[str, Measured]:
+def measure(folder: str | Path, rows: list[Row], device: torch.device) -> dict[str, Measured]:
     """Every method that the model allows, by name; float32 first."""
 
     def load(**options: Any) -> PreTrainedModel:
@@ -190,17 +199,26 @@ def _quantised_cache(model: PreTrainedModel, bits: int, group: int, axis: int) -
     )
 
 
-def text_rows(token_ids: list[int], length: int, count: int) -> list[list[int]]:
+def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
     """The first `count` windows of `length` tokens; raises ValueError for a text that is shorter than one."""
-    rows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
-    if not rows:
+    windows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
+    if not windows:
         raise ValueError(f"The text has {len(token_ids)} tokens, fewer than one window; give --length below that.")
-    return rows[:count]
+    return [Row(window, [True] * length) for window in windows[:count]]
 
 
-def bundled_rows(folder: str) -> list[list[int]]:
+def head_task_rows(folder: str) -> list[Row]:
+    """Documents of the head tasks, of which the answers count: nothing else in them can be known."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer(document["text"])["input_ids"] for document in held_out_documents(_DOCUMENTS)]
+    rows = []
+    for document in held_out_documents(_DOCUMENTS):
+        encoded = tokenizer(document["text"], return_offsets_mapping=True)
+        counts = [
+            any(start < answer_end and answer_start < end for answer_start, answer_end in document["answers"])
+            for start, end in encoded["offset_mapping"]
+        ]
+        rows.append(Row(encoded["input_ids"], counts))
+    return rows
 
 
 def _trained(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, Path]]:
@@ -213,7 +231,7 @@ def _trained(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, Path
         yield name, folder / name
 
 
-def _sources(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, str | Path, list[list[int]]]]:
+def _sources(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, str | Path, list[Row]]]:
     """Name, folder and rows of every model that is asked for."""
     if args.model:
         text = args.text_file.read_text(encoding="utf-8")
@@ -222,7 +240,7 @@ def _sources(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, str 
             yield name, name, text_rows(tokenizer(text)["input_ids"], args.length, args.windows)
         return
     for name in ("dcformer-tiny", "transformer-tiny"):
-        yield name, pretrained_path(name), bundled_rows(pretrained_path(name))
+        yield name, pretrained_path(name), head_task_rows(pretrained_path(name))
     if args.train:
         rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
         for name, trained in _trained(args, args.keep or folder):
@@ -253,6 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if bool(args.model or args.train) != bool(args.text_file) or (args.model and args.train):
         parser.error("give --text-file together with either --model or --train")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every product that it casts
     common.show_environment(args.device)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from benchmarks import quantization, small_text_model
+from dcformer import pretrained_path
+from dcformer.head_tasks.suite import held_out_documents
 
 
-def rows() -> list[list[int]]:
-    return [random_tokens(1, length, seed=length)[0].tolist() for length in (140, 9, 140, 2)]
+def rows() -> list[quantization.Row]:
+    tokens = [random_tokens(1, length, seed=length)[0].tolist() for length in (140, 9, 140, 2)]
+    return [quantization.Row(row, [True] * len(row)) for row in tokens]
 
 
 def test_losses_are_summed_by_row_and_read_through_a_cache_alike():
@@ -17,7 +20,7 @@ def test_losses_are_summed_by_row_and_read_through_a_cache_alike():
     losses, counts = quantization.row_losses(model, rows())
     assert counts.tolist() == [139, 8, 139, 1]
     for row, loss, count in zip(rows(), losses, counts):
-        tokens = torch.tensor([row])
+        tokens = torch.tensor([row.token_ids])
         torch.testing.assert_close(
             (loss / count).float(), model(tokens, labels=tokens).loss.detach(), atol=1e-5, rtol=0
         )
@@ -36,9 +39,20 @@ def test_a_change_is_weighted_by_tokens_with_the_interval_of_its_rows():
 
 
 def test_windows_are_whole_and_a_short_text_is_refused():
-    assert quantization.text_rows(list(range(10)), 4, 5) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    found = quantization.text_rows(list(range(10)), 4, 5)
+    assert [row.token_ids for row in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert all(all(row.counts) for row in found)
     with pytest.raises(ValueError, match="The text has 3 tokens"):
         quantization.text_rows([1, 2, 3], 4, 5)
+
+
+def test_of_head_tasks_the_answers_count():
+    folder = pretrained_path("dcformer-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row, document in zip(quantization.head_task_rows(folder)[:3], held_out_documents(3)):
+        words = [token for token, counts in zip(row.token_ids, row.counts) if counts]
+        answers = [document["text"][start:end] for start, end in document["answers"]]
+        assert tokenizer.decode(words).split() == " ".join(answers).split()
 
 
 def test_layers_that_a_method_cannot_group_are_named():
@@ -58,6 +72,7 @@ def test_a_method_is_measured_against_float32(tmp_path, monkeypatch):
 
 def test_training_of_the_small_models_repeats_itself(monkeypatch):
     monkeypatch.setattr(small_text_model, "_SHAPE", {**small_text_model._SHAPE, "hidden_size": 32})
+    monkeypatch.setattr(small_text_model, "_LENGTH", 32)
     text = bytes(range(256)) * 4
     first, second = (small_text_model.train(text, {}, steps=2).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
