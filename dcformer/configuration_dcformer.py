@@ -335,8 +335,9 @@ class DCFormerConfig(PreTrainedConfig):
             if not type(self).__module__.startswith("transformers_modules"):
                 kwargs.pop("auto_map", None)
         # Tools look up the class of a checkpoint by this name, in Transformers (see public.py).
-        if self.architectures is not None:
-            self.architectures = [_AUTHORS_CLASSES.get(name, name) for name in self.architectures]
+        classes: list[str] | None = getattr(self, "architectures", None)
+        if classes is not None:
+            self.architectures = [_AUTHORS_CLASSES.get(name, name) for name in classes]
         for authors_key, key in _RENAMED_KEYS.items():
             if authors_key in kwargs:
                 self._set_translated(authors_key, key, kwargs.pop(authors_key))
