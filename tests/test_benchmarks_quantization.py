@@ -1,5 +1,8 @@
 """The benchmark of quantisation: what it compares is the same text, read in the same way."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
@@ -8,6 +11,9 @@ from transformers import AutoTokenizer, DynamicCache
 from benchmarks import quantization, small_text_model
 from dcformer import pretrained_path
 from dcformer.head_tasks.suite import held_out_documents
+
+
+ROOT = Path(__file__).parents[1]
 
 
 def rows() -> list[quantization.Row]:
@@ -46,10 +52,11 @@ def test_windows_are_whole_and_a_short_text_is_refused():
         quantization.text_rows([1, 2, 3], 4, 5)
 
 
-def test_of_head_tasks_the_answers_count():
+def test_of_head_tasks_the_answers_count(monkeypatch):
+    monkeypatch.setattr(quantization, "_DOCUMENTS", 3)
     folder = pretrained_path("dcformer-tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    for row, document in zip(quantization.head_task_rows(folder)[:3], held_out_documents(3)):
+    for row, document in zip(quantization.head_task_rows(folder), held_out_documents(3), strict=True):
         words = [token for token, counts in zip(row.token_ids, row.counts) if counts]
         answers = [document["text"][start:end] for start, end in document["answers"]]
         assert tokenizer.decode(words).split() == " ".join(answers).split()
@@ -78,3 +85,30 @@ def test_training_of_the_small_models_repeats_itself(monkeypatch):
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ValueError, match="has 5 bytes"):
         small_text_model.train(b"short", {})
+
+
+def test_the_page_shows_the_recorded_figures():
+    """And what it says of them: 8 bits cost nothing, 4 bits little, and a cache by channels as without composition."""
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "quantization.json").read_text(encoding="utf-8"))[
+        "figures"
+    ]
+    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    composed, plain = recorded["DCFormer++"], recorded["Transformer++"]
+    for method in composed:
+        cells = []
+        for row in (composed[method], plain[method]):
+            base = composed if row is composed[method] else plain
+            percent = round(100 * (row["perplexity"] / base["float32"]["perplexity"] - 1), 1) + 0.0  # no minus zero
+            cells += [f"{row['change']:+.4f} ± {row['interval']:.4f}", f"{percent:+.1f} %"]
+        if method == "float32":
+            assert f"perplexity is {composed[method]['perplexity']:.2f} with composition and" in page
+            assert f"{plain[method]['perplexity']:.2f}\nwithout" in page
+        else:
+            assert f"| {method} | {' | '.join(cells)} |" in page
+    for row in (*composed.items(), *plain.items()):
+        if "int8" in row[0]:
+            assert abs(row[1]["change"]) < 0.001
+        elif "int4" in row[0] or "nf4" in row[0]:
+            assert abs(row[1]["change"]) < 0.006
+    rows, channels = (f"cache of 2 bits, groups in {place}" for place in ("rows", "channels"))
+    assert composed[channels]["change"] < 1.2 * plain[rows]["change"] < 0.2 * composed[rows]["change"]

@@ -72,8 +72,8 @@ def losses(trainer) -> list[float]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"packing": True, "max_length": 64}, {"packing": True, "packing_strategy": "wrapped", "max_length": 64}],
-    ids=["padded", "packed", "wrapped"],
+    [{}, {"packing": True, "max_length": 64}],
+    ids=["padded", "packed"],
 )
 def test_supervised_training_lowers_the_loss(options, model, fit):
     trainer = fit(SFTTrainer, SFTConfig, model, {"text": [TEXTS[0]] * 4}, learning_rate=1e-2, **options)
