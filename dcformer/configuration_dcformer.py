@@ -33,6 +33,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_torchdynamo_compiling
 
+from .peft_targets import register_peft_targets
+
 
 # The authors' key -> ours, where the value carries over unchanged.
 _RENAMED_KEYS = {
@@ -76,6 +78,8 @@ _LARGEST_SIZES = {
     "compose_rank": 2**10,
     "compose_groups": 2**16,
 }
+# The authors' classes, which their config.json names, and what they are here.
+_AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
 # A file that holds one of these was written by the authors' configuration class.
 _AUTHORS_MARKERS = ("dim", "n_layer", "n_head", "block_size")
 # One period of each named pattern; None is the authors' default and means the same as "LG".
@@ -330,6 +334,10 @@ class DCFormerConfig(PreTrainedConfig):
             # It names the authors' code; only for a copy of this file beside a checkpoint does it name this code.
             if not type(self).__module__.startswith("transformers_modules"):
                 kwargs.pop("auto_map", None)
+        # Tools look up the class of a checkpoint by this name, in Transformers (see public.py).
+        classes: list[str] | None = getattr(self, "architectures", None)
+        if classes is not None:
+            self.architectures = [_AUTHORS_CLASSES.get(name, name) for name in classes]
         for authors_key, key in _RENAMED_KEYS.items():
             if authors_key in kwargs:
                 self._set_translated(authors_key, key, kwargs.pop(authors_key))
@@ -425,6 +433,11 @@ class DCFormerConfig(PreTrainedConfig):
         if self.is_heterogeneous or max(self.compose_cache_channels) == 0:
             return super().per_layer_attributes
         return {"head_dim"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class. PEFT calls it before it looks for the modules that it adapts, see peft_targets.py."""
+        register_peft_targets(self.model_type)
+        return super().to_dict()
 
     @classmethod
     def presets(cls) -> list[str]:

@@ -47,8 +47,6 @@ AUTHORS_NAMES = {
     "dcpythia": {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
 }
 AUTHORS_OUTPUT_NAMES = {"output.": "lm_head."}
-# The authors' classes, which their config.json names, and what they are here.
-_AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
 # Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
 _VOCABULARY_MULTIPLE = 128
 
@@ -198,7 +196,7 @@ def _check_missing(
     with torch.device("meta"):
         expected = {name for name, _ in model_class(own).named_parameters()}
     saved_class = (own.architectures or [model_class.__name__])[0]
-    if _AUTHORS_CLASSES.get(saved_class, saved_class) != model_class.__name__:
+    if saved_class != model_class.__name__:
         expected = {name for name in expected if name.startswith(f"{model_class.base_model_prefix}.")} or expected
     if lost := sorted(expected & set(missing_keys)):
         raise ValueError(

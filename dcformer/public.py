@@ -9,8 +9,11 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
     GPTNeoXTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
+from .common.architectures import add_to_transformers
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
     ComposeSide,
@@ -76,3 +79,7 @@ __all__ = [
     "pretrained_path",
     "register_implementation",
 ]
+
+_public: list[object] = [globals()[_name] for _name in __all__]
+_classes = [value for value in _public if isinstance(value, type)]
+add_to_transformers([_class for _class in _classes if issubclass(_class, PreTrainedConfig | PreTrainedModel)])

@@ -1,0 +1,185 @@
+"""PEFT: the modules it adapts by itself, adapters on disk, parameters of the composition, prompts."""
+
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import random_tokens, tiny_model
+from transformers import AutoModelForSequenceClassification
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.peft_targets import register_peft_targets
+
+
+VARIANTS = ["dcformer", "dcpythia", "plain_gated_transformer"]
+FUSED, NORMS = {"qkv_proj"}, {"input_layernorm", "post_attention_layernorm", "norm"}
+# Methods that choose their modules by the type of the model, with what they need for so small a model.
+METHODS = {
+    "LoraConfig": ({}, FUSED),
+    "AdaLoraConfig": ({"total_step": 10}, FUSED),
+    "IA3Config": ({}, {"qkv_proj", "down_proj"}),
+    "LoHaConfig": ({}, FUSED),
+    "LoKrConfig": ({}, FUSED),
+    "OFTConfig": ({}, FUSED),
+    "VeraConfig": ({}, FUSED),
+    "VBLoRAConfig": ({"vector_length": 8, "num_vectors": 16, "topk": 2}, FUSED),
+    "FourierFTConfig": ({"n_frequency": 10}, FUSED),
+    "MissConfig": ({"r": 8}, FUSED),
+    "LNTuningConfig": ({}, NORMS),
+}
+
+
+def train(model, steps: int = 2) -> list[float]:
+    """Losses of SGD on one batch, in training mode; the model is in evaluation mode afterwards."""
+    tokens = random_tokens(2, 13)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(steps):
+        loss = model.train()(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return losses
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=random_tokens(2, 13)).logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_choose_their_modules_and_train(method):
+    options, targets = METHODS[method]
+    model = get_peft_model(tiny_model(), getattr(peft, method)(task_type="CAUSAL_LM", **options))
+    assert model.peft_config["default"].target_modules == targets
+    train(model, steps=1)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and all(any(f".{target}." in name for target in targets) for name in trained if "bank" not in name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_lora_that_was_saved_gives_identical_logits(variant, tmp_path):
+    base = tiny_model(variant)
+    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM"))
+    losses = train(model, steps=3)
+    assert losses[-1] < losses[0]
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+
+    loaded = PeftModel.from_pretrained(tiny_model(variant), tmp_path).eval()
+    assert torch.equal(logits(loaded), expected)
+    other = tiny_model(variant)
+    other.load_adapter(str(tmp_path))
+    assert torch.equal(logits(other.eval()), expected)
+
+
+def test_adapters_can_be_switched_off_and_merged(tmp_path):
+    plain = logits(tiny_model())
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, task_type="CAUSAL_LM"))
+    assert torch.equal(logits(model), plain)  # a new adapter adds zero
+    train(model)
+    adapted = logits(model)
+    assert (adapted - plain).abs().max() > 0.1
+    with model.disable_adapter():
+        assert torch.equal(logits(model), plain)
+    merged = model.merge_and_unload()
+    # float32: x (W + BA) against x W + (x A) B, sums over 32 products and logits of about 5
+    torch.testing.assert_close(logits(merged), adapted, atol=1e-4, rtol=0)
+    merged.save_pretrained(tmp_path)
+    reloaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(logits(reloaded), logits(merged))
+
+
+def test_generation_with_an_adapter_is_the_same_with_and_without_a_cache():
+    model = get_peft_model(tiny_model().double(), LoraConfig(r=4, task_type="CAUSAL_LM")).double()
+    train(model)
+    arguments = {"input_ids": random_tokens(2, 9), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**arguments), model.generate(use_cache=False, **arguments))
+
+
+def test_the_composition_trains_as_modules_to_save(tmp_path):
+    """Its parameters are no linear layers: they are trained whole and stored beside the adapter."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, modules_to_save=["compose"], task_type="CAUSAL_LM"))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    train(model)
+    changed = {name.rsplit(".")[-1] for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {"hidden_weight", "low_rank_weight", "gate_weight", "weight"}
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(), tmp_path).eval()), expected)
+    torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-4, rtol=0)  # as above
+
+
+def test_the_page_says_what_share_the_composition_has():
+    with torch.device("meta"):
+        model = DCFormerForCausalLM(DCFormerConfig.from_preset("dcformer-2.8b"))
+    composition = sum(weight.numel() for name, weight in model.named_parameters() if ".compose." in name)
+    page = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+    assert f"they are {100 * composition / model.num_parameters():.1f} % of all parameters" in page
+
+
+def test_gates_train_as_target_parameters():
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=[], target_parameters=["compose.gate_weight"]))
+    plain = logits(model)
+    train(model)
+    assert (logits(model) - plain).abs().max() > 1e-3
+
+
+def test_what_is_named_by_the_user_stays():
+    table = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    table["mine"] = ["o_proj"]
+    register_peft_targets("mine")
+    assert table.pop("mine") == ["o_proj"]
+    assert peft.utils.constants.TRANSFORMERS_MODELS_TO_LOKR_TARGET_MODULES_MAPPING.pop("mine") == ["qkv_proj"]
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted = {name.split(".")[-1] for name in model.base_model.targeted_module_names}
+    assert adapted == {"qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+def test_learned_prompts_survive_saving(method, tmp_path):
+    config = getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny_model(), config)
+    train(model)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
+    assert torch.equal(logits(loaded), expected)
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia"])
+def test_a_classifier_trains_and_is_saved_with_its_head(variant, tmp_path):
+    tiny_model(variant, pad_token_id=66).save_pretrained(tmp_path / "base")
+
+    def classifier():
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+
+    model = get_peft_model(classifier(), LoraConfig(r=4, task_type="SEQ_CLS"))
+    trained = {name.split(".")[-3] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {"lora_A", "lora_B", "modules_to_save"}
+    tokens, labels = random_tokens(3, 13, vocab_size=66), torch.tensor([0, 1, 2])
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(10):
+        loss = model(input_ids=tokens, labels=labels).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(classifier(), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+
+
+def test_a_configuration_imports_nothing_of_peft(monkeypatch):
+    monkeypatch.delitem(sys.modules, "peft.utils.constants")
+    tiny_model().config.to_dict()
+    assert "peft.utils.constants" not in sys.modules

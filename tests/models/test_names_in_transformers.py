@@ -1,0 +1,44 @@
+"""Tools that are given a path find the class that its config.json names, as they do for models of Transformers."""
+
+import sys
+import types
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cli.serving.model_manager import ModelManager
+
+import dcformer
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, pretrained_path
+from dcformer.common.architectures import add_to_transformers
+
+
+def test_all_public_models_and_configurations_are_found_by_name():
+    public = [getattr(dcformer, name) for name in dcformer.__all__]
+    classes = [value for value in public if isinstance(value, type)]
+    found = [value for value in classes if issubclass(value, PreTrainedConfig | PreTrainedModel)]
+    assert DCFormerForCausalLM in found and DCPythiaConfig in found
+    assert all(getattr(transformers, value.__name__) is value for value in found)
+
+
+def test_who_imported_transformers_before_it_was_complete_finds_them_too(monkeypatch):
+    early, holder = types.ModuleType("transformers"), types.ModuleType("holder")
+    holder.transformers = early
+    monkeypatch.setitem(sys.modules, "holder", holder)
+    add_to_transformers([DCFormerForCausalLM])
+    assert early.DCFormerForCausalLM is DCFormerForCausalLM
+
+
+@pytest.mark.parametrize("name", ["DCFormer", "DCPythia"])
+def test_the_authors_names_of_classes_become_ours(name):
+    config_class = DCFormerConfig if name == "DCFormer" else DCPythiaConfig
+    config = config_class(dim=32, n_layer=2, n_head=4, architectures=[name])
+    assert config.architectures == [f"{name}ForCausalLM"]
+    assert issubclass(getattr(transformers, config.architectures[0]), PreTrainedModel)
+
+
+def test_the_server_of_transformers_loads_a_model():
+    manager = ModelManager(device="cpu", dtype="float32")
+    model, _ = manager.load_model_and_processor(manager.process_model_name(pretrained_path("dcformer-tiny")))
+    assert isinstance(model, DCFormerForCausalLM)
+    manager.shutdown()

@@ -1,0 +1,127 @@
+"""Quantised weights and quantised caches: what is quantised, what stays, what still agrees."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from tiny_models import random_tokens, tiny_model
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+from transformers import BitsAndBytesConfig, QuantizedCache, QuantoConfig, TorchAoConfig
+
+from dcformer import DCFormerForCausalLM
+
+
+# Inputs of every linear layer are a multiple of 64, the block of bitsandbytes.
+SHAPE = {"hidden_size": 128, "intermediate_size": 256}
+METHODS = {
+    "torchao_int8": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+    "torchao_int4": lambda: TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))),
+    "bitsandbytes_int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes_nf4": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    ),
+    "quanto_int8": lambda: QuantoConfig(weights="int8"),
+    "quanto_int4": lambda: QuantoConfig(weights="int4"),
+}
+WRITABLE = [name for name in METHODS if not name.startswith("quanto")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(**SHAPE).save_pretrained(folder)
+    return folder
+
+
+def load(folder, method=None) -> DCFormerForCausalLM:
+    options = {} if method is None else {"quantization_config": METHODS[method]()}
+    return DCFormerForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **options).eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(random_tokens(2, 13)).logits
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_linear_layers_are_quantised_and_the_composition_is_not(method, folder):
+    plain, model = load(folder), load(folder, method)
+    layer, quantised = plain.model.layers[0], model.model.layers[0]
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+        weight = quantised.get_submodule(name).weight
+        assert type(weight) is not nn.Parameter or weight.dtype != torch.float32, name
+    for name, parameter in layer.self_attn.compose.named_parameters():
+        kept = quantised.self_attn.compose.get_parameter(name)
+        assert type(kept) is nn.Parameter and torch.equal(kept, parameter)
+    # Random weights that compose strongly: steps of 8 bits are 1/254 of the largest weight, of 4 bits 1/15.
+    error = relative_error(logits(model), logits(plain))
+    assert 1e-4 < error < (0.1 if method.endswith("int8") else 0.6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generation_follows_the_quantised_forward(method, folder):
+    model = load(folder, method)
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = random_tokens(1, 9)
+    generated = model.generate(tokens, **arguments)
+    assert torch.equal(generated, model.generate(tokens, use_cache=False, **arguments))
+    with torch.no_grad():
+        following = model(generated[:, :-1]).logits[0, 8:].argmax(-1)
+    assert torch.equal(generated[0, 9:], following)
+
+
+@pytest.mark.parametrize("method", WRITABLE)
+def test_quantised_weights_are_saved_and_read_back(method, folder, tmp_path):
+    model = load(folder, method)
+    # Before the first inference: after it, bitsandbytes writes 4-bit weights in an order that it cannot read.
+    model.save_pretrained(tmp_path)
+    reloaded = DCFormerForCausalLM.from_pretrained(tmp_path, device_map="cpu").eval()
+    assert torch.equal(logits(reloaded), logits(model))
+
+
+def test_an_adapter_trains_on_4_bit_weights(folder):
+    model = prepare_model_for_kbit_training(load(folder, "bitsandbytes_nf4"))
+    model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM")).train()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.5)
+    tokens, losses = random_tokens(2, 13), []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed and all(".qkv_proj.lora_" in name for name in changed)
+
+
+def quantised_cache(config, bits: int) -> QuantizedCache:
+    # 16 + 8 channels, of 4 heads and 8 keys: what is quantised fills whole groups of 32
+    return QuantizedCache("quanto", config, nbits=bits, q_group_size=32, residual_length=8)
+
+
+@torch.no_grad()
+def test_a_cache_of_more_bits_is_nearer_to_a_plain_one():
+    model, tokens = tiny_model("all_global", head_dim=16, seed=3), random_tokens(1, 32)
+    expected = model(tokens).logits[:, 8:]
+    errors = []
+    for bits in (2, 4):
+        cache = quantised_cache(model.config, bits)
+        pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split(8, dim=1)]
+        errors.append(relative_error(torch.cat(pieces, dim=1)[:, 8:], expected))
+    assert 1e-3 < errors[1] < errors[0]
+
+
+def test_generate_makes_a_quantised_cache_for_full_attention_only():
+    tokens = random_tokens(1, 24)
+    arguments = {"cache_implementation": "quantized", "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    options = {"backend": "quanto", "nbits": 4, "q_group_size": 32}
+    model = tiny_model("all_global", head_dim=16)
+    assert model.generate(tokens, cache_config=options, **arguments).shape == (1, 28)
+    with pytest.raises(ValueError, match="only full attention layers"):
+        tiny_model(head_dim=16).generate(tokens, cache_config=options, **arguments)
