@@ -40,6 +40,8 @@ EXTRAS = {
         "tensorboard",
         "orbax-checkpoint",
         "peft",
+        "pillow",
+        "scikit-learn",
         "moto[s3,server]",
         "boto3",
     ],
