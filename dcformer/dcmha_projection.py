@@ -85,7 +85,9 @@ class DCFormerCompose(nn.Module):
         self.hidden_weight = self.low_rank_weight = self.gate_weight = self.static_weight = None
         self.key_hidden_weight = self.key_gate_weight = None
         key_size = hidden_size if key_size is None else key_size
-        own_key_weights = key_wise and key_size != hidden_size
+        if key_wise and not query_wise:
+            hidden_size = key_size  # then nothing is computed from the query's sequence
+        self.needs_key_states = own_key_weights = key_wise and dynamic and key_size != hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -146,8 +148,13 @@ class DCFormerCompose(nn.Module):
 
         Returns:
             The weights before and after the softmax; None for a place that is switched off.
+
+        Raises:
+            ValueError: if `key_states` are not given although they have another size.
         """
         if key_states is None:
+            if self.needs_key_states:
+                raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
             sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight

@@ -160,6 +160,10 @@ def _check_split_projections(path: _Source | None, unexpected_keys: Collection[s
         )
 
 
+class _OtherShape(ValueError, RuntimeError):
+    """A ValueError, as all that a user can correct, and what Transformers raises here, which callers may expect."""
+
+
 def _check_sizes(
     path: _Source | None, mismatched_keys: Collection[tuple[str, torch.Size, torch.Size]], by: str
 ) -> None:
@@ -167,7 +171,7 @@ def _check_sizes(
         return
     key, in_file, by_config = sorted(mismatched_keys, key=lambda item: item[0])[0]
     others = f", and {len(mismatched_keys) - 1} more differ" if len(mismatched_keys) > 1 else ""
-    raise ValueError(
+    raise _OtherShape(
         f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by {by}{others}; correct the "
         "configuration, or pass ignore_mismatched_sizes=True to from_pretrained to draw these anew."
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
@@ -184,14 +184,16 @@ class DCViTPreTrainedModel(PreTrainedModel):
                 another shape than the configuration says (unless `ignore_mismatched_sizes=True`).
         """
         path, load = pretrained_model_name_or_path, super().from_pretrained
-        may_lack_weights = output_loading_info or _is_vit(path, kwargs)
-        model, info = load_checked(cls, load, path, may_lack_weights, *args, **kwargs)
+        is_vit = _is_vit(path, kwargs)
+        if is_vit:
+            kwargs.setdefault("key_mapping", _names_of_vit())
+        model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
     ) -> None:
-        """As `PreTrainedModel.save_pretrained`, but under the names of this class also where older ones were read."""
+        """As `PreTrainedModel.save_pretrained`, but under the names of this class also where a ViT's were read."""
         super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
 
 
@@ -200,8 +202,17 @@ def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
     if path is None:
         return False
     where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
-    values, _ = PreTrainedConfig.get_config_dict(path, **where)
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path, **where)
+    except OSError:
+        return False  # nothing there: loading says so
     return values.get("model_type") == ViTConfig.model_type
+
+
+def _names_of_vit() -> dict[str, str]:
+    """How Transformers renames ViT's parameters, whose files keep older names than its classes have today."""
+    renamings = get_checkpoint_conversion_mapping(ViTModel.__name__)
+    return {renaming.source_patterns[0]: renaming.target_patterns[0] for renaming in renamings}
 
 
 class DCViTModel(DCViTPreTrainedModel):
@@ -331,10 +342,6 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
-
-
-# How Transformers renames the parameters of ViT checkpoints that are older than the names of today.
-register_checkpoint_conversion_mapping("DCViTModel", get_checkpoint_conversion_mapping("ViTModel"), overwrite=True)
 
 
 __all__ = ["DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]

@@ -208,6 +208,11 @@ def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
     assert_close(torch.tensor([scores[f"LABEL_{number}"] for number in range(5)]), expected, **CLOSE)
 
 
+def test_a_folder_that_does_not_exist_is_named():
+    with pytest.raises(FileNotFoundError, match="There is no model folder"):
+        DCViTForImageClassification.from_pretrained("./nowhere")
+
+
 def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
     tiny_dcvit().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -220,8 +225,9 @@ def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
 def test_a_classifier_for_other_classes_starts_anew_when_asked(tmp_path):
     model = tiny_dcvit()
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"classifier\.bias has shape"):
+    with pytest.raises(ValueError, match=r"classifier\.bias has shape") as raised:
         DCViTForImageClassification.from_pretrained(tmp_path, num_labels=7)
+    assert isinstance(raised.value, RuntimeError)  # which every other model of Transformers raises
     tuned = DCViTForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
     assert tuned(images()).logits.shape == (3, 7)
     name = "vit.layers.0.attention.compose.hidden_weight"

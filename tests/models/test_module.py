@@ -371,6 +371,28 @@ def test_two_sequences_give_the_weights_that_each_gives_alone():
         assert_close(stage.key.factors, of_key.key.factors, **CLOSE)
 
 
+def test_a_composition_of_two_widths_asks_for_both_sequences():
+    with pytest.raises(ValueError, match="key_states must be given"):
+        DCFormerCompose(WIDTH, HEADS, key_size=24)(normal(BATCH, QUERIES, WIDTH))
+
+
+@pytest.mark.parametrize("side", ["query_wise", "key_wise"])
+def test_one_side_alone_has_no_parameters_of_the_other(side):
+    """One without a gradient would stop distributed training."""
+    module = composing(kdim=24, vdim=24, **{"query_wise": False, "key_wise": False, side: True})
+    module(*sequences(KEYS, 24, 24))[0].square().mean().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in module.parameters())
+
+
+def test_autocast_gives_the_same_up_to_its_rounding():
+    module = composing()
+    expected, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
+    assert output.dtype == torch.bfloat16
+    assert_close(output.float(), expected, rtol=0, atol=0.6)  # of outputs up to 12, through several roundings to 8 bits
+
+
 def test_every_composition_off_is_plain_attention():
     theirs = torch_module(batch_first=True)
     ours = DCMultiheadAttention.from_torch(theirs, identity=False, pre=False, post=False)
