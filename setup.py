@@ -47,6 +47,8 @@ EXTRAS = {
         "torchao>=0.16",
         "bitsandbytes>=0.49",
         "optimum-quanto>=0.2.7",
+        "pillow",
+        "scikit-learn",
         "moto[s3,server]",
         "gradio>=6",
         "playwright",

@@ -126,13 +126,14 @@ def _raises_value_error(method: Callable[_Arguments, _Value]) -> Callable[_Argum
     return wrapper
 
 
-def _with_value_errors(cls: _Class) -> _Class:
+def with_value_errors(cls: _Class) -> _Class:
+    """Class decorator, above `@strict`: what its validation finds is raised as a plain ValueError."""
     for name in ("__init__", "validate"):
         setattr(cls, name, _raises_value_error(getattr(cls, name)))
     return cls
 
 
-@_with_value_errors
+@with_value_errors
 @strict
 class DCFormerConfig(PreTrainedConfig):
     r"""
@@ -571,7 +572,7 @@ class DCFormerConfig(PreTrainedConfig):
             )
 
 
-@_with_value_errors
+@with_value_errors
 @strict
 class DCPythiaConfig(DCFormerConfig):
     r"""

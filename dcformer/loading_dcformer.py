@@ -170,6 +170,10 @@ def _check_split_projections(path: _Source | None, unexpected_keys: Collection[s
         )
 
 
+class _OtherShape(ValueError, RuntimeError):
+    """A ValueError, as all that a user can correct, and what Transformers raises here, which callers may expect."""
+
+
 def _check_sizes(
     path: _Source | None, mismatched_keys: Collection[tuple[str, torch.Size, torch.Size]], by: str
 ) -> None:
@@ -177,7 +181,7 @@ def _check_sizes(
         return
     key, in_file, by_config = sorted(mismatched_keys, key=lambda item: item[0])[0]
     others = f", and {len(mismatched_keys) - 1} more differ" if len(mismatched_keys) > 1 else ""
-    raise ValueError(
+    raise _OtherShape(
         f"{key} has shape {tuple(in_file)} in {str(path)!r} but {tuple(by_config)} by {by}{others}; correct the "
         "configuration, or pass ignore_mismatched_sizes=True to from_pretrained to draw these anew."
     )
@@ -198,6 +202,8 @@ def _check_missing(
     saved_class = (own.architectures or [model_class.__name__])[0]
     if saved_class != model_class.__name__:
         expected = {name for name in expected if name.startswith(f"{model_class.base_model_prefix}.")} or expected
+    if heads := getattr(model_class, "_heads_that_may_be_new", None):
+        expected = {name for name in expected if not re.match(heads, name)}
     if lost := sorted(expected & set(missing_keys)):
         raise ValueError(
             f"{str(path)!r} lacks {_and_others(lost)}, for which its config.json asks and which would start at random; "

@@ -6,14 +6,12 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import functools
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import (
@@ -41,7 +39,7 @@ from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import pack, unpack
 from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
-from .dcmha_projection import DCFormerCompose
+from .dcmha_projection import DCFormerCompose, make_compose
 from .generation_dcformer import DCFormerGenerationMixin
 from .input_checks import (
     KeySizes,
@@ -146,27 +144,6 @@ def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (batch, 1, length, rotary size)
     rotated = (rotated * cos + rotate_half(rotated) * sin).to(states.dtype)
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] > 0 else rotated
-
-
-def make_compose(config: DCFormerConfig) -> DCFormerCompose | None:
-    """What composes the heads of one attention layer, or None if the configuration switches all of it off."""
-    if not config.composes_heads:
-        return None
-    return DCFormerCompose(
-        config.hidden_size,
-        config.num_attention_heads,
-        rank=config.compose_rank,
-        groups=config.compose_groups,
-        activation=config.compose_activation,
-        norm_eps=config.compose_norm_eps,
-        pre=config.compose_pre,
-        post=config.compose_post,
-        query_wise=config.compose_query,
-        key_wise=config.compose_key,
-        low_rank=config.compose_low_rank,
-        gate=config.compose_gate,
-        static=config.compose_static,
-    )
 
 
 def eager_attention_forward(
@@ -387,20 +364,8 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if not isinstance(module, DCFormerCompose):
-            return
-        # Section 4 of the paper. The JAX code draws the gates with sqrt(2 / (hidden + heads)) * 0.005 and the static
-        # matrices with a tenth of Xavier's deviation, the torch code starts from zeros; the paper wins.
-        if module.hidden_weight is not None and module.low_rank_weight is not None:
-            hidden_size, _, _, inner = module.hidden_weight.shape
-            heads = module.low_rank_weight.shape[-1]
-            init.normal_(module.hidden_weight, std=math.sqrt(2 / (hidden_size + inner)))
-            init.normal_(module.low_rank_weight, std=0.02 / (math.sqrt(inner) * (heads + module.rank)))
-        if module.gate_weight is not None:
-            hidden_size, heads = module.gate_weight.shape[0], module.gate_weight.shape[-1] // 4
-            init.normal_(module.gate_weight, std=0.05 * math.sqrt(2) / (hidden_size + heads))
-        if module.static_weight is not None:
-            init.normal_(module.static_weight, std=math.sqrt(1 / module.static_weight.shape[-1]))
+        if isinstance(module, DCFormerCompose):
+            module.reset_parameters()
 
     @classmethod
     def from_pretrained(

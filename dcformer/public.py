@@ -4,6 +4,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -12,9 +13,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .common.architectures import add_to_transformers
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from .configuration_dcvit import DCViTConfig
 from .dcmha import (
     ComposeSide,
     ComposeWeights,
@@ -38,22 +41,31 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
+from .modeling_dcvit import DCViTForImageClassification, DCViTModel
+from .module import DCMultiheadAttention
 from .pretrained import pretrained_path
 
 
 AUTO_CLASSES = {
-    AutoModel: (DCFormerModel, DCPythiaModel),
+    AutoModel: (DCFormerModel, DCPythiaModel, DCViTModel),
     AutoModelForCausalLM: (DCFormerForCausalLM, DCPythiaForCausalLM),
     AutoModelForSequenceClassification: (DCFormerForSequenceClassification, DCPythiaForSequenceClassification),
     AutoModelForTokenClassification: (DCFormerForTokenClassification, DCPythiaForTokenClassification),
     AutoModelForQuestionAnswering: (DCFormerForQuestionAnswering, DCPythiaForQuestionAnswering),
+    AutoModelForImageClassification: (DCViTForImageClassification,),
 }
-for _config in (DCFormerConfig, DCPythiaConfig):
+for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
+for _config in (DCFormerConfig, DCPythiaConfig):
     AutoTokenizer.register(_config, GPTNeoXTokenizer, exist_ok=True)
 for _auto_class, _models in AUTO_CLASSES.items():
     for _model in _models:
         _auto_class.register(_model.config_class, _model, exist_ok=True)
+
+# By name, as Transformers does for its own models: the classes themselves would bring Pillow or torchvision.
+IMAGE_PROCESSOR_MAPPING.register(
+    DCViTConfig, {"torchvision": "ViTImageProcessor", "pil": "ViTImageProcessorPil"}, exist_ok=True
+)
 
 __all__ = [
     "ComposeSide",
@@ -64,12 +76,16 @@ __all__ = [
     "DCFormerForSequenceClassification",
     "DCFormerForTokenClassification",
     "DCFormerModel",
+    "DCMultiheadAttention",
     "DCPythiaConfig",
     "DCPythiaForCausalLM",
     "DCPythiaForQuestionAnswering",
     "DCPythiaForSequenceClassification",
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
+    "DCViTConfig",
+    "DCViTForImageClassification",
+    "DCViTModel",
     "Visibility",
     "cache_bytes_per_token",
     "compose",

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 from dcformer import DCFormerConfig
 from dcformer.dcmha import ComposeSide
 from dcformer.dcmha_cache import cache_bytes_per_token, compose_channels, pack, unpack
-from dcformer.modeling_dcformer import make_compose
+from dcformer.dcmha_projection import make_compose
 
 
 any_case = settings(derandomize=True, deadline=None, max_examples=100)

@@ -1,0 +1,347 @@
+"""DCViT: a vision transformer with Dynamically Composable Multi-Head Attention (section 4.5 of the paper).
+
+As ViT of Transformers, whose embeddings, MLP, pooler and parameter names it has, except for the attention: its scores
+are composed across heads before the softmax, and its weights after it. Nothing is causal. With composition switched off
+it is a plain ViT and runs through sdpa or FlashAttention.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.vit.configuration_vit import ViTConfig
+from transformers.models.vit.modeling_vit import (
+    ViTEmbeddings,
+    ViTForImageClassification,
+    ViTMLP,
+    ViTModel,
+    ViTPooler,
+    eager_attention_forward,
+)
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_dcvit import DCViTConfig
+from .dcmha import checked_implementation, composed_attention_forward
+from .dcmha_projection import DCFormerCompose, make_compose
+from .loading_dcformer import load_checked
+
+
+class DCViTAttention(nn.Module):
+    def __init__(self, config: DCViTConfig):
+        super().__init__()
+        self.config = config
+        self.num_attention_heads = config.num_attention_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = False
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias) for _ in range(3)
+        )
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.compose = make_compose(config)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        input_shape = hidden_states.shape[:-1]
+        query, key, value = (
+            projection(hidden_states).view(*input_shape, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (batch, heads, length, channels)
+        eager: Callable = eager_attention_forward
+        if self.compose is not None:
+            checked_implementation(self.config._attn_implementation)
+            eager = composed_attention_forward
+            pre, post = self.compose(hidden_states)
+            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
+            kwargs.update(pre=pre, post=post)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        output, weights = attention_interface(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
+
+
+class DCViTLayer(GradientCheckpointingLayer):
+    def __init__(self, config: DCViTConfig):
+        super().__init__()
+        self.attention = DCViTAttention(config)
+        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = ViTMLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> Tensor:
+        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
+        hidden_states = hidden_states + self.dropout(attended)
+        return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states)))
+
+
+class DCViTPreTrainedModel(PreTrainedModel):
+    config: DCViTConfig
+    config_class = DCViTConfig
+    base_model_prefix = "vit"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ViTEmbeddings", "DCViTLayer"]
+    # These never see other heads' scores, so they cannot compose; plain models switch them on below.
+    _supports_sdpa = False
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
+    _input_embed_layer = "patch_embeddings"
+    # Of the same weights one task makes no use and another starts anew, as in ViT.
+    _heads_that_may_be_new = r"^(classifier|(vit\.)?pooler)\."
+    _vit_class: type[PreTrainedModel]
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """As the base class for plain models; composing models accept what can mix heads, and nothing else."""
+        if not self.config.composes_heads:
+            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        return checked_implementation(requested_attention or "eager")
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ViTEmbeddings):
+            init.trunc_normal_(module.position_embeddings, std=self.config.initializer_range)
+            init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
+            if module.mask_token is not None:
+                init.zeros_(module.mask_token)
+        elif isinstance(module, DCFormerCompose):
+            module.reset_parameters(identity=self.config.compose_init == "identity")
+
+    @classmethod
+    def from_vit(cls, vit: PreTrainedModel, **composition: Any) -> Any:
+        """
+        A model with the weights of a ViT of Transformers, whose composition starts as identity: it gives the same
+        outputs until it is trained. The ViT stays as it is.
+
+        Args:
+            vit (`ViTModel` or `ViTForImageClassification`): Of the same task as this class.
+            composition: Fields of [`DCViTConfig`], such as `compose_rank`.
+
+        Raises:
+            ValueError: for a model of another class.
+        """
+        if not isinstance(vit, cls._vit_class):
+            raise ValueError(f"{cls.__name__} is made of a {cls._vit_class.__name__}, got a {type(vit).__name__}.")
+        config = DCViTConfig.from_vit(vit.config, **composition)
+        model = cls(config, **cls._parts_of(vit)).to(device=vit.device, dtype=vit.dtype)
+        model.load_state_dict({**model.state_dict(), **vit.state_dict()})
+        return model.train(vit.training)
+
+    @staticmethod
+    def _parts_of(vit: PreTrainedModel) -> dict[str, Any]:
+        """Arguments of the constructor for the optional parts that a ViT has."""
+        return {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *args: Any,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        As `PreTrainedModel.from_pretrained`. The files of a ViT load as they are, and the composition then starts as
+        identity.
+
+        Args:
+            output_loading_info (`bool`, defaults to `False`): Return the loading info too. Weights that the file lacks
+                are then drawn and listed there, instead of being an error.
+
+        Raises:
+            FileNotFoundError: if a local path does not exist.
+            ValueError: if a weights file is truncated, lacks a weight other than those of a head, or holds one of
+                another shape than the configuration says (unless `ignore_mismatched_sizes=True`).
+        """
+        path, load = pretrained_model_name_or_path, super().from_pretrained
+        is_vit = _is_vit(path, kwargs)
+        if is_vit:
+            kwargs.setdefault("key_mapping", _names_of_vit())
+        model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
+    ) -> None:
+        """As `PreTrainedModel.save_pretrained`, but under the names of this class also where a ViT's were read."""
+        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
+
+
+def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
+    """Whether a checkpoint is one of a ViT, which has no composition."""
+    if path is None:
+        return False
+    where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(path, **where)
+    except OSError:
+        return False  # nothing there: loading says so
+    return values.get("model_type") == ViTConfig.model_type
+
+
+def _names_of_vit() -> dict[str, str]:
+    """How Transformers renames ViT's parameters, whose files keep older names than its classes have today."""
+    renamings = get_checkpoint_conversion_mapping(ViTModel.__name__)
+    return {renaming.source_patterns[0]: renaming.target_patterns[0] for renaming in renamings}
+
+
+class DCViTModel(DCViTPreTrainedModel):
+    """
+    DCViT without a head.
+
+    Args:
+        config (`DCViTConfig`): Its shape.
+        add_pooling_layer (`bool`, defaults to `True`): Whether to have a pooler over the class token.
+        use_mask_token (`bool`, defaults to `False`): Whether to have a token that stands for masked patches.
+    """
+
+    _vit_class = ViTModel
+
+    def __init__(self, config: DCViTConfig, add_pooling_layer: bool = True, use_mask_token: bool = False):
+        config.validate()  # values that were set after the configuration was made
+        super().__init__(config)
+        self.embeddings = ViTEmbeddings(config, use_mask_token=use_mask_token)
+        self.layers = nn.ModuleList(DCViTLayer(config) for _ in range(config.num_hidden_layers))
+        self.layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.pooler = ViTPooler(config) if add_pooling_layer else None
+        self.post_init()
+
+    @staticmethod
+    def _parts_of(vit: PreTrainedModel) -> dict[str, Any]:
+        return {"add_pooling_layer": vit.pooler is not None, "use_mask_token": vit.embeddings.mask_token is not None}
+
+    @merge_with_config_defaults
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        bool_masked_pos: Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPooling:
+        """
+        Args:
+            pixel_values (`Tensor`): (batch, channels, height, width), of an image processor.
+            bool_masked_pos (`Tensor`, *optional*): (batch, patches), True for patches to replace by the mask token.
+            interpolate_pos_encoding (`bool`, *optional*): Take images of another size than the configuration's, with
+                position embeddings interpolated between those there are.
+            attention_mask (`Tensor`, *optional*): (batch, 1 + patches), 0 for what nothing attends to; or
+                (batch or 1, heads or 1, 1 + patches, 1 + patches), boolean with True for visible or floating point,
+                added to the scores.
+
+        Returns:
+            `BaseModelOutputWithPooling`: last_hidden_state (batch, 1 + patches, hidden), the class token first, and
+            with a pooler pooler_output (batch, pooler_output_size).
+
+        Raises:
+            ValueError: for missing pixels, or shapes that do not fit the configuration.
+        """
+        if pixel_values is None or pixel_values.dim() != 4:
+            got = "nothing" if pixel_values is None else f"shape {tuple(pixel_values.shape)}"
+            raise ValueError(f"pixel_values must be (batch, channels, height, width), got {got}.")
+        if bool_masked_pos is not None:
+            self._check_masked_positions(bool_masked_pos, pixel_values)
+        hidden_states = self.embeddings(
+            pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype),
+            bool_masked_pos=bool_masked_pos,
+            interpolate_pos_encoding=bool(interpolate_pos_encoding),
+        )  # (batch, 1 + patches, hidden)
+        if not self.config.composes_heads:
+            attention_mask = create_bidirectional_mask(
+                config=self.config, inputs_embeds=hidden_states, attention_mask=attention_mask
+            )
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, **kwargs)
+        hidden_states = self.layernorm(hidden_states)
+        pooled = self.pooler(hidden_states) if self.pooler is not None else None
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def _check_masked_positions(self, bool_masked_pos: Tensor, pixel_values: Tensor) -> None:
+        if self.embeddings.mask_token is None:
+            raise ValueError("bool_masked_pos needs a mask token; make the model with use_mask_token=True.")
+        height, width = self.embeddings.patch_embeddings.patch_size
+        expected = (pixel_values.shape[0], (pixel_values.shape[2] // height) * (pixel_values.shape[3] // width))
+        if bool_masked_pos.shape != expected:
+            raise ValueError(
+                f"bool_masked_pos must be (batch, patches) = {expected}, got {tuple(bool_masked_pos.shape)}."
+            )
+
+
+class DCViTForImageClassification(DCViTPreTrainedModel):
+    """DCViT with a linear classifier over the class token."""
+
+    _vit_class = ViTForImageClassification
+
+    def __init__(self, config: DCViTConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.vit = DCViTModel(config, add_pooling_layer=False)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> ImageClassifierOutput:
+        """
+        As [`DCViTModel.forward`], and:
+
+        Args:
+            labels (`Tensor`, *optional*): (batch,) numbers of classes; with a single class (`num_labels=1`) targets of
+                a regression, with `problem_type="multi_label_classification"` (batch, labels) of 0.0 and 1.0.
+
+        Returns:
+            `ImageClassifierOutput`: logits (batch, labels), and with labels the loss.
+        """
+        outputs = self.vit(
+            pixel_values,
+            interpolate_pos_encoding=interpolate_pos_encoding,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        logits = self.classifier(outputs.last_hidden_state[:, 0])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = ["DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]

@@ -1,0 +1,456 @@
+"""DCMultiheadAttention: equal to torch's module where it starts as identity, the paper's formulas where it composes."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from dcformer import DCMultiheadAttention, composed_attention_reference
+from dcformer.dcmha_projection import DCFormerCompose
+
+
+# Two orders of summation in float32, of outputs near 1.
+CLOSE = {"rtol": 0, "atol": 1e-5}
+BATCH, QUERIES, KEYS, WIDTH, HEADS = 3, 7, 9, 32, 4
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def torch_module(**options):
+    """With weights of ordinary size, biases too."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, **options)
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed) / math.sqrt(WIDTH))
+    return module
+
+
+def composing(**options):
+    """A module whose composition is strong enough that no part of it goes unnoticed."""
+    module = DCMultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+    with torch.no_grad():
+        for seed, parameter in enumerate(module.parameters()):
+            fan_in = parameter.shape[2] if parameter.dim() == 5 else parameter.shape[-1 if parameter.dim() < 3 else 0]
+            parameter.copy_(normal(*parameter.shape, seed=seed) / math.sqrt(fan_in))
+    return module
+
+
+def sequences(keys=KEYS, key_width=WIDTH, value_width=WIDTH):
+    """Query, key and value with the batch first."""
+    return (
+        normal(BATCH, QUERIES, WIDTH),
+        normal(BATCH, keys, key_width, seed=1),
+        normal(BATCH, keys, value_width, seed=2),
+    )
+
+
+# Every query sees key 0, since torch's module gives nan to one that sees none.
+PADDING = torch.arange(KEYS) >= torch.tensor([[9], [4], [6]])  # (batch, key)
+PAIRS = (normal(BATCH * HEADS, QUERIES, KEYS, seed=3) > 0.5).index_fill(2, torch.tensor([0]), False)
+BIAS = normal(BATCH * HEADS, QUERIES, KEYS, seed=4)
+MASKS = {
+    "none": {},
+    "padding": {"key_padding_mask": PADDING},
+    "float_padding": {"key_padding_mask": normal(BATCH, KEYS, seed=5).masked_fill(PADDING, -math.inf)},
+    "pairs": {"attn_mask": PAIRS[0]},
+    "pairs_of_every_head": {"attn_mask": PAIRS},
+    "bias": {"attn_mask": BIAS[0]},
+    "bias_of_every_head": {"attn_mask": BIAS},
+    "padding_and_pairs": {"key_padding_mask": PADDING, "attn_mask": PAIRS},
+    "float_padding_and_bias": {
+        "key_padding_mask": torch.zeros(BATCH, KEYS).masked_fill(PADDING, -math.inf),
+        "attn_mask": BIAS,
+    },
+}
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "every_head"])
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch_first", "length_first"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_copy_of_torchs_module_computes_the_same(mask, batch_first, average):
+    theirs = torch_module(batch_first=batch_first)
+    ours = DCMultiheadAttention.from_torch(theirs, static=True)
+    inputs = sequences() if batch_first else [states.transpose(0, 1) for states in sequences()]
+    expected, expected_weights = theirs(*inputs, **MASKS[mask], average_attn_weights=average)
+    output, weights = ours(*inputs, **MASKS[mask], average_attn_weights=average)
+    assert_close(output, expected, **CLOSE)
+    assert_close(weights, expected_weights, **CLOSE)
+    without_weights, nothing = ours(*inputs, **MASKS[mask], need_weights=False)
+    assert nothing is None
+    assert_close(without_weights, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "every_head"])
+@pytest.mark.parametrize("mask", ["none", "padding", "pairs", "pairs_of_every_head", "float_padding_and_bias"])
+def test_a_sequence_without_a_batch_is_as_in_torch(mask, average):
+    theirs = torch_module()
+    masks = {
+        name: tensor[0] if name == "key_padding_mask" else tensor[:HEADS] if tensor.dim() == 3 else tensor
+        for name, tensor in MASKS[mask].items()
+    }
+    inputs = [states[0] for states in sequences()]
+    expected = theirs(*inputs, **masks, average_attn_weights=average)
+    assert_close(
+        DCMultiheadAttention.from_torch(theirs)(*inputs, **masks, average_attn_weights=average), expected, **CLOSE
+    )
+
+
+@pytest.mark.parametrize(
+    "widths, bias", [((24, 40), True), ((WIDTH, 40), True), ((24, WIDTH), False)], ids=["both", "value", "key_no_bias"]
+)
+def test_keys_and_values_of_other_widths_are_as_in_torch(widths, bias):
+    theirs = torch_module(kdim=widths[0], vdim=widths[1], bias=bias, batch_first=True)
+    inputs = sequences(KEYS, *widths)
+    assert_close(DCMultiheadAttention.from_torch(theirs)(*inputs), theirs(*inputs), **CLOSE)
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 24, "vdim": 40}], ids=["one_width", "other_widths"])
+def test_a_state_of_torchs_module_lacks_only_the_composition(widths):
+    missing, unexpected = DCMultiheadAttention(WIDTH, HEADS, **widths).load_state_dict(
+        torch_module(**widths).state_dict(), strict=False
+    )
+    assert unexpected == [] and len(missing) > 0
+    assert all(name.startswith("compose.") for name in missing)
+
+
+def position_maps(compose, states, slot, gate_weight, hidden_weight):
+    """Equations 5 and 6, position by position: (batch, length, heads in, heads out)."""
+    hidden = nn.functional.gelu(states @ hidden_weight[:, 0, slot])
+    w1, w2 = torch.einsum("blk,krh->blrh", hidden, compose.low_rank_weight[0, slot]).split(compose.rank, dim=2)
+    w1 = w1 / (w1.pow(2).mean(-1, keepdim=True) + compose.norm_eps).sqrt()
+    gates = torch.tanh(states @ gate_weight[:, 0].unflatten(1, (4, HEADS))[:, slot])
+    return torch.einsum("blrj,blrh->bljh", w1, w2) + torch.diag_embed(gates)
+
+
+@pytest.mark.parametrize("key_width", [WIDTH, 24], ids=["one_width", "other_width"])
+def test_cross_attention_takes_query_wise_weights_from_the_query_and_key_wise_from_the_key(key_width):
+    module = composing(kdim=key_width, vdim=key_width)
+    query, key, value = sequences(KEYS, key_width, key_width)
+    compose = module.compose
+    of_key = compose.hidden_weight, compose.gate_weight
+    if key_width == WIDTH:
+        projections = module.in_proj_weight.chunk(3)
+    else:
+        projections = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+        of_key = compose.key_hidden_weight, compose.key_gate_weight
+    q, k, v = (
+        (states @ weight.T + bias).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for states, weight, bias in zip((query, key, value), projections, module.in_proj_bias.chunk(3))
+    )
+
+    def composed(a, stage):
+        """Equation 7 on (batch, heads, query, key)."""
+        by_query = position_maps(compose, query, 2 * stage, compose.gate_weight, compose.hidden_weight)
+        by_key = position_maps(compose, key, 2 * stage + 1, of_key[1], of_key[0])
+        return a + torch.einsum("bjts,btjh->bhts", a, by_query) + torch.einsum("bjts,bsjh->bhts", a, by_key)
+
+    weights = composed(composed(q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS), 0).softmax(-1), 1)
+    expected = (weights @ v).transpose(1, 2).flatten(2) @ module.out_proj.weight.T + module.out_proj.bias
+    output, given = module(query, key, value, average_attn_weights=False)
+    assert_close(given, weights, rtol=0, atol=1e-4)  # composed weights reach 10 here
+    assert_close(output, expected, rtol=0, atol=1e-4)
+
+
+def test_the_value_only_adds_up_and_composes_nothing():
+    module = composing(bias=False)
+    query, key, value = sequences()
+    other = normal(*value.shape, seed=8)
+    (first, weights), (second, same_weights), (both, _) = (module(query, key, v) for v in (value, other, value + other))
+    assert torch.equal(weights, same_weights)
+    assert_close(first + second, both, rtol=0, atol=1e-4)
+
+
+def test_a_copy_of_the_query_as_the_key_changes_nothing():
+    module = composing(static=True, groups=2, rank=1)
+    x = normal(BATCH, QUERIES, WIDTH)
+    assert_close(module(x, x.clone(), x.clone()), module(x, x, x), **CLOSE)
+
+
+def test_composed_weights_can_be_negative_and_do_not_sum_to_one():
+    _, weights = composing()(*sequences(), average_attn_weights=False)
+    assert weights.min() < 0
+    assert (weights.sum(-1) - 1).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_form_without_weights_gives_the_same_output(mask):
+    module = composing(static=True)
+    output, _ = module(*sequences(), **MASKS[mask])
+    assert_close(module(*sequences(), **MASKS[mask], need_weights=False)[0], output, rtol=0, atol=1e-4)
+
+
+def test_causality_and_window_of_the_module_hide_what_they_say():
+    module = composing(is_causal=True, sliding_window=3)
+    x = normal(BATCH, QUERIES, WIDTH)
+    _, weights = module(x, x, x, average_attn_weights=False)
+    age = torch.arange(QUERIES)[:, None] - torch.arange(QUERIES)
+    assert torch.equal(weights.ne(0).any((0, 1)), (age >= 0) & (age < 3))
+
+
+def test_is_causal_hides_later_keys_unless_a_mask_decides():
+    module, x = composing(), normal(BATCH, QUERIES, WIDTH)
+    causal = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu(1)
+    by_mask = module(x, x, x, attn_mask=causal)
+    assert_close(module(x, x, x, is_causal=True), by_mask, **CLOSE)
+    assert_close(module(x, x, x, is_causal=True, attn_mask=causal), by_mask, **CLOSE)
+    everything = torch.zeros(QUERIES, QUERIES, dtype=torch.bool)
+    assert_close(module(x, x, x, is_causal=True, attn_mask=everything), module(x, x, x), **CLOSE)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_query_that_sees_no_key_gets_nothing_and_never_nan(need_weights):
+    module = composing()
+    padding = torch.zeros(BATCH, KEYS, dtype=torch.bool)
+    padding[1] = True
+    output, weights = module(*sequences(), key_padding_mask=padding, need_weights=need_weights)
+    assert_close(output[1], module.out_proj.bias.expand(QUERIES, -1), **CLOSE)
+    assert weights is None or weights[1].count_nonzero() == 0
+
+
+def test_what_is_padding_has_no_influence():
+    module = composing()
+    query, key, value = sequences()
+    changed = torch.where(PADDING[..., None], 5.0, 1.0)
+    expected = module(query, key, value, key_padding_mask=PADDING)
+    assert_close(module(query, key * changed, value * changed, key_padding_mask=PADDING), expected, **CLOSE)
+
+
+def test_dropout_is_for_training_alone():
+    module = composing(dropout=0.5)
+    torch.manual_seed(0)
+    _, weights = module(*sequences(), average_attn_weights=False)
+    assert 0.3 < weights.eq(0).float().mean() < 0.7
+    module.eval()
+    assert_close(module(*sequences()), module(*sequences()), rtol=0, atol=0)
+    assert module(*sequences())[1].count_nonzero() == BATCH * QUERIES * KEYS
+
+
+def test_a_start_as_identity_learns_to_compose():
+    module = DCMultiheadAttention(WIDTH, HEADS, batch_first=True, identity=True, static=True)
+    query, key, value = sequences()
+    plain = copy.deepcopy(module)
+    target = normal(BATCH, QUERIES, WIDTH, seed=9)
+    optimizer = torch.optim.Adam(module.compose.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss = (module(query, key, value, need_weights=False)[0] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for name, parameter in module.compose.named_parameters():
+        assert not torch.equal(parameter, plain.compose.get_parameter(name)), name
+    assert losses[-1] < 0.98 * losses[0]
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 24, "vdim": 40}], ids=["one_width", "other_widths"])
+def test_gradients_are_those_of_the_reference(widths):
+    module = composing(static=True, **widths)
+    inputs = sequences(KEYS, widths.get("kdim", WIDTH), widths.get("vdim", WIDTH))
+    gradients = []
+    for need_weights in (False, True):
+        module.zero_grad()
+        module(*inputs, need_weights=need_weights)[0].square().mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in module.named_parameters()})
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_it_compiles_whole():
+    module = composing()
+    query, key, value = sequences()
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    masks = {"key_padding_mask": PADDING, "attn_mask": PAIRS}
+    expected = module(query, key, value, **masks, need_weights=False)[0]
+    assert_close(compiled(query, key, value, **masks, need_weights=False)[0], expected, rtol=0, atol=1e-4)
+
+
+def test_copies_and_files_hold_all_of_it():
+    module = composing(static=True)
+    expected = module(*sequences())
+    assert_close(copy.deepcopy(module)(*sequences()), expected, rtol=0, atol=0)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    assert_close(torch.load(file, weights_only=False)(*sequences()), expected, rtol=0, atol=0)
+    fresh = DCMultiheadAttention(WIDTH, HEADS, batch_first=True, static=True)
+    fresh.load_state_dict(module.state_dict())
+    assert_close(fresh(*sequences()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float64, 1e-4), (torch.bfloat16, 0.3)], ids=["float64", "bfloat16"]
+)
+def test_other_dtypes_give_the_same_up_to_their_rounding(dtype, tolerance):
+    module = composing()
+    expected, _ = module(*sequences())
+    output, weights = module.to(dtype)(*(states.to(dtype) for states in sequences()))
+    assert output.dtype == weights.dtype == dtype
+    assert_close(output.float(), expected, rtol=0, atol=tolerance)
+
+
+def test_device_and_dtype_are_those_asked_for():
+    module = DCMultiheadAttention(WIDTH, HEADS, device="meta", dtype=torch.float16, static=True, kdim=24)
+    assert {(parameter.device.type, parameter.dtype) for parameter in module.parameters()} == {("meta", torch.float16)}
+    module.to_empty(device="cpu").reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_torchs_encoder_layers_never_pass_it_over_for_their_own_kernel():
+    """Their fast path reads in_proj_weight itself and would leave the composition out, in evaluation alone."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward=16, dropout=0.0, batch_first=True)
+    layer.self_attn = composing()
+    encoder = nn.TransformerEncoder(layer, num_layers=1)
+    x, padding = normal(BATCH, KEYS, WIDTH), PADDING
+    expected = encoder.train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        assert_close(encoder.eval()(x, src_key_padding_mask=padding), expected, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_an_encoder_made_before_are_refused():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dim_feedforward=16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, num_layers=1).eval()
+    encoder.layers[0].self_attn = composing()
+    with torch.no_grad(), pytest.raises(ValueError, match="use_nested_tensor to False"):
+        encoder(normal(BATCH, KEYS, WIDTH), src_key_padding_mask=PADDING)
+    encoder.use_nested_tensor = False
+    with torch.no_grad():
+        assert encoder(normal(BATCH, KEYS, WIDTH), src_key_padding_mask=PADDING).isfinite().all()
+
+
+def test_torchs_decoder_layer_crosses_through_it():
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, dim_feedforward=16, dropout=0.0, batch_first=True)
+    query, memory, _ = sequences()
+    expected = layer(query, memory)
+    layer.multihead_attn = DCMultiheadAttention.from_torch(layer.multihead_attn)
+    assert_close(layer(query, memory), expected, **CLOSE)
+    layer.multihead_attn = composing()
+    assert not torch.allclose(layer(query, memory), expected, atol=0.01)
+
+
+def test_the_composition_starts_as_section_4_says():
+    torch.manual_seed(0)
+    width, heads, rank = 512, 16, 2
+    compose = DCMultiheadAttention(width, heads, rank=rank, static=True).compose
+    inner = 2 * heads * rank
+    for weight, deviation in (
+        (compose.hidden_weight, math.sqrt(2 / (width + inner))),
+        (compose.low_rank_weight, 0.02 / (math.sqrt(inner) * (heads + rank))),
+        (compose.gate_weight, 0.05 * math.sqrt(2) / (width + heads)),
+        (compose.static_weight, math.sqrt(1 / heads)),
+    ):
+        # Of n draws the deviation is off by 1 / sqrt(2 n) of itself; four times that.
+        assert abs(weight.std().item() / deviation - 1) < 4 / math.sqrt(2 * weight.numel())
+
+
+@pytest.mark.parametrize("identity", [False, True])
+def test_weights_that_transformers_has_loaded_are_not_drawn_again(identity):
+    compose = DCFormerCompose(WIDTH, HEADS, static=True, key_size=24)
+    for parameter in compose.parameters():
+        parameter.data.fill_(7.0)
+        parameter._is_hf_initialized = True
+    compose.reset_parameters(identity)
+    assert all((parameter == 7.0).all() for parameter in compose.parameters())
+
+
+def test_two_sequences_give_the_weights_that_each_gives_alone():
+    compose = composing(static=True).compose
+    query, key, _ = sequences()
+    together = compose(query, key)
+    for stage, of_query, of_key in zip(together, compose(query), compose(key)):
+        assert_close(stage.query.factors, of_query.query.factors, **CLOSE)
+        assert_close(stage.key.factors, of_key.key.factors, **CLOSE)
+
+
+def test_a_composition_of_two_widths_asks_for_both_sequences():
+    with pytest.raises(ValueError, match="key_states must be given"):
+        DCFormerCompose(WIDTH, HEADS, key_size=24)(normal(BATCH, QUERIES, WIDTH))
+
+
+@pytest.mark.parametrize("side", ["query_wise", "key_wise"])
+def test_one_side_alone_has_no_parameters_of_the_other(side):
+    """One without a gradient would stop distributed training."""
+    module = composing(kdim=24, vdim=24, **{"query_wise": False, "key_wise": False, side: True})
+    module(*sequences(KEYS, 24, 24))[0].square().mean().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in module.parameters())
+
+
+def test_autocast_gives_the_same_up_to_its_rounding():
+    module = composing()
+    expected, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
+    assert output.dtype == torch.bfloat16
+    assert_close(output.float(), expected, rtol=0, atol=0.6)  # of outputs up to 12, through several roundings to 8 bits
+
+
+def test_every_composition_off_is_plain_attention():
+    theirs = torch_module(batch_first=True)
+    ours = DCMultiheadAttention.from_torch(theirs, identity=False, pre=False, post=False)
+    assert_close(ours(*sequences()), theirs(*sequences()), **CLOSE)
+    assert len(list(ours.compose.parameters())) == 0
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"num_heads": 5}, r"num_heads must divide embed_dim \(32\), got 5"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"kdim": 0}, "kdim must be at least 1, got 0"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ({"groups": 3}, "groups must divide the 4 heads, got 3"),
+        ({"rank": 0}, "rank must be at least 1, got 0"),
+        ({"activation": "geluu"}, "activation must be one of .* got 'geluu'"),
+        ({"add_bias_kv": True}, "add_bias_kv and add_zero_attn must be false"),
+        ({"add_zero_attn": True}, "add_bias_kv and add_zero_attn must be false"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_that_no_module_can_have_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        DCMultiheadAttention(**{"embed_dim": WIDTH, "num_heads": HEADS, **values})
+
+
+@pytest.mark.parametrize(
+    "shapes, masks, message",
+    [
+        (((3, 7, 32), (3, 9, 32), (9, 32)), {}, "must all be .* got query"),
+        (((7,), (9,), (9,)), {}, "must all be .* got query"),
+        (((3, 7, 24), (3, 9, 32), (3, 9, 32)), {}, "query must have 32 channels"),
+        (((3, 7, 32), (3, 9, 24), (3, 9, 32)), {}, "key must have 32 channels"),
+        (((3, 7, 32), (3, 9, 32), (3, 9, 24)), {}, "value must have 32 channels"),
+        (((3, 7, 32), (3, 9, 32), (3, 8, 32)), {}, "value must be as long as key"),
+        (((3, 7, 32), (2, 9, 32), (2, 9, 32)), {}, "the same batch"),
+        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"key_padding_mask": torch.zeros(3, 8)}, r"= \(3, 9\), got \(3, 8\)"),
+        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(9, 7)}, r"\(7, 9\) or .* got \(9, 7\)"),
+        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(3, 7, 9)}, r"\(12, 7, 9\), got \(3, 7, 9\)"),
+        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(7, 9).int()}, "boolean .* got torch.int32"),
+        (((7, 32), (9, 32), (9, 32)), {"key_padding_mask": torch.zeros(1, 9)}, r"= \(9,\), got \(1, 9\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, masks, message):
+    module = DCMultiheadAttention(WIDTH, HEADS, batch_first=True)
+    with pytest.raises(ValueError, match=message):
+        module(*(torch.zeros(shape) for shape in shapes), **masks)
+
+
+def test_the_operator_takes_what_its_projection_makes():
+    """The module is composed_attention and DCFormerCompose, which others can combine as they like."""
+    module = composing()
+    x = normal(BATCH, QUERIES, WIDTH)
+    q, k, v = (
+        states.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for states in nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    )
+    attended = composed_attention_reference(q, k, v, *module.compose(x), is_causal=False)
+    assert_close(module.out_proj(attended.transpose(1, 2).flatten(2)), module(x, x, x)[0], rtol=0, atol=1e-4)
