@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -50,6 +50,7 @@ from .input_checks import (
     warn_of_documents_that_mix,
 )
 from .loading_dcformer import authors_renamings, load_checked, pad_rows
+from .saving_dcformer import SavedModel
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -349,7 +350,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(PreTrainedModel):
+class DCFormerPreTrainedModel(SavedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
@@ -422,12 +423,6 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
-    ) -> None:
-        """As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read."""
-        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
 
     def pad_vocabulary(self) -> None:
         """
