@@ -24,7 +24,6 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from huggingface_hub.dataclasses import strict
@@ -34,7 +33,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_torchdynamo_compiling
 
 from .presets_dcformer import PRESETS
-from .sharing_dcformer import code_along, copy_code, has_code
+from .sharing_dcformer import code_along, copy_code, has_code, older_files
 
 
 # The authors' key -> ours, where the value carries over unchanged.
@@ -444,18 +443,15 @@ class DCFormerConfig(PreTrainedConfig):
         Raises:
             ValueError: if there is no code for this class, or if it can only be saved with its code.
         """
-        with code_along(self, with_code):
+        with code_along(self, with_code, save_directory):
             if has_code(self):
-                Path(save_directory).mkdir(parents=True, exist_ok=True)
                 copy_code(self, save_directory)
             super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     def _upload_modified_files(
         self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
     ) -> Any:
-        # The code was there before Transformers noted what was there already.
-        old = {name: time for name, time in files_timestamps.items() if not (name.endswith(".py") and has_code(self))}
-        return super()._upload_modified_files(working_dir, repo_id, old, **kwargs)
+        return super()._upload_modified_files(working_dir, repo_id, older_files(self, files_timestamps), **kwargs)
 
     @classmethod
     def presets(cls) -> list[str]:

@@ -14,7 +14,7 @@ from .model_card_dcformer import (
     users_card,
     write_card,
 )
-from .sharing_dcformer import code_along, header_notes, noted_in_headers
+from .sharing_dcformer import code_along, copy_code, has_code, header_notes, noted_in_headers, older_files
 
 
 class SavedModel(PreTrainedModel):
@@ -47,9 +47,12 @@ class SavedModel(PreTrainedModel):
             ValueError: if there is no code for this class, or if it can only be saved with its code.
         """
         is_adapter = getattr(self, "_hf_peft_config_loaded", False)
+        is_writer = self.should_save_on_this_rank(is_main_process) and not os.path.isfile(save_directory)
         self._others_card = users_card(save_directory)
         try:
             with code_along(self.config, with_code), noted_in_headers(header_notes(self._source_sha256)):
+                if is_writer and not is_adapter and has_code(self.config):
+                    copy_code(self.config, save_directory)
                 super().save_pretrained(
                     save_directory,
                     is_main_process,
@@ -60,7 +63,7 @@ class SavedModel(PreTrainedModel):
                     **kwargs,
                 )
                 card = Path(save_directory, CARD_FILE)
-                if not card.parent.is_dir() or is_adapter or not self.should_save_on_this_rank(is_main_process):
+                if is_adapter or not is_writer:
                     return
                 if self._others_card is not None:
                     if card.read_bytes() != self._others_card:  # a push puts the card of the repository there
@@ -91,6 +94,7 @@ class SavedModel(PreTrainedModel):
             tags = read_metadata(text).get("tags") or ()
             card.write_bytes(self._others_card or self._card(repo_id, tags).encode())
             files_timestamps = {name: time for name, time in files_timestamps.items() if name != CARD_FILE}
+        files_timestamps = older_files(self.config, files_timestamps)
         return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
 
     def _card(self, name: str, tags: Any = ()) -> str:

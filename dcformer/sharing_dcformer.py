@@ -43,12 +43,13 @@ _LARGEST_HEADER = 100_000_000  # bytes, as the format allows
 _WRITER = threading.RLock()
 
 
-def auto_map(config: "PreTrainedConfig") -> dict[str, str]:
+def auto_map(config: "PreTrainedConfig", folder: str | Path | None = None) -> dict[str, str]:
     """
     The classes that load a model of this configuration from its folder, as `auto_map` in config.json names them.
 
     Args:
         config: A configuration of one of our classes.
+        folder (*optional*): Where the model is saved, for code that is there already.
 
     Returns:
         Name of the Auto class -> `"file.Class"`.
@@ -62,9 +63,9 @@ def auto_map(config: "PreTrainedConfig") -> dict[str, str]:
             f"{type(config).__name__} (model_type {config.model_type!r}) is defined outside dcformer, whose code would "
             "not load it; save without with_code, or register your own classes with register_for_auto_class."
         )
-    # Of a copy beside a checkpoint, Transformers brings the models' file only when a model is loaded.
-    source = _FOLDER / f"{modeling}.py"
-    classes = set(re.findall(r"^class (\w+)", source.read_text(encoding="utf-8"), re.M)) if source.is_file() else set()
+    # Of a copy beside a checkpoint, Transformers keeps the configuration's files apart from those of the models.
+    sources = [file for place in (_FOLDER, Path(folder or _FOLDER)) if (file := place / f"{modeling}.py").is_file()]
+    classes = set(re.findall(r"^class (\w+)", sources[0].read_text(encoding="utf-8"), re.M)) if sources else set()
     models = {auto: prefix + ending for ending, (auto, _) in AUTO_CLASSES.items() if prefix + ending in classes}
     return {
         "AutoConfig": f"{configuration}.{prefix}Config",
@@ -80,13 +81,16 @@ def has_code(config: "PreTrainedConfig") -> bool:
 
 
 @contextlib.contextmanager
-def code_along(config: "PreTrainedConfig", with_code: bool | None) -> Iterator[None]:
+def code_along(
+    config: "PreTrainedConfig", with_code: bool | None, folder: str | Path | None = None
+) -> Iterator[None]:
     """
     Let a configuration name our classes, or none, for as long as it is saved.
 
     Args:
         config: The configuration; its `auto_map` is as before at the end.
         with_code: Whether the folder is to hold the code. None: if the folder that the model came from did.
+        folder (*optional*): That folder, for code that is there already.
 
     Raises:
         ValueError: if there is no code for this class, or if the class itself comes from a copy beside a checkpoint,
@@ -101,7 +105,7 @@ def code_along(config: "PreTrainedConfig", with_code: bool | None) -> Iterator[N
             "trust_remote_code."
         )
     if with_code or (with_code is None and has_code(config)):
-        config.auto_map = auto_map(config)
+        config.auto_map = auto_map(config, folder)
     elif with_code is False and has_code(config):
         del config.auto_map
     try:
@@ -113,19 +117,19 @@ def code_along(config: "PreTrainedConfig", with_code: bool | None) -> Iterator[N
             del config.auto_map
 
 
-def copy_code(config: "PreTrainedConfig", folder: str | Path) -> list[str]:
-    """
-    Copy the files that a model needs beside its weights.
-
-    Returns:
-        Their names, sorted.
-    """
+def copy_code(config: "PreTrainedConfig", folder: str | Path) -> None:
+    """Copy the files that a model needs beside its weights, into a folder that is made if need be."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     *names, _ = _FAMILIES[config.model_type]
     starts = [file for name in names if (file := _FOLDER / f"{name}.py").is_file()]
     files = sorted({*starts, *(Path(file) for start in starts for file in get_relative_import_files(start))})
     for file in files:
         shutil.copyfile(file, Path(folder) / file.name)
-    return [file.name for file in files]
+
+
+def older_files(config: "PreTrainedConfig", timestamps: dict[str, float]) -> dict[str, float]:
+    """What Transformers takes for unchanged by a push: not the code, which is copied before it looks."""
+    return {name: time for name, time in timestamps.items() if not (name.endswith(".py") and has_code(config))}
 
 
 @contextlib.contextmanager
