@@ -446,7 +446,7 @@ class DCFormerConfig(PreTrainedConfig):
         with code_along(self, with_code, save_directory):
             if has_code(self):
                 copy_code(self, save_directory)
-            super().save_pretrained(save_directory, push_to_hub, **kwargs)
+            super().save_pretrained(os.fspath(save_directory), push_to_hub, **kwargs)
 
     def _upload_modified_files(
         self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any

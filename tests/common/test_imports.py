@@ -19,6 +19,7 @@ FLOORS = {
     "conversion": 3,
     "eval": 3,
     "head_tasks": 4,
+    "cards": 4,
     "training": 5,
     "experiments": 6,
     "cli": 7,
