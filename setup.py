@@ -81,6 +81,7 @@ setup(
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     package_data={
+        "dcformer.cards": ["catalogue.json"],
         "dcformer.pretrained": ["*.json", "*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_lines.bin"],
         "dcformer.training": ["recipes/*.yaml"],

@@ -125,7 +125,9 @@ def _noted_source(path: _Source, kwargs: dict[str, Any]) -> str | None:
     """The checksum of the checkpoint that the weights were converted from, if their header notes one."""
     where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
     # What was loaded is on this machine.
-    config = cached_file(path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False, **where)
+    config = cached_file(
+        path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False, **where
+    )
     return None if config is None else read_header_notes(Path(config).parent).get(SOURCE_NOTE)
 
 

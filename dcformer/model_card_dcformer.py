@@ -104,7 +104,8 @@ def _loading(name: str, auto_class: str, with_code: bool) -> str:
             "`import dcformer` takes the place of `trust_remote_code=True`."
         )
     return (
-        f"```python\nimport dcformer  # registers the model with Transformers\nfrom transformers import {auto_class}\n\n"
+        "```python\nimport dcformer  # registers the model with Transformers\n"
+        f"from transformers import {auto_class}\n\n"
         f'model = {auto_class}.from_pretrained("{name}")\n```'
     )
 

@@ -1,4 +1,4 @@
-"""The published shapes, by name: `model_type`, a `description` with its source, and the fields that are not defaults."""
+"""The published shapes, by name: `model_type`, a `description` with its source, and fields that are no defaults."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Saving a model: under our parameter names, with notes in the weights' headers, a model card and, if asked, its code."""
+"""Saving a model: our parameter names, notes in the weights' headers, a model card and, if asked, the code."""
 
 import os
 from pathlib import Path

@@ -81,9 +81,7 @@ def has_code(config: "PreTrainedConfig") -> bool:
 
 
 @contextlib.contextmanager
-def code_along(
-    config: "PreTrainedConfig", with_code: bool | None, folder: str | Path | None = None
-) -> Iterator[None]:
+def code_along(config: "PreTrainedConfig", with_code: bool | None, folder: str | Path | None = None) -> Iterator[None]:
     """
     Let a configuration name our classes, or none, for as long as it is saved.
 

@@ -74,8 +74,10 @@ def update_card(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {str(folder)!r}; give the folder of the model (of a model on the "
-                                "Hub: of your clone of its repository).")
+        raise FileNotFoundError(
+            f"There is no folder {str(folder)!r}; give the folder of the model (of a model on the "
+            "Hub: of your clone of its repository)."
+        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{str(folder)!r} holds no config.json; give the folder of a model.")
     records = _records_of(folder, results, evaluated_as)
@@ -111,8 +113,9 @@ def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | No
     found = [record for record in records if record.settings.get("model") == weights]
     if not found:
         raise ValueError(
-            f"The results in {str(results)!r} are of {others}, evaluated with other weights or another config.json than "
-            f"those in {str(folder)!r}; evaluate this folder, or name the model by --evaluated-as if it is the same."
+            f"The results in {str(results)!r} are of {others}, evaluated with other weights or another config.json "
+            f"than those in {str(folder)!r}; evaluate this folder, or name the model by --evaluated-as if it is the "
+            "same."
         )
     return found
 
@@ -167,7 +170,7 @@ def _new_card(folder: Path) -> str:
 
     config = AutoConfig.from_pretrained(folder)
     leaves = open_weights(folder).values()
-    (dtype, _), = Counter(dtype_name(leaf.dtype) for leaf in leaves).most_common(1)
+    ((dtype, _),) = Counter(dtype_name(leaf.dtype) for leaf in leaves).most_common(1)
     return write_card(
         folder.resolve().name,
         config,

@@ -32,8 +32,8 @@ _TRAINING_SETTINGS = (
     "dtype",
 )
 _LIMITS = (
-    "The conversion says nothing about what the model was trained on or how well it does; evaluate it before relying on "
-    "it."
+    "The conversion says nothing about what the model was trained on or how well it does; evaluate it before relying "
+    "on it."
 )
 
 

@@ -205,7 +205,7 @@ def test_a_class_of_the_users_own_is_not_shared_under_our_name(tmp_path):
     class OwnConfig(DCFormerConfig):
         model_type = "own"
 
-    with pytest.raises(ValueError, match="OwnConfig .*'own'.* is defined outside dcformer"):
+    with pytest.raises(ValueError, match=r"OwnConfig .*'own'.* is defined outside dcformer"):
         OwnConfig(hidden_size=32, num_attention_heads=4).save_pretrained(tmp_path, with_code=True)
 
 
@@ -246,7 +246,8 @@ def test_notes_are_in_every_shard_and_in_nobody_elses_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variant, said", [("dcformer", "rank 2"), ("plain_gated_transformer", "plain attention heads"), ("grouped", "2 gro")]
+    "variant, said",
+    [("dcformer", "rank 2"), ("plain_gated_transformer", "plain attention heads"), ("grouped", "2 gro")],
 )
 def test_a_saved_folder_has_a_model_card(variant, said, tmp_path):
     model = tiny_model(variant)
