@@ -21,6 +21,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from typing_extensions import Unpack
 
 from ..common import tokenizers
+from ..model_card_dcformer import known_origin
 from .destination import Destination, with_number
 from .formats.authors_torch import plan_torch
 from .formats.maxtext import plan_maxtext
@@ -149,6 +150,8 @@ def convert_torch(
     plan = plan_torch(folder, dtype=dtype)
     check_while_reading(plan, folder)
     plan.source |= remembered_source(folder)
+    known = dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
+    plan.source |= {name: value for name, value in known.items() if value is not None}
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
     return _write_plan(plan, target, options)

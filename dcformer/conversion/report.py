@@ -138,6 +138,8 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         class_name=(plan.config.architectures or [""])[0],
         parameters=sum(spec.size for spec in plan.parameters.values() if spec.file is None),
         dtype=str(plan.config.dtype).removeprefix("torch."),
+        licence=source.get("licence"),
+        base_model=source.get("base_model"),
         sections=[(heading, body) for heading, body in sections if body],
         limits=_LIMITS,
     )

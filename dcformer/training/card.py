@@ -46,10 +46,10 @@ def write_training_card(folder: Path, recipe: Recipe, records: list[dict[str, An
 
 
 def _rows(recipe: Recipe, records: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    training = recipe.training
+    training, source = recipe.training, recipe.data.source
     rows: list[tuple[str, Any]] = [
         ("started from", Path(recipe.model["pretrained"]).name if recipe.model.get("pretrained") else "random weights"),
-        ("data", Path(str(recipe.data.source)).name),
+        ("data", Path(source).name if Path(source).exists() else source),
         ("steps", f"{training.steps:,}"),
         ("optimiser", f"AdamW, highest learning rate {training.learning_rate:g}"),
         ("seed", recipe.seed),

@@ -56,7 +56,7 @@ for folder in (shared, pythia, authors):
 config = AutoConfig.from_pretrained(shared, trust_remote_code=True)
 found["presets"] = type(config).presets()
 found["preset"] = type(config).from_preset("dcformer-405m").hidden_size
-tokenizer = AutoTokenizer.from_pretrained(shared)
+tokenizer = AutoTokenizer.from_pretrained(shared, trust_remote_code=True)
 found["tokenizer"] = [type(tokenizer).__name__, tokenizer("b a")["input_ids"]]
 model = AutoModelForCausalLM.from_pretrained(shared, trust_remote_code=True).eval()
 found["generated"] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
@@ -126,9 +126,8 @@ def stranger(tmp_path_factory):
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    run = subprocess.run(
-        [python, "-c", STRANGER, *map(str, folders)], capture_output=True, text=True, cwd=root, env=environment
-    )
+    command = [python, "-c", STRANGER, *map(str, folders)]
+    run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=root, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1]), root, models_
 
