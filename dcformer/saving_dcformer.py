@@ -1,11 +1,13 @@
 """Saving a model: our parameter names, notes in the weights' headers, a model card and, if asked, the code."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 from transformers.modeling_utils import PreTrainedModel
 
+from .loading_dcformer import saved_in_authors_names
 from .model_card_dcformer import (
     CARD_FILE,
     is_transformers_template,
@@ -39,6 +41,7 @@ class SavedModel(PreTrainedModel):
         a model card, README.md, unless there is one that somebody else has written or edited.
 
         Args:
+            save_original_format (`bool`, defaults to `False`): Write the authors' names.
             with_code (`bool`, *optional*): Copy the Python files of the model beside the weights and name its classes
                 in config.json, so that the folder loads with `trust_remote_code=True` where dcformer is not installed.
                 None: if the folder that the model came from held them.
@@ -50,7 +53,11 @@ class SavedModel(PreTrainedModel):
         is_writer = self.should_save_on_this_rank(is_main_process) and not os.path.isfile(save_directory)
         self._others_card = users_card(save_directory)
         try:
-            with code_along(self.config, with_code), noted_in_headers(header_notes(self._source_sha256)):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(code_along(self.config, with_code))
+                stack.enter_context(noted_in_headers(header_notes(self._source_sha256)))
+                if save_original_format:
+                    stack.enter_context(saved_in_authors_names(self, self._authors_patterns()))
                 if is_writer and not is_adapter and has_code(self.config):
                     copy_code(self.config, save_directory)
                 super().save_pretrained(
@@ -72,6 +79,11 @@ class SavedModel(PreTrainedModel):
                     card.write_text(self._card(card.parent.resolve().name), encoding="utf-8")
         finally:
             self._others_card = None
+
+    @classmethod
+    def _authors_patterns(cls) -> dict[str, str]:
+        """The authors' name of a parameter, as a regular expression -> ours."""
+        raise NotImplementedError
 
     def push_to_hub(self, repo_id: str, *, with_code: bool | None = None, **kwargs: Any) -> str:
         """

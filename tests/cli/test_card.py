@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, model_index_to_eval_results
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub._eval_results import parse_eval_result_entries
+from huggingface_hub.repocard_data import model_index_to_eval_results
 from tiny_models import tiny_model
 from typer.testing import CliRunner
 
