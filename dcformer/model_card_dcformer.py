@@ -5,6 +5,7 @@ saved again, and one that a person or another tool has written or edited stays a
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ def without_signature(text: str) -> str:
     return _SIGNATURE.sub("", text)
 
 
-def users_card(folder: str | Path) -> bytes | None:
+def users_card(folder: str | os.PathLike) -> bytes | None:
     """The card of a folder if somebody else has written or edited it, else None."""
     path = Path(folder) / CARD_FILE
     content = path.read_bytes() if path.is_file() else None

@@ -6,6 +6,7 @@ by the `auto_map` of config.json, which names a class for every Auto class.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -43,7 +44,7 @@ _LARGEST_HEADER = 100_000_000  # bytes, as the format allows
 _WRITER = threading.RLock()
 
 
-def auto_map(config: "PreTrainedConfig", folder: str | Path | None = None) -> dict[str, str]:
+def auto_map(config: "PreTrainedConfig", folder: str | os.PathLike | None = None) -> dict[str, str]:
     """
     The classes that load a model of this configuration from its folder, as `auto_map` in config.json names them.
 
@@ -81,7 +82,9 @@ def has_code(config: "PreTrainedConfig") -> bool:
 
 
 @contextlib.contextmanager
-def code_along(config: "PreTrainedConfig", with_code: bool | None, folder: str | Path | None = None) -> Iterator[None]:
+def code_along(
+    config: "PreTrainedConfig", with_code: bool | None, folder: str | os.PathLike | None = None
+) -> Iterator[None]:
     """
     Let a configuration name our classes, or none, for as long as it is saved.
 
@@ -115,7 +118,7 @@ def code_along(config: "PreTrainedConfig", with_code: bool | None, folder: str |
             del config.auto_map
 
 
-def copy_code(config: "PreTrainedConfig", folder: str | Path) -> None:
+def copy_code(config: "PreTrainedConfig", folder: str | os.PathLike) -> None:
     """Copy the files that a model needs beside its weights, into a folder that is made if need be."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     *names, _ = _FAMILIES[config.model_type]
@@ -161,7 +164,7 @@ def header_notes(source_sha256: str | None) -> dict[str, str]:
     return notes | ({SOURCE_NOTE: source_sha256} if source_sha256 else {})
 
 
-def read_header_notes(folder: str | Path) -> dict[str, str]:
+def read_header_notes(folder: str | os.PathLike) -> dict[str, str]:
     """The notes in the header of the first weights file of a local folder; empty if there are none."""
     folder = Path(folder)
     names = sorted(path.name for path in folder.iterdir() if _WEIGHTS.fullmatch(path.name)) if folder.is_dir() else []

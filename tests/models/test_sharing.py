@@ -306,7 +306,7 @@ def test_the_cards_of_trainer_and_peft_are_theirs(tmp_path):
     trainer.save_model()
     trainer.create_model_card(model_name="my-run")
     theirs = (tmp_path / "run" / "README.md").read_text()
-    assert "# my-run" in theirs and "dcmha" in ModelCard(theirs).data.tags
+    assert "# my-run" in theirs and "generated_from_trainer" in ModelCard(theirs).data.tags
     trainer.save_model()
     assert (tmp_path / "run" / "README.md").read_text() == theirs
     adapted = get_peft_model(model, LoraConfig(target_modules=["qkv_proj"], r=2))
