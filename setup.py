@@ -7,7 +7,9 @@ from setuptools import find_packages, setup
 
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "dcformer" / "__init__.py").read_text(encoding="utf-8")).group(1)
+VERSION = re.search(
+    r'__version__ = "(.+)"', (ROOT / "dcformer" / "version_dcformer.py").read_text(encoding="utf-8")
+).group(1)
 
 # For whoever publishes the package: the address of the repository. It becomes the links on the package's page and makes
 # the README's links to files absolute there. Nothing else has to be filled in.
@@ -90,7 +92,7 @@ setup(
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     package_data={
-        "dcformer": ["presets/*.json", "model_cards/*.md"],
+        "dcformer.cards": ["catalogue.json"],
         "dcformer.pretrained": ["*.json", "*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_lines.bin"],
         "dcformer.training": ["recipes/*.yaml"],

@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .common.command_line import is_dcformer_command
+from .version_dcformer import __version__ as __version__
 
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING or not is_dcformer_command():
     from .public import *  # noqa: F403

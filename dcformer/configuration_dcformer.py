@@ -21,10 +21,9 @@ Talking-Heads attention and every ablation of the paper's Tables 9 and 10. The k
 import copy
 import difflib
 import functools
-import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from huggingface_hub.dataclasses import strict
@@ -34,6 +33,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_torchdynamo_compiling
 
 from .peft_targets import register_peft_targets
+from .presets_dcformer import PRESETS
+from .sharing_dcformer import code_along, copy_code, has_code, older_files
 
 
 # The authors' key -> ours, where the value carries over unchanged.
@@ -84,6 +85,7 @@ _AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForC
 _AUTHORS_MARKERS = ("dim", "n_layer", "n_head", "block_size")
 # One period of each named pattern; None is the authors' default and means the same as "LG".
 _WINDOW_PATTERNS = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
+_ABOUT_A_PRESET = ("model_type", "description")
 _LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
 
@@ -440,10 +442,34 @@ class DCFormerConfig(PreTrainedConfig):
         register_peft_targets(self.model_type)
         return super().to_dict()
 
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, with_code: bool | None = None, **kwargs: Any
+    ) -> None:
+        """
+        As `PreTrainedConfig.save_pretrained`, and if asked with the code of the model.
+
+        Args:
+            with_code (`bool`, *optional*): Copy the Python files of the model into the folder and name its classes in
+                config.json, so that it loads with `trust_remote_code=True` where dcformer is not installed. None: if
+                the folder that the configuration came from held them.
+
+        Raises:
+            ValueError: if there is no code for this class, or if it can only be saved with its code.
+        """
+        with code_along(self, with_code, save_directory):
+            if has_code(self):
+                copy_code(self, save_directory)
+            super().save_pretrained(os.fspath(save_directory), push_to_hub, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
+    ) -> Any:
+        return super()._upload_modified_files(working_dir, repo_id, older_files(self, files_timestamps), **kwargs)
+
     @classmethod
     def presets(cls) -> list[str]:
         """Names that `from_preset` accepts for this class, sorted."""
-        return sorted(path.stem for path, values in _preset_files() if values["model_type"] == cls.model_type)
+        return sorted(name for name, values in PRESETS.items() if values["model_type"] == cls.model_type)
 
     @classmethod
     def from_preset(cls: type[_Config], name: str, **overrides: Any) -> _Config:
@@ -459,12 +485,10 @@ class DCFormerConfig(PreTrainedConfig):
 
         Source: Tables 2, 3 and 6 of the paper and the authors' published `config.json` files.
         """
-        presets = {path.stem: values for path, values in _preset_files() if values["model_type"] == cls.model_type}
-        if name not in presets:
-            raise ValueError(
-                f"There is no {cls.model_type} preset {name!r}; choose one of {_choices(sorted(presets))}."
-            )
-        values = {key: value for key, value in presets[name].items() if key not in ("model_type", "description")}
+        if name not in (names := cls.presets()):
+            raise ValueError(f"There is no {cls.model_type} preset {name!r}; choose one of {_choices(names)}.")
+        # Copied, since a configuration keeps the lists and dictionaries that it is given.
+        values = copy.deepcopy({key: PRESETS[name][key] for key in PRESETS[name] if key not in _ABOUT_A_PRESET})
         return cls(**{**values, **overrides})
 
     def validate_architecture(self) -> None:
@@ -616,11 +640,6 @@ class _CachedLayers(Sequence):
             return [self._layer] * len(range(*index.indices(len(self))))
         self._layers[index]  # an index out of range ends an iteration
         return self._layer
-
-
-def _preset_files() -> list[tuple[Path, dict]]:
-    folder = Path(__file__).parent / "presets"
-    return [(path, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
 
 
 __all__ = ["DCFormerConfig", "DCPythiaConfig"]

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from safetensors import SafetensorError
 from transformers.core_model_loading import WeightRenaming
+from transformers.utils import cached_file
+
+from .sharing_dcformer import SOURCE_NOTE, read_header_notes
 
 
 if TYPE_CHECKING:
@@ -123,7 +126,19 @@ def load_checked(
         except ValueError:
             held_back.clear()
             raise
+    if path is not None:
+        model._source_sha256 = _noted_source(path, kwargs)
     return model, info
+
+
+def _noted_source(path: _Source, kwargs: dict[str, Any]) -> str | None:
+    """The checksum of the checkpoint that the weights were converted from, if their header notes one."""
+    where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
+    # What was loaded is on this machine.
+    config = cached_file(
+        path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False, **where
+    )
+    return None if config is None else read_header_notes(Path(config).parent).get(SOURCE_NOTE)
 
 
 @contextmanager

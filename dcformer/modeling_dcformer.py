@@ -5,7 +5,6 @@ its scores are composed across heads before the softmax, and its weights after i
 same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
 """
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +26,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -53,7 +52,8 @@ from .input_checks import (
     values_are_known,
     warn_of_documents_that_mix,
 )
-from .loading_dcformer import authors_patterns, load_checked, pad_rows, saved_in_authors_names
+from .loading_dcformer import authors_patterns, load_checked, pad_rows
+from .saving_dcformer import SavedModel
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -332,7 +332,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(PreTrainedModel):
+class DCFormerPreTrainedModel(SavedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
@@ -394,22 +394,6 @@ class DCFormerPreTrainedModel(PreTrainedModel):
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
         return (model, info) if output_loading_info else model
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
-    ) -> None:
-        """
-        As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read.
-
-        Args:
-            save_original_format (`bool`, defaults to `False`): Write the authors' names.
-        """
-        save = functools.partial(super().save_pretrained, save_directory, *args, **kwargs)
-        if not save_original_format:
-            save(save_original_format=False)
-            return
-        with saved_in_authors_names(self, self._authors_patterns()):
-            save(save_original_format=True)
 
     @classmethod
     def _authors_patterns(cls) -> dict[str, str]:

@@ -33,6 +33,13 @@ Dtype = Annotated[
 Tokenizer = Annotated[
     str | None, typer.Option(help="A tokenizer folder or tokenizer.json file to save beside the model.")
 ]
+WithCode = Annotated[
+    bool,
+    typer.Option(
+        "--with-code",
+        help="Write the Python files of the model too, for use with trust_remote_code where dcformer is not installed.",
+    ),
+]
 ShardSize = Annotated[str, typer.Option(help="The largest size of one weights file, such as 4GB or 500MB.")]
 Verify = Annotated[
     bool,
@@ -53,6 +60,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace DST if it holds a 
 
 def _options_of_a_folder(
     tokenizer: Tokenizer = None,
+    with_code: WithCode = False,
     max_shard_size: ShardSize = "4GB",
     verify: Verify = True,
     reference_logits: Reference = None,

@@ -38,5 +38,7 @@ def inspect_command(
         console.print(f"Architecture unknown: {found.note}", soft_wrap=True)
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
     console.print(f"{found.total_parameters:,} parameters, {found.total_bytes:,} bytes, arrays: {dtypes}")
+    if found.notes:
+        console.print("Header of the weights: " + ", ".join(f"{k} {v}" for k, v in found.notes.items()), soft_wrap=True)
     if found.optimizer_arrays:
         console.print(f"{found.optimizer_arrays} arrays of the optimizer, not opened")

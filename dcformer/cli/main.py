@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .card import card_command
 from .convert import convert_app
 from .demo import demo_command
 from .evaluate import eval_command, report_command, tasks_command
@@ -52,6 +53,7 @@ app.command("tasks")(tasks_command)
 app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
+app.command("card")(card_command)
 
 
 def main() -> None:

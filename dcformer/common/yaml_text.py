@@ -56,8 +56,8 @@ def read_yaml(text: str, what: str) -> Any:
             loader.dispose()
 
 
-def write_yaml(values: dict[str, Any]) -> str:
-    """The YAML text of a mapping, of which `read_yaml` makes the same mapping."""
+def write_yaml(values: dict[str, Any] | list[Any]) -> str:
+    """The YAML text of a mapping or a list, of which `read_yaml` makes the same again."""
     return _import_yaml().dump(values, Dumper=_dumper_class(), sort_keys=False, allow_unicode=True)
 
 

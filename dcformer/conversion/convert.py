@@ -21,6 +21,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from typing_extensions import Unpack
 
 from ..common import tokenizers
+from ..model_card_dcformer import known_origin
 from .destination import Destination, with_number
 from .formats.authors_torch import plan_torch
 from .formats.maxtext import plan_maxtext
@@ -52,6 +53,8 @@ class WriteOptions(TypedDict, total=False):
     Args:
         max_shard_size (`str` or `int`, defaults to `"4GB"`): Largest size of a weights file.
         tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
+        with_code (`bool`, defaults to `False`): Write the Python files of the model too, so that the folder loads with
+            `trust_remote_code=True` where dcformer is not installed. A source that holds them passes them on.
         verify (`bool`, defaults to `True`): Refuse weights that hold NaN or infinity, check names and shapes, and run a
             short forward, one weight at a time.
         reference_logits (*optional*): `.npz` with `tokens` and `logits`, which the model must reproduce in float32.
@@ -65,6 +68,7 @@ class WriteOptions(TypedDict, total=False):
 
     max_shard_size: str | int
     tokenizer: str | os.PathLike | None
+    with_code: bool
     verify: bool
     reference_logits: str | os.PathLike | None
     tolerance: float
@@ -146,6 +150,8 @@ def convert_torch(
     plan = plan_torch(folder, dtype=dtype)
     check_while_reading(plan, folder)
     plan.source |= remembered_source(folder)
+    known = dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
+    plan.source |= {name: value for name, value in known.items() if value is not None}
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
     return _write_plan(plan, target, options)
@@ -192,9 +198,10 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
         resumed = writer.resume()
         check_room(target, writer.missing_bytes())
         written = writer.run()
+        checksum = writer.note_source()
 
         report = ConversionReport(
-            {**plan.source},
+            {**plan.source, "sha256": checksum},
             plan.origins,
             tensor_records(plan, written),
             plan.ignored,
@@ -204,7 +211,7 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
             source_bytes=total,
             resumed_shards=resumed,
         )
-        _write_small_files(folder, plan, writer, tokenizer)
+        _write_small_files(folder, plan, writer, tokenizer, options.get("with_code", False))
         if verify or reference is not None:
             tolerance = options.get("tolerance", LOGIT_TOLERANCE)
             report.verification |= verify_folder(folder, plan, reference, tolerance)
@@ -215,9 +222,9 @@ def _write_plan(plan: Plan, target: Destination, options: WriteOptions) -> Conve
 
 
 def _write_small_files(
-    folder: Path, plan: Plan, writer: ShardWriter, tokenizer: PreTrainedTokenizerBase | None
+    folder: Path, plan: Plan, writer: ShardWriter, tokenizer: PreTrainedTokenizerBase | None, with_code: bool
 ) -> None:
-    plan.config.save_pretrained(folder)
+    plan.config.save_pretrained(folder, with_code=True if with_code else None)
     GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..common.digests import file_digest
@@ -20,6 +19,7 @@ from .leaves import Leaf
 from .pieces import PART_BYTES, Box, dtype_name
 from .plan import UNUSED_FILE, Plan
 from .report_file import REPORT_FILE, read_report
+from .tensor_bytes import as_bytes
 
 
 _OTHER_HASH = f"has another SHA-256 than in {REPORT_FILE}"
@@ -184,7 +184,7 @@ class CheckedLeaf(Leaf):
         values = self._leaf.read(box)
         if not self._is_checked:
             is_whole = tuple(box) == self.whole()
-            digest = hashlib.sha256(_bytes(values)).hexdigest() if is_whole else _digest(self._leaf)
+            digest = hashlib.sha256(as_bytes(values)).hexdigest() if is_whole else _digest(self._leaf)
             if digest != self._sha256:
                 raise ValueError(_refusal(self.name, Path(self.where), _OTHER_HASH))
             self._is_checked = True
@@ -298,7 +298,7 @@ def _digest(leaf: Leaf, advance: Callable[[int], None] = lambda nbytes: None) ->
     digest = hashlib.sha256()
     for box in _rows(leaf):
         values = leaf.read(box)
-        digest.update(_bytes(values))
+        digest.update(as_bytes(values))
         advance(values.nbytes)
     return digest.hexdigest()
 
@@ -311,7 +311,3 @@ def _rows(leaf: Leaf) -> Iterator[Box]:
     step = max(1, PART_BYTES * leaf.shape[0] // leaf.nbytes)
     for start in range(0, leaf.shape[0], step):
         yield ((start, min(start + step, leaf.shape[0])), *leaf.whole()[1:])
-
-
-def _bytes(values: Tensor) -> memoryview:
-    return values.contiguous().flatten().view(torch.uint8).numpy().data

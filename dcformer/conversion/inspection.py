@@ -8,9 +8,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..sharing_dcformer import read_header_notes
 from .detect import list_contents, open_checkpoint
 from .pieces import dtype_name
 from .plan import Origin, Plan
+from .stores import is_remote
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Inspection:
         architecture: Configuration values and where each comes from; empty if the model is not known.
         note (`str`): Why it is not.
         skipped_steps: Later steps of the run that are not whole, with the reason.
+        notes: What the header of the weights notes, if dcformer wrote them: `dcformer_version`, and `source_sha256` of
+            the checkpoint that they were converted from.
     """
 
     format: str
@@ -53,6 +57,7 @@ class Inspection:
     architecture: list[Origin] = field(default_factory=list)
     note: str = ""
     skipped_steps: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same in lists and dictionaries, for JSON."""
@@ -103,6 +108,7 @@ def inspect_checkpoint(
         [] if plan is None else plan.origins,
         note,
         contents.skipped_steps,
+        {} if is_remote(contents.location) else read_header_notes(contents.location),
     )
 
 

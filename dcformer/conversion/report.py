@@ -7,16 +7,34 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
-
 from ..common.digests import file_digest
+from ..model_card_dcformer import CARD_FILE, bullet_list, table, write_card
 from .pieces import dtype_name
 from .plan import Origin, Plan
 from .report_file import REPORT_FILE
 from .shard_writer import Written
 
 
-_CARD_TEMPLATE = Path(__file__).parent.parent / "model_cards" / "converted.md"
+_TRAINING_SETTINGS = (
+    "run_name",
+    "dataset_type",
+    "dataset_path",
+    "learning_rate",
+    "learning_rate_schedule_steps",
+    "warmup_steps_fraction",
+    "per_device_batch_size",
+    "max_target_length",
+    "opt_type",
+    "adam_b1",
+    "adam_b2",
+    "adam_weight_decay",
+    "gradient_clipping_threshold",
+    "dtype",
+)
+_LIMITS = (
+    "The conversion says nothing about what the model was trained on or how well it does; evaluate it before relying "
+    "on it."
+)
 
 
 @dataclass
@@ -92,39 +110,37 @@ def tensor_records(plan: Plan, written: dict[str, Written]) -> list[dict[str, An
 
 
 def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:
-    """README.md with where the weights come from, filled from `model_cards/converted.md`."""
-    training = {
-        key: plan.training[key]
-        for key in (
-            "run_name",
-            "dataset_type",
-            "dataset_path",
-            "learning_rate",
-            "learning_rate_schedule_steps",
-            "warmup_steps_fraction",
-            "per_device_batch_size",
-            "max_target_length",
-            "opt_type",
-            "adam_b1",
-            "adam_b2",
-            "adam_weight_decay",
-            "gradient_clipping_threshold",
-            "dtype",
-        )
-        if plan.training.get(key) not in (None, "")
-    }
-    parameters = sum(spec.size for spec in plan.parameters.values() if spec.file is None)
-    card = ModelCard.from_template(
-        ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=[plan.config.model_type]),
-        template_path=str(_CARD_TEMPLATE),
-        name=name,
-        parameters=f"{parameters:,}",
-        dtype=str(plan.config.dtype).removeprefix("torch."),
-        source=report.source,
-        origins=report.origins,
-        config=plan.config,
-        training=training,
-        largest_rounding=max((record["max_rounding_error"] for record in report.tensors), default=0.0),
-        verification=report.verification,
+    """README.md with where the weights come from and what was checked."""
+    source = report.source
+    origin = {"Format": source["format"], "Location": f"`{source['location']}`"}
+    if source["step"] is not None:
+        origin["Training step"] = source["step"]
+    origin["SHA-256 of the arrays that were read"] = f"`{source['sha256']}`"
+    rounding = max((record["max_rounding_error"] for record in report.tensors), default=0.0)
+    origin["Largest rounding error of a weight by the conversion"] = rounding
+    weights = (
+        f"{bullet_list(origin)}\n\n`conversion_report.json` lists every tensor with its source and SHA-256; "
+        "`dcformer verify FOLDER` checks the files against it."
     )
-    card.save(folder / "README.md")
+    training = {key: plan.training[key] for key in _TRAINING_SETTINGS if plan.training.get(key) not in (None, "")}
+    origins = [(o.field, o.value, o.origin) for o in report.origins if o.field != "layer_types"]
+    sections = [
+        ("Where the weights come from", weights),
+        ("Training", table(("setting", "value"), training.items()) if training else ""),
+        ("Where the configuration comes from", table(("field", "value", "from"), origins) if origins else ""),
+        ("Checks after the conversion", bullet_list(report.verification)),
+    ]
+    # As config.json has it, with the code if that was written.
+    config = type(plan.config).from_pretrained(folder)
+    text = write_card(
+        name,
+        config,
+        class_name=(plan.config.architectures or [""])[0],
+        parameters=sum(spec.size for spec in plan.parameters.values() if spec.file is None),
+        dtype=str(plan.config.dtype).removeprefix("torch."),
+        licence=source.get("licence"),
+        base_model=source.get("base_model"),
+        sections=[(heading, body) for heading, body in sections if body],
+        limits=_LIMITS,
+    )
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")

@@ -4,11 +4,15 @@ The safetensors library writes a file from tensors that are all in memory. Here 
 data, is written first, the file is allocated, and pieces are copied to where they belong as they are read, in any
 order. A shard is finished when all of its tensors are complete and hashed; a note beside it then says so, and a later
 run reuses it after checking the hashes. The words leaf, box and piece are explained in `pieces.py`.
+
+The header notes the version that wrote it and a checksum of the source. That is known only when all has been read, so
+the header holds as many zeros until the end, and what was read is noted beside the shards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -22,18 +26,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..sharing_dcformer import SOURCE_NOTE, header_notes
 from .destination import remove
 from .formats.safetensors_file import SAFETENSORS_DTYPES
 from .leaves import Leaf
 from .pieces import PART_BYTES, Box, Piece
 from .plan import Parameter, Plan
-from .tensor_bytes import TensorInFile, not_finite_words
+from .tensor_bytes import TensorInFile, as_bytes, not_finite_words
 
 
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 # Source chunks in flight come to no more than this, unless a single one is larger.
 _READ_AHEAD_BYTES = 512 * 2**20
+# What a header holds until the checksum of the source is known, and where.
+_NO_CHECKSUM = "0" * 64
+_CHECKSUM_KEY = f'"{SOURCE_NOTE}":"'.encode()
+# The note of what was read of the source: a line for every box.
+_READ_NOTE = "read.jsonl"
 # Chunks of a read that are in memory beside its result.
 _DECODED_AT_ONCE = 4
 
@@ -56,6 +66,16 @@ class Shard:
     offsets: dict[str, int]
     header: bytes
     size: int
+
+    @property
+    def checksum_start(self) -> int:
+        """The first byte of the source's checksum."""
+        return self.header.index(_CHECKSUM_KEY) + len(_CHECKSUM_KEY)
+
+    def has_header(self, header: bytes) -> bool:
+        """Whether a file begins as this shard does, with whatever checksum of the source."""
+        start, end = self.checksum_start, self.checksum_start + len(_NO_CHECKSUM)
+        return header[:start] == self.header[:start] and header[end:] == self.header[end:]
 
 
 def shard_layout(parameters: dict[str, Parameter], max_shard_bytes: int) -> list[Shard]:
@@ -83,7 +103,7 @@ def shard_layout(parameters: dict[str, Parameter], max_shard_bytes: int) -> list
 
 def _shard(file: str, names: list[str], parameters: dict[str, Parameter]) -> Shard:
     names = sorted(names, key=lambda name: -parameters[name].dtype.itemsize)  # keeps every tensor aligned
-    entries: dict = {"__metadata__": {"format": "pt"}}
+    entries: dict = {"__metadata__": {"format": "pt", **header_notes(_NO_CHECKSUM)}}
     relative, position = {}, 0
     for name in names:
         spec = parameters[name]
@@ -133,6 +153,7 @@ class ShardWriter:
         self._stopped = threading.Event()
         self._remaining = {name: sum(piece.size for piece in ps) for name, ps in plan.by_parameter().items()}
         self._rounding = dict.fromkeys(plan.parameters, 0.0)
+        self._read: dict[tuple[str, Box], str] = {}
 
     def resume(self) -> int:
         """
@@ -147,6 +168,7 @@ class ShardWriter:
         for entry in self.folder.iterdir():
             if entry.name not in {shard.file for shard in self.shards}:
                 remove(entry)
+        self._read = _noted_reads(self._progress / _READ_NOTE)
         return sum(self._reuse(shard) for shard in self.shards)
 
     def missing_bytes(self) -> int:
@@ -168,7 +190,7 @@ class ShardWriter:
         except ValueError:  # after a power cut
             return False
         with path.open("rb") as file:
-            if file.read(len(shard.header)) != shard.header:
+            if not shard.has_header(file.read(len(shard.header))):
                 return False
         found = {name: self._read_back(shard, name, records[name]["rounding_error"]) for name in shard.offsets}
         if any(written.sha256 != records[name]["sha256"] for name, written in found.items()):
@@ -207,6 +229,36 @@ class ShardWriter:
                 torch.set_num_threads(torch_threads)
         return self.written
 
+    def note_source(self) -> str:
+        """
+        Put the checksum of the source into the headers of all files; only after `run`.
+
+        Returns:
+            SHA-256 over the name, dtype and shape of every array that was read, and the SHA-256 of its values box by
+            box. The same arrays, stored in the same chunks, have the same wherever they lie.
+        """
+        digest = hashlib.sha256()
+        for name, pieces in sorted(self.plan.by_leaf().items()):
+            leaf = self.plan.leaves[name]
+            digest.update(json.dumps([name, str(leaf.dtype), leaf.shape]).encode())
+            for box in leaf.boxes_to_read(pieces[0].order):
+                # What an earlier run read just before a power cut may not have been noted.
+                found = self._read.get((name, box)) or _digest(leaf.read(box))
+                digest.update(json.dumps([box, found]).encode())
+        checksum = digest.hexdigest()
+        for shard in self.shards:
+            with (self.folder / shard.file).open("r+b") as file:
+                file.seek(shard.checksum_start)
+                file.write(checksum.encode())
+        return checksum
+
+    def _note_read(self, leaf: str, box: Box, values: Tensor) -> None:
+        digest = _digest(values)
+        with self._lock:
+            self._read[leaf, box] = digest
+            with (self._progress / _READ_NOTE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps([leaf, box, digest]) + "\n")
+
     def _allocate(self, shard: Shard) -> None:
         """Write the header and reserve the space: writing to mapped memory on a full disk would end the process."""
         self._note(shard).unlink(missing_ok=True)
@@ -221,7 +273,7 @@ class ShardWriter:
     def _jobs(self) -> Iterator[tuple[Leaf, Box, list[Piece]]]:
         """(leaf, box, pieces, split small) for every box to read; nothing for what an earlier run finished."""
         for name, pieces in self.plan.by_leaf().items():
-            leaf = self.plan.leaves[name]
+            leaf, order = self.plan.leaves[name], pieces[0].order
             pieces = [piece for piece in pieces if piece.parameter not in self.written]
             if not pieces:
                 self._advance(leaf.nbytes)
@@ -231,7 +283,7 @@ class ShardWriter:
                 for piece in pieces
                 for part in piece.split(PART_BYTES // self.plan.parameters[piece.parameter].dtype.itemsize)
             ]
-            for box in leaf.boxes_to_read(pieces[0].order):
+            for box in leaf.boxes_to_read(order):
                 yield leaf, box, small
 
     def _work(self, budget: _Budget, leaf: Leaf, box: Box, pieces: list[Piece]) -> None:
@@ -243,6 +295,7 @@ class ShardWriter:
             parts = [(piece, common) for piece in pieces if (common := piece.overlap(box)) is not None]
             if parts:
                 values = leaf.read(box)
+                self._note_read(leaf.name, box, values)
                 list(self._write_pool.map(lambda part: self._write(part[0], part[1], values, box), parts))
         self._advance(nbytes)
 
@@ -308,6 +361,20 @@ class ShardWriter:
             return None
         total = sum(self.plan.parameters[name].nbytes for name in weights)
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(as_bytes(values)).hexdigest()
+
+
+def _noted_reads(note: Path) -> dict[tuple[str, Box], str]:
+    """What earlier runs noted; the last line may have been cut."""
+    found = {}
+    for line in note.read_text(encoding="utf-8").splitlines() if note.is_file() else ():
+        with contextlib.suppress(ValueError):
+            leaf, box, digest = json.loads(line)
+            found[leaf, tuple(map(tuple, box))] = digest
+    return found
 
 
 class _Budget:

@@ -56,6 +56,11 @@ class TensorInFile:
         return digest.hexdigest(), finite
 
 
+def as_bytes(values: Tensor) -> memoryview:
+    """The bytes of the elements, in order."""
+    return values.contiguous().flatten().view(torch.uint8).numpy().data
+
+
 def is_finite(values: Tensor) -> bool:
     """Whether no element is NaN or infinity; `isfinite` would take more time than a SHA-256."""
     if not values.is_floating_point() or not values.numel():

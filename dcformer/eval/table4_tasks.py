@@ -87,6 +87,11 @@ def tasks_folder() -> Path:
     return Path(__file__).with_name("tasks")
 
 
+def scored_split(column: str) -> str:
+    """The split of a column that is scored."""
+    return _LAYOUTS[column].split
+
+
 def load_documents(column: str, data_dir: str | os.PathLike | None = None, **_) -> dict[str, Dataset]:
     """
     The documents of a column, as lm-eval's `custom_dataset` wants them.

@@ -11,28 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import write_atomically
+from .card import write_training_card
 from .checkpoints import MARKER, read_marker
 from .integrity import find_damage
+from .recipe import Recipe
 from .run_folder import FINAL
 from .trainer import LOG_FILE, log_lines
 
 
-_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
+_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py")
 _OF_TRAINING = ("trainer_state.json", MARKER)
 
 logger = logging.getLogger(__name__)
 
 
-def finish_run(checkpoint: Path, output: Path) -> None:
+def finish_run(checkpoint: Path, recipe: Recipe) -> None:
     """
     Write `final/`, `log.jsonl` and `losses.png`, unless they are there as they should be.
 
     Args:
         checkpoint (`Path`): The complete checkpoint of the last step.
-        output (`Path`): Folder of the run.
+        recipe (`Recipe`): What was trained; its `output` is the folder of the run.
     """
+    output = Path(recipe.output)
     _write_final(checkpoint, output / FINAL)
     records = read_records(checkpoint)
+    write_training_card(output / FINAL, recipe, records)
     _write_log(records, output / LOG_FILE)
     _plot(records, output / "losses.png")
 

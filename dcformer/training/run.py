@@ -263,7 +263,7 @@ def _finish(recipe: Recipe, checkpoint: Path, trained: int, started: float, argu
 
     output = Path(recipe.output)
     if arguments.process_index == 0:
-        finish_run(checkpoint, output)
+        finish_run(checkpoint, recipe)
     records = read_records(checkpoint)
     last = {key: next((r[key] for r in reversed(records) if key in r), None) for key in ("loss", "eval_loss")}
     perplexity = next((r["eval_perplexity"] for r in reversed(records) if "eval_perplexity" in r), None)

@@ -13,7 +13,6 @@ PACKAGE = Path(dcformer.__file__).parent
 # Lower rooms know nothing of higher ones. Entry points that only start a command may stand anywhere.
 FLOORS = {
     "common": 0,
-    "presets": 0,
     "pretrained": 0,
     "operator and model": 1,
     "public": 2,
@@ -22,6 +21,7 @@ FLOORS = {
     "analysis": 3,
     "head_tasks": 4,
     "generation": 4,
+    "cards": 4,
     "training": 5,
     "demo": 5,
     "experiments": 6,

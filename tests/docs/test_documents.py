@@ -45,7 +45,8 @@ def table(text: str, first_heading: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RUN_ELSEWHERE], ids=lambda page: page.stem)
-def test_its_examples_run_and_print_what_it_says(page, capsys):
+def test_its_examples_run_and_print_what_it_says(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     namespace = {}
     found = blocks(page, "python", "text")
     for number, (language, text) in enumerate(found):

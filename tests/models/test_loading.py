@@ -1,10 +1,6 @@
 """Reading and writing checkpoints: the authors' files, damaged files, vocabularies with holes, Auto classes."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM
+from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM
 from dcformer.input_checks import checked_input_ids
 
 
@@ -280,30 +276,3 @@ def test_weights_load_in_the_dtype_asked_for(authors_folder):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(folder).parameters()} == {torch.float32}
-
-
-def test_a_model_saved_with_its_code_loads_without_the_package(tmp_path, monkeypatch):
-    """Transformers copies a modelling file and what it imports relatively; that must be enough without the package."""
-    model, folders = tiny_model(), [tmp_path / "ours", tmp_path / "authors"]
-    monkeypatch.setattr(DCFormerConfig, "_auto_class", "AutoConfig")  # what register_for_auto_class sets
-    monkeypatch.setattr(DCFormerForCausalLM, "_auto_class", "AutoModelForCausalLM")
-    model.save_pretrained(folders[0])
-    save_file(write_authors_folder(folders[1], model), folders[1] / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((folders[1] / "config.json").read_text())
-    values["auto_map"] = json.loads((folders[0] / "config.json").read_text())["auto_map"]
-    (folders[1] / "config.json").write_text(json.dumps(values))
-    for module in folders[0].glob("*.py"):
-        shutil.copy(module, folders[1])
-    program = (
-        "import sys, torch; from transformers import AutoModelForCausalLM\n"
-        f"for folder in {list(map(str, folders))!r}:\n"
-        "    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()\n"
-        "    assert type(model).__module__.startswith('transformers_modules'), type(model).__module__\n"
-        "    assert 'dcformer' not in sys.modules\n"
-        "    torch.save(model(torch.arange(20)[None]).logits, folder + '/logits.pt')"
-    )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment)
-    with torch.no_grad():
-        for folder in folders:
-            assert torch.equal(torch.load(folder / "logits.pt"), model(torch.arange(20)[None]).logits)
