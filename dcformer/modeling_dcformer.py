@@ -50,6 +50,7 @@ from .input_checks import (
     warn_of_documents_that_mix,
 )
 from .loading_dcformer import authors_renamings, load_checked, pad_rows
+from .parallel_dcformer import RankShare, TensorParallelModel, key_value_heads
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -309,12 +310,15 @@ class DCFormerMLP(nn.Module):
         if config.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be one of {', '.join(sorted(ACT2FN))}, got {config.hidden_act!r}.")
         self.act_fn = ACT2FN[config.hidden_act]
+        self.share: RankShare | None = None  # of the slices, in a tensor parallel model
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner = self.up_proj(hidden_states)  # (batch, length, intermediate)
         inner = self.act_fn(inner) if self.gate_proj is None else self.act_fn(self.gate_proj(hidden_states)) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
+            if self.share is not None:
+                shares = self.share.part(shares)
             inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
         return self.down_proj(inner)
 
@@ -349,7 +353,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(PreTrainedModel):
+class DCFormerPreTrainedModel(TensorParallelModel, PreTrainedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
@@ -488,7 +492,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.config, batch, length)
+            check_cache(past_key_values, self.config, batch, length, key_value_heads(self))
         if position_ids is not None:
             check_position_ids(position_ids, batch, length)
             warn_of_documents_that_mix(position_ids, attention_mask, past_key_values is not None)
@@ -542,7 +546,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
         is_static = getattr(past_key_values, "is_compileable", False)
         if attention_mask is not None:
-            heads = self.config.num_attention_heads
+            heads = self.config.num_attention_heads // self.config.num_key_value_heads * key_value_heads(self)
             attention_mask = checked_mask(attention_mask, batch, length, heads, sizes, is_static)
         if isinstance(attention_mask, dict):
             return attention_mask
