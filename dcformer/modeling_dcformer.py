@@ -5,6 +5,7 @@ its scores are composed across heads before the softmax, and its weights after i
 same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -50,7 +51,7 @@ from .input_checks import (
     warn_of_documents_that_mix,
 )
 from .loading_dcformer import authors_renamings, load_checked, pad_rows
-from .parallel_dcformer import RankShare, TensorParallelModel, key_value_heads
+from .parallel_dcformer import ParallelModel, RankShare, key_value_heads, layers_here
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -353,7 +354,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(TensorParallelModel, PreTrainedModel):
+class DCFormerPreTrainedModel(ParallelModel, PreTrainedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
@@ -503,7 +504,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            first = layers_here(self)[0]
+            past_length = past_key_values.get_seq_length(first) if past_key_values is not None else 0
             position_ids = torch.arange(length, device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
 
@@ -519,7 +521,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks[layer_type],
+                attention_mask=masks.get(layer_type),
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 **kwargs,
@@ -534,13 +536,14 @@ class DCFormerModel(DCFormerPreTrainedModel):
         position_ids: Tensor | None,
     ) -> Mapping[str, Any]:
         """The mask of every layer type, from what the caller gave."""
-        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        first_layers: dict[str, int] = {}  # of each type
+        for layer_idx in layers_here(self):
+            first_layers.setdefault(self.config.layer_types[layer_idx], layer_idx)
         batch, length = inputs_embeds.shape[:2]
         sizes = {}
-        for layer_type in set(layer_types):
+        for layer_type, layer_idx in first_layers.items():
             sizes[layer_type] = KeySizes(0, length, 0)
             if past_key_values is not None:
-                layer_idx = layer_types.index(layer_type)
                 past_length = past_key_values.get_seq_length(layer_idx)
                 sizes[layer_type] = KeySizes(past_length, *past_key_values.get_mask_sizes(length, layer_idx))
         # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
@@ -552,7 +555,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
             return attention_mask
         if self.config.composes_heads and not is_static:
             return self._visibilities(batch, length, attention_mask, position_ids, sizes, past_key_values is None)
-        return self._dense_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        if past_key_values is not None and len(layers_here(self)) < self.config.num_hidden_layers:
+            # Transformers looks into the first layer of a cache.
+            layers, past_key_values = past_key_values.layers, copy.copy(past_key_values)
+            past_key_values.layers = [layers[layer_idx] for layer_idx in layers_here(self) if layer_idx < len(layers)]
+        return self._dense_masks(list(sizes), inputs_embeds, attention_mask, past_key_values, position_ids)
 
     def _visibilities(
         self,
@@ -583,6 +590,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _dense_masks(
         self,
+        layer_types: list[str],
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
         past_key_values: Cache | None,
@@ -599,9 +607,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             "position_ids": position_ids,
         }
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks: dict[str, Any] = {
-            layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)
-        }
+        masks: dict[str, Any] = {layer_type: makers[layer_type](**arguments) for layer_type in layer_types}
         if self.config.composes_heads and (attention_mask is None or attention_mask.dim() == 2):
             # These hold zero and the smallest number; as booleans every layer has less to do with them.
             masks = {layer_type: None if mask is None else mask == 0 for layer_type, mask in masks.items()}

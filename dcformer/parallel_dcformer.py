@@ -10,13 +10,14 @@ keys, then of all values, and a rank needs a piece of each; the classes below ar
 that a plan can hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.masking_utils import create_masks_for_generate
 
 from .configuration_dcformer import DCFormerConfig
 
@@ -203,16 +204,25 @@ def _place(module: nn.Module, name: str, whole: Tensor, mesh: Any, placement: An
     module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
-class TensorParallelModel(_Base):
-    """What a DCFormer model adds to Transformers' own handling of tensor parallel models."""
+class ParallelModel(_Base):
+    """What a DCFormer model adds to Transformers' own handling of models that several processes share."""
+
+    _layers_of_stage: list[int] | None = None
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> Any:
         """As Transformers, by `tensor_parallel_plan` unless the caller gives a plan of modules."""
+        stages = getattr(distributed_config, "pp_size", None) or 1
+        if stages > 1:
+            _check_stages(model.config, stages)
         ranks = getattr(distributed_config, "tp_size", None) or 1
         if mesh is not None and ranks > 1 and not isinstance(distributed_config.tp_plan, dict):
             model.tp_plan = _whole_plan(model, distributed_config, ranks)
-        return super().maybe_distribute_model(model, distributed_config, mesh)
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        if stages > 1:  # whose other layers Transformers has put something else for
+            layers = enumerate(model.base_model.layers)
+            model.base_model._layers_of_stage = [number for number, layer in layers if hasattr(layer, "self_attn")]
+        return model
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -248,31 +258,50 @@ class TensorParallelModel(_Base):
 
     def _get_static_cache_init_shape(self) -> Any:
         # Transformers takes the heads of a rank from the names in the plan, and does not know those of this file.
-        shape = super()._get_static_cache_init_shape()  # type: ignore[misc]
+        shape = super()._get_static_cache_init_shape()
         return shape if shape is None else (key_value_heads(self), shape[1])
+
+    def create_masks_for_generate(self, **kwargs: Any) -> Any:
+        """As Transformers; a stage of a pipeline makes the masks of its own layers when it computes them."""
+        is_whole = len(layers_here(self)) == self.config.num_hidden_layers
+        return create_masks_for_generate(**kwargs) if is_whole else kwargs["attention_mask"]
+
+
+def layers_here(model: Any) -> Sequence[int]:
+    """Numbers of the layers that this process computes: all, but for a stage of a pipeline."""
+    number, of_stage = model.config.num_hidden_layers, model.base_model._layers_of_stage
+    return range(number) if of_stage is None else [layer for layer in of_stage if layer < number]
 
 
 def key_value_heads(model: Any) -> int:
     """Key/value heads in this process: with heads divided among ranks, those of its own rank."""
-    for layer in model.base_model.layers:
-        if hasattr(layer, "self_attn"):  # a stage of a pipeline holds some of the layers, and others in their place
-            return layer.self_attn.num_key_value_heads
-    return model.config.num_key_value_heads
+    return model.base_model.layers[layers_here(model)[0]].self_attn.num_key_value_heads
+
+
+def _check_stages(config: DCFormerConfig, stages: int) -> None:
+    if stages > config.num_hidden_layers:
+        raise ValueError(f"pp_size must be at most num_hidden_layers ({config.num_hidden_layers}), got {stages}.")
+    if config.position_embedding_type == "learned":
+        raise ValueError(
+            f"pp_size={stages} cannot be had with position_embedding_type='learned', since every stage of Transformers' "
+            "pipeline would add the positions anew; use tp_size or fsdp_size."
+        )
 
 
 def _whole_plan(model: Any, distributed_config: Any, ranks: int) -> dict[str, str]:
     """The plan of the layers, and what Transformers plans for the embedding and the output layer."""
     plan = dict(model.tp_plan)
-    is_alone = (getattr(distributed_config, "dp_size", None) or getattr(distributed_config, "fsdp_size", None) or 1) == 1
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
+    is_alone = (getattr(distributed_config, "dp_size", None) or distributed_config.fsdp_size or 1) == 1
     if is_alone and getattr(model.config, "quantization_config", None) is None:
-        prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         plan = {name: style for name, style in plan.items() if not name.startswith(f"{prefix}layers.")}
         plan.update({prefix + name: style for name, style in tensor_parallel_plan(model.config, ranks).items()})
     # Transformers 5.17 divides into equal parts only; 50,257 rows then stay whole on every rank.
     style = ALL_PARALLEL_STYLES["colwise_gather_output"]
     takes_any_size = type(style).validate_param is TensorParallelLayer.validate_param
     if model.config.vocab_size % ranks != 0 and not takes_any_size:
-        plan = {name: style for name, style in plan.items() if name != "lm_head"}
+        for name in ("lm_head", f"{prefix}embed_tokens"):
+            plan.pop(name, None)
     return plan
 
 
