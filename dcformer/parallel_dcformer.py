@@ -27,12 +27,9 @@ if torch.distributed.is_available():
     from torch.distributed.tensor.placement_types import _StridedShard
 
 if TYPE_CHECKING:
-    from transformers.modeling_utils import PreTrainedModel
-
-    # What `TensorParallelModel` is mixed into.
-    _Base = PreTrainedModel
+    from transformers.modeling_utils import PreTrainedModel as _Base
 else:
-    _Base = object
+    _Base = object  # `ParallelModel` is mixed into the other
 
 HEADS, GROUPS, MLP_SLICES = "dcformer_heads", "dcformer_compose_groups", "dcformer_mlp_slices"
 
@@ -283,8 +280,8 @@ def _check_stages(config: DCFormerConfig, stages: int) -> None:
         raise ValueError(f"pp_size must be at most num_hidden_layers ({config.num_hidden_layers}), got {stages}.")
     if config.position_embedding_type == "learned":
         raise ValueError(
-            f"pp_size={stages} cannot be had with position_embedding_type='learned', since every stage of Transformers' "
-            "pipeline would add the positions anew; use tp_size or fsdp_size."
+            f"pp_size={stages} cannot be had with position_embedding_type='learned', since every stage of a pipeline "
+            "would add the positions anew; use tp_size or fsdp_size."
         )
 
 
