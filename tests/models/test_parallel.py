@@ -42,7 +42,7 @@ SHARED = {
     "two_groups": ("grouped", {}, True),
     "two_groups_of_every_branch": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
     "two_groups_with_grouped_queries": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True}, True),
-    "two_groups_with_mlp_gate": ("dcformer", {"compose_groups": 2, "mlp_gate_dim": 4}, True),
+    "two_groups_with_mlp_gate": ("dcformer", {"compose_groups": 2, "mlp_gate_dim": 4, "vocab_size": 68}, True),
     "three_slices_of_the_mlp": ("dcformer", {"mlp_gate_dim": 3}, False),
     "tied": ("dcformer", {"compose_groups": 4, "tie_word_embeddings": True}, True),
     "dcpythia": ("dcpythia", {}, False),
