@@ -138,12 +138,15 @@ def checked_learned_positions(position_ids: Tensor, rows: int) -> Tensor:
     return position_ids
 
 
-def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -> None:
+def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int, key_value_heads: int) -> None:
     """
     Make sure that a cache can take up the input.
 
     Rows that are as wide as a head alone (a past that PEFT's prefix tuning learned, or `early_initialization` by
     `head_dim`) get room for the compose weights; zeros there are keys whose own side composes nothing.
+
+    Args:
+        key_value_heads (`int`): Of this process, which in a tensor parallel model may have some of the heads only.
 
     Raises:
         ValueError: if it is no cache, is of another batch or model, or a static one without room for the input.
@@ -165,10 +168,10 @@ def check_cache(cache: Cache, config: DCFormerConfig, batch: int, length: int) -
                 f"past_key_values holds a batch of {layer.keys.shape[0]}, but the input has {batch} rows; give the "
                 "cache of these rows, or none."
             )
-        if layer.keys.shape[1] != config.num_key_value_heads:
+        if layer.keys.shape[1] != key_value_heads:
             raise ValueError(
                 f"past_key_values holds {layer.keys.shape[1]} key/value heads in layer {index}, but this model has "
-                f"{config.num_key_value_heads}; it is the cache of another model."
+                f"{key_value_heads}; it is the cache of another model."
             )
         for name, width in zip(("keys", "values"), widths):
             _widen(layer, name, width, config.head_dim, index)

@@ -231,6 +231,11 @@ def pad_rows(model: "PreTrainedModel") -> None:
     rows = model.config.vocab_size
     if rows % _VOCABULARY_MULTIPLE == 0:
         return
+    if getattr(model.config, "distributed_config", None) is not None:
+        raise ValueError(
+            "oov_policy='pad' cannot add rows to a vocabulary that several processes share; load the model in one "
+            "process, save it, and load what was saved."
+        )
     model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
     generation_config = model.generation_config  # None without a language model's head
     if generation_config is not None:

@@ -5,6 +5,7 @@ its scores are composed across heads before the softmax, and its weights after i
 same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
 """
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,6 +54,7 @@ from .input_checks import (
     warn_of_documents_that_mix,
 )
 from .loading_dcformer import authors_patterns, load_checked, pad_rows
+from .parallel_dcformer import ParallelModel, RankShare, key_value_heads, layers_here
 from .saving_dcformer import SavedModel
 
 
@@ -292,12 +294,15 @@ class DCFormerMLP(nn.Module):
         if config.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be one of {', '.join(sorted(ACT2FN))}, got {config.hidden_act!r}.")
         self.act_fn = ACT2FN[config.hidden_act]
+        self.share: RankShare | None = None  # of the slices, in a tensor parallel model
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner = self.up_proj(hidden_states)  # (batch, length, intermediate)
         inner = self.act_fn(inner) if self.gate_proj is None else self.act_fn(self.gate_proj(hidden_states)) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
+            if self.share is not None:
+                shares = self.share.part(shares)
             inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
         return self.down_proj(inner)
 
@@ -332,7 +337,7 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(SavedModel):
+class DCFormerPreTrainedModel(ParallelModel, SavedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
@@ -459,7 +464,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.config, batch, length)
+            check_cache(past_key_values, self.config, batch, length, key_value_heads(self))
         if position_ids is not None:
             check_position_ids(position_ids, batch, length)
             warn_of_documents_that_mix(position_ids, attention_mask, past_key_values is not None)
@@ -470,7 +475,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         if position_ids is None:
-            past_length = past_key_values.get_seq_length() if past_key_values is not None else 0
+            first = layers_here(self)[0]
+            past_length = past_key_values.get_seq_length(first) if past_key_values is not None else 0
             position_ids = torch.arange(length, device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
 
@@ -486,7 +492,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks[layer_type],
+                attention_mask=masks.get(layer_type),
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 **kwargs,
@@ -501,25 +507,30 @@ class DCFormerModel(DCFormerPreTrainedModel):
         position_ids: Tensor | None,
     ) -> Mapping[str, Any]:
         """The mask of every layer type, from what the caller gave."""
-        layer_types = self.config.layer_types[: self.config.num_hidden_layers]
+        first_layers: dict[str, int] = {}  # of each type
+        for layer_idx in layers_here(self):
+            first_layers.setdefault(self.config.layer_types[layer_idx], layer_idx)
         batch, length = inputs_embeds.shape[:2]
         sizes = {}
-        for layer_type in set(layer_types):
+        for layer_type, layer_idx in first_layers.items():
             sizes[layer_type] = KeySizes(0, length, 0)
             if past_key_values is not None:
-                layer_idx = layer_types.index(layer_type)
                 past_length = past_key_values.get_seq_length(layer_idx)
                 sizes[layer_type] = KeySizes(past_length, *past_key_values.get_mask_sizes(length, layer_idx))
         # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
         is_static = getattr(past_key_values, "is_compileable", False)
         if attention_mask is not None:
-            heads = self.config.num_attention_heads
+            heads = self.config.num_attention_heads // self.config.num_key_value_heads * key_value_heads(self)
             attention_mask = checked_mask(attention_mask, batch, length, heads, sizes, is_static)
         if isinstance(attention_mask, dict):
             return attention_mask
         if self.config.composes_heads and not is_static:
             return self._visibilities(batch, length, attention_mask, position_ids, sizes, past_key_values is None)
-        return self._dense_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        if past_key_values is not None and len(layers_here(self)) < self.config.num_hidden_layers:
+            # Transformers looks into the first layer of a cache.
+            layers, past_key_values = past_key_values.layers, copy.copy(past_key_values)
+            past_key_values.layers = [layers[layer_idx] for layer_idx in layers_here(self) if layer_idx < len(layers)]
+        return self._dense_masks(list(sizes), inputs_embeds, attention_mask, past_key_values, position_ids)
 
     def _visibilities(
         self,
@@ -550,6 +561,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _dense_masks(
         self,
+        layer_types: list[str],
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
         past_key_values: Cache | None,
@@ -566,9 +578,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             "position_ids": position_ids,
         }
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks: dict[str, Any] = {
-            layer_type: makers[layer_type](**arguments) for layer_type in set(self.config.layer_types)
-        }
+        masks: dict[str, Any] = {layer_type: makers[layer_type](**arguments) for layer_type in layer_types}
         if self.config.composes_heads and (attention_mask is None or attention_mask.dim() == 2):
             # These hold zero and the smallest number; as booleans every layer has less to do with them.
             masks = {layer_type: None if mask is None else mask == 0 for layer_type, mask in masks.items()}

@@ -17,16 +17,17 @@ def largest_difference(actual, expected):
     return (actual - expected).abs().max().item()
 
 
-def test_exported_once_it_runs_at_every_length():
-    model = tiny_model()
-    length = torch.export.Dim("length", min=2, max=64)
+@pytest.mark.parametrize("variant, layers", [("dcformer", 1), ("dcpythia", 2)])
+def test_exported_once_it_runs_at_every_length_and_batch(variant, layers):
+    model = tiny_model(variant, num_hidden_layers=layers)
+    batch, length = torch.export.Dim("batch", min=1, max=8), torch.export.Dim("length", min=2, max=64)
     exported = torch.export.export(
         model,
         (),
         {"input_ids": random_tokens(2, 13), "use_cache": False},
-        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        dynamic_shapes={"input_ids": {0: batch, 1: length}, "use_cache": None},
     )
-    for tokens in (random_tokens(2, 2), random_tokens(2, 21), random_tokens(2, 40)):
+    for tokens in (random_tokens(3, 2), random_tokens(1, 21), random_tokens(5, 40)):
         logits = exported.module()(input_ids=tokens, use_cache=False).logits
         assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
 
@@ -40,6 +41,23 @@ def test_the_static_cache_export_of_transformers_decodes(variant):
     exported = convert_and_export_with_cache(model, strict=False).module()
     steps = [exported(input_ids=tokens[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(6)]
     assert largest_difference(torch.cat(steps, dim=1), model(tokens, use_cache=False).logits) < 2e-5
+
+
+@torch.no_grad()
+def test_an_exported_decoding_step_generates_past_the_window():
+    model, prompt = tiny_model("dcpythia"), random_tokens(1, 4)
+    expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    cache = {"batch_size": 1, "max_cache_len": 32, "device": "cpu"}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    exported = convert_and_export_with_cache(model, strict=False).module()
+    tokens = prompt[0].tolist()
+    for position in range(23):
+        logits = exported(
+            input_ids=torch.tensor([tokens[position : position + 1]]), cache_position=torch.tensor([position])
+        )
+        if position >= 3:
+            tokens.append(logits[0, -1].argmax().item())
+    assert tokens == expected[0].tolist()
 
 
 @pytest.mark.parametrize("variant", ["dcformer", "pre_only", "post_only", "grouped_query_attention", "dcpythia"])

@@ -1,0 +1,399 @@
+"""Models that two processes share compute, learn, save and load what one process does."""
+
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+from test_loading import write_authors_folder
+from tiny_models import random_tokens, tiny_model
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from dcformer import DCFormerConfig, DCFormerForCausalLM, pretrained_path
+from dcformer.modeling_dcformer import DCFormerDecoderLayer
+
+
+# Models compute in float64, where sums over ranks, in another order than those of one process, differ by 1e-13 or so.
+TOLERANCE = 1e-9
+EXAMPLE = Path(__file__).parents[2] / "examples" / "several_processes.py"
+QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
+# Name -> variant of tiny_models, changes of it, whether two ranks can hold heads of their own.
+SHARED = {
+    "one_group": ("dcformer", {}, False),
+    "one_group_with_grouped_queries": ("grouped_query_attention", {}, False),
+    "two_groups": ("grouped", {}, True),
+    "two_groups_of_every_branch": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
+    "two_groups_with_grouped_queries": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True}, True),
+    "two_groups_with_mlp_gate": ("dcformer", {"compose_groups": 2, "mlp_gate_dim": 4, "vocab_size": 68}, True),
+    "three_slices_of_the_mlp": ("dcformer", {"mlp_gate_dim": 3}, False),
+    "tied": ("dcformer", {"compose_groups": 4, "tie_word_embeddings": True}, True),
+    "dcpythia": ("dcpythia", {}, False),
+    "dcpythia_in_groups": ("dcpythia", {"compose_groups": 2}, True),
+    "plain": ("plain_gated_transformer", {}, True),
+    "plain_with_learned_positions": ("plain_transformer_with_learned_positions", {"num_key_value_heads": 2}, True),
+}
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_in_two_processes(function, *arguments):
+    """Call a function in two gloo processes, forked from this one."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+
+    def run(rank):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+        dist.init_process_group("gloo")
+        function(*arguments)
+        dist.destroy_process_group()
+
+    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def run_checks(folder):
+    """Write the traceback of every check that fails into a file; both processes end one before the next begins."""
+    found = {}
+    for name, function in CHECKS.items():
+        try:
+            torch.manual_seed(0)
+            function(folder)
+            error = None
+        except Exception:
+            error = traceback.format_exc()
+        errors = [None, None]
+        dist.all_gather_object(errors, error)
+        if any(errors):
+            found[name] = "\n".join(filter(None, errors))
+    if dist.get_rank() == 0:
+        (folder / "failed.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, (variant, changes, _) in SHARED.items():
+        tiny_model(variant, **changes).save_pretrained(folder / name)
+    tiny_model("grouped").save_pretrained(folder / "pieces", max_shard_size="20KB")
+    tiny_model("mlp_gate_and_one_global_in_four").save_pretrained(folder / "four_layers")
+    save_file(write_authors_folder(folder / "authors", tiny_model()), folder / "authors" / "model.safetensors")
+    run_in_two_processes(run_checks, folder)
+    return json.loads((folder / "failed.json").read_text())
+
+
+def pair(folder):
+    """The model of one process, and its copy shared by two."""
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float64)
+    return load(), load(distributed_config=DistributedConfig(tp_size=2))
+
+
+def whole(model, state):
+    """Tensors as one process has them."""
+    state = {key: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for key, tensor in state.items()}
+    for name, module in model.named_modules():
+        if (grouped := getattr(module, "grouped_queries", None)) is not None:
+            for key in state:
+                if key.startswith(f"{name}.qkv_proj."):
+                    state[key] = grouped.in_order(state[key])
+    return state
+
+
+def assert_near(actual, expected, name="", tolerance=TOLERANCE):
+    error, size = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert error < tolerance * max(size, 1), f"{name}: off by {error}, of at most {size}"
+
+
+def assert_saves(shared, original, again):
+    shared.save_pretrained(again)
+    dist.barrier()
+    expected, found = load_file(original / "model.safetensors"), load_file(again / "model.safetensors")
+    if shared.config.tie_word_embeddings:  # Transformers writes tied weights twice once it has gathered them
+        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].equal(weight.double()), name
+
+
+def assert_computes(shared, single, tokens):
+    with torch.no_grad():
+        assert_near(shared(tokens).logits, single(tokens).logits)
+
+
+def assert_learns(shared, single, tokens):
+    single(tokens, labels=tokens, use_cache=False).loss.backward()
+    for _ in range(2):  # gradients add up
+        shared(tokens, labels=tokens, use_cache=False).loss.backward()
+    found = whole(shared, {name: parameter.grad for name, parameter in shared.named_parameters()})
+    for name, parameter in single.named_parameters():
+        assert_near(found[name] / 2, parameter.grad, name)
+
+
+@torch.no_grad()
+def assert_generates(shared, single, tokens, heads):
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    for options in ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}):
+        options.update(attention_mask=mask, max_new_tokens=6, do_sample=False)
+        options.update(return_dict_in_generate=True, output_logits=True)
+        found, expected = (model.generate(tokens, **options) for model in (shared, single))
+        assert found.sequences.equal(expected.sequences)
+        assert_near(torch.stack(found.logits), torch.stack(expected.logits))
+        assert {layer.keys.shape[1] for layer in found.past_key_values.layers} == {heads}
+
+
+def shares(folder, name):
+    single, shared = pair(folder / name)
+    by_heads = SHARED[name][2]
+    for layer, other in zip(shared.model.layers, single.model.layers):
+        assert (layer.self_attn.num_heads == other.self_attn.num_heads // 2) == by_heads
+        for weight in ("self_attn.qkv_proj.weight", "mlp.up_proj.weight"):
+            assert layer.get_parameter(weight).to_local().numel() == other.get_parameter(weight).numel() // 2
+    assert_computes(shared, single, random_tokens(2, 21))
+    assert_generates(shared, single, random_tokens(2, 9), single.config.num_key_value_heads // (2 if by_heads else 1))
+    assert_learns(shared, single, random_tokens(2, 21))
+    assert_saves(shared, folder / name, folder / f"{name}-again")
+
+
+CHECKS.update({f"shares_{name}": functools.partial(shares, name=name) for name in SHARED})
+
+
+@check
+def reads_sharded_files_and_those_of_the_authors(folder):
+    for name in ("pieces", "authors"):
+        single, shared = pair(folder / name)
+        found = whole(shared, shared.state_dict())
+        for key, weight in single.state_dict().items():
+            assert found[key].equal(weight), key
+        assert_computes(shared, single, random_tokens(2, 9))
+
+
+@check
+def a_plan_of_the_callers_own_is_kept(folder):
+    plan = {f"model.{name}": style for name, style in DCFormerConfig.base_model_tp_plan.items()}
+    config = DistributedConfig(tp_size=2, tp_plan=plan)
+    single = AutoModelForCausalLM.from_pretrained(folder / "two_groups")
+    shared = AutoModelForCausalLM.from_pretrained(folder / "two_groups", distributed_config=config)
+    assert shared.model.layers[0].self_attn.num_heads == single.config.num_attention_heads
+    torch.testing.assert_close(shared(random_tokens(2, 9)).logits, single(random_tokens(2, 9)).logits)
+
+
+@check
+def the_older_argument_shares_the_model_too(folder):
+    shared = AutoModelForCausalLM.from_pretrained(folder / "two_groups", tp_plan="auto")
+    assert shared.model.layers[0].self_attn.num_heads == shared.config.num_attention_heads // 2
+
+
+@check
+def no_more_is_communicated_than_in_llama(folder):
+    config = DCFormerConfig.from_pretrained(folder / "two_groups_of_every_branch")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    llama = LlamaForCausalLM(LlamaConfig(**{name: getattr(config, name) for name in sizes}))
+    if dist.get_rank() == 0:
+        llama.save_pretrained(folder / "llama")
+    dist.barrier()
+    counts = {}
+    for name in ("llama", "two_groups_of_every_branch", "two_groups_with_mlp_gate"):
+        _, shared = pair(folder / name)
+        with CommDebugMode() as communication, torch.no_grad():
+            shared(random_tokens(2, 9))
+        counts[name] = communication.get_total_counts()
+        with CommDebugMode() as communication:
+            shared(random_tokens(2, 9))
+        assert communication.get_total_counts() == counts[name]
+    assert counts["llama"] >= 4  # two in each of two layers
+    assert len(set(counts.values())) == 1, counts
+
+
+@check
+def an_optimizer_steps(folder):
+    for name in ("two_groups_of_every_branch", "two_groups_with_grouped_queries"):
+        single, shared = pair(folder / name)
+        for model in (single, shared):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for seed in (1, 2):
+                tokens = random_tokens(2, 9, seed=seed)
+                model(tokens, labels=tokens).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = whole(shared, dict(shared.named_parameters()))
+        for key, parameter in single.named_parameters():
+            assert_near(found[key], parameter, key)
+
+
+@check
+def distributed_checkpoints_are_right_or_refused(folder):
+    _, shared = pair(folder / "two_groups_with_grouped_queries")
+    with pytest.raises(ValueError, match="leave distributed_checkpoint out"):
+        shared.save_pretrained(folder / "refused", distributed_checkpoint=True)
+    if importlib.util.find_spec("transformers.distributed.checkpoint") is None:
+        return  # 5.17 writes them for FSDP alone, and says so
+    single, shared = pair(folder / "two_groups")
+    shared.save_pretrained(folder / "distributed", distributed_checkpoint=True)
+    dist.barrier()
+    again = DCFormerForCausalLM.from_pretrained(folder / "distributed", distributed_config=DistributedConfig(tp_size=2))
+    assert_near(again.double()(random_tokens(2, 9)).logits, single(random_tokens(2, 9)).logits)
+
+
+@torch.no_grad()
+@check
+def stages_of_a_pipeline_compute_and_generate(folder):
+    for name in ("four_layers", "tied"):
+        single = AutoModelForCausalLM.from_pretrained(folder / name)
+        stage = AutoModelForCausalLM.from_pretrained(folder / name, distributed_config=DistributedConfig(pp_size=2))
+        assert (
+            sum(isinstance(layer, DCFormerDecoderLayer) for layer in stage.model.layers) == len(single.model.layers) / 2
+        )
+        tokens = random_tokens(2, 9)
+        mask = torch.ones_like(tokens)
+        mask[1, :4] = 0
+        torch.testing.assert_close(stage(tokens).logits, single(tokens).logits, rtol=1e-5, atol=2e-5)
+        for options in ({}, {"cache_implementation": "static"}):
+            options.update(attention_mask=mask, max_new_tokens=8, do_sample=False)
+            assert stage.generate(tokens, **options).equal(single.generate(tokens, **options)), (name, options)
+
+
+@check
+def learned_positions_are_refused_in_a_pipeline(folder):
+    with pytest.raises(ValueError, match="learned"):
+        config = DistributedConfig(pp_size=2)
+        AutoModelForCausalLM.from_pretrained(folder / "plain_with_learned_positions", distributed_config=config)
+
+
+def steps(model, optimizer, backward, whole_batch):
+    """Losses of two steps of this process' row of the batch, or of all rows."""
+    losses = []
+    for seed in (1, 2):
+        tokens = random_tokens(2, 21, seed=seed)
+        rows = tokens if whole_batch else tokens[dist.get_rank() :][:1]
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def learns_by_shares_of_the_batch(folder, shard, reentrant):
+    """Losses and weights after two steps under accelerate are those of one process."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    single, model = (DCFormerForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2))
+    plugin = None
+    if shard:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        plugin.set_auto_wrap_policy(model)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if shard:
+        # accelerate takes sharding to be meant for GPUs, and replicates on CPUs without a word.
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    expected = steps(single, torch.optim.AdamW(single.parameters(), lr=0.01), lambda loss: loss.backward(), True)
+
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    assert isinstance(next(model.parameters()), DTensor) == shard
+    losses = steps(model, optimizer, accelerator.backward, False)
+    dist.all_reduce(losses)
+    # Losses are computed in float32, and here of other rows together.
+    tolerance = 1e-5
+    assert_near(losses / 2, expected, tolerance=tolerance)
+    state = accelerator.get_state_dict(model)
+    if dist.get_rank() == 0:
+        for name, weight in single.state_dict().items():
+            assert_near(state[name], weight, name, tolerance)
+
+
+for shard, reentrant in ((True, False), (True, True), (False, False), (False, True)):
+    CHECKS[f"{'fsdp2' if shard else 'ddp'}_{'reentrant' if reentrant else 'other'}_checkpointing"] = (
+        lambda folder, shard=shard, reentrant=reentrant: learns_by_shares_of_the_batch(
+            folder / "two_groups", shard, reentrant
+        )
+    )
+
+
+@check
+def transformers_own_sharding(folder):
+    single = DCFormerForCausalLM.from_pretrained(folder / "two_groups", dtype=torch.float64)
+    sharding = DistributedConfig(fsdp_size=2)
+    load = functools.partial(DCFormerForCausalLM.from_pretrained, dtype=torch.float64, distributed_config=sharding)
+    model = load(folder / "two_groups")
+    tokens = random_tokens(2, 21)
+    single(tokens, labels=tokens).loss.backward()
+    model(tokens[dist.get_rank() :][:1], labels=tokens[dist.get_rank() :][:1]).loss.backward()
+    for name, parameter in single.named_parameters():
+        assert_near(model.get_parameter(name).grad.full_tensor(), parameter.grad, name, 1e-6)  # of losses in float32
+    generated = [copy.generate(tokens[:, :9], max_new_tokens=4, do_sample=False) for copy in (model, single)]
+    assert generated[0].equal(generated[1])
+    assert_saves(model, folder / "two_groups", folder / "fsdp-again")
+
+
+@check
+def a_vocabulary_is_padded_before_it_is_shared(folder):
+    with pytest.raises(ValueError, match="oov_policy='pad'"):
+        config = DistributedConfig(tp_size=2)
+        AutoModelForCausalLM.from_pretrained(folder / "two_groups", oov_policy="pad", distributed_config=config)
+
+
+@check
+def the_example_answers_as_one_process_does(folder):
+    path = pretrained_path("dcformer-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    single = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = single.generate(**tokenizer(QUESTION, return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n"
+    printed = {}
+    for way in ("tensor", "sharded", "pipeline"):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(str(EXAMPLE))["main"](way, path, QUESTION)
+        printed[way] = output.getvalue()
+    assert "India" in expected
+    assert printed == dict.fromkeys(printed, expected if dist.get_rank() == 0 else "")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(name, failed):
+    assert name not in failed, failed[name]
+
+
+@torch.no_grad()
+def test_layers_on_the_disk(tmp_path):
+    model, tokens = tiny_model("dcpythia"), random_tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    places = {"model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "disk", "lm_head": "cpu"}
+    places.update({"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    assert next(loaded.model.layers[0].parameters()).is_meta
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert loaded.generate(tokens, **options).equal(model.generate(tokens, **options))
