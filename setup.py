@@ -18,6 +18,7 @@ EXTRAS = {
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
+    "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
         "hypothesis",
         "mypy",
@@ -42,6 +43,13 @@ EXTRAS = {
         "peft",
         "moto[s3,server]",
         "boto3",
+        "furo",
+        "ipykernel",
+        "myst-parser",
+        "nbclient",
+        "nbformat",
+        "sphinx>=8",
+        "sphinx-copybutton",
     ],
 }
 
