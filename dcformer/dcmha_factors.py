@@ -93,7 +93,7 @@ class ComposeWeights(NamedTuple):
 
 def split_channels(factors: Tensor, dim: int = -1) -> Parts:
     """w1, w2 and the gate of factors whose channels lie along `dim`, where the gate keeps a length of 1; views."""
-    rank, has_gate = divmod(factors.shape[dim], 2)
+    rank, has_gate = divmod(int(factors.shape[dim]), 2)  # a tensor where torch.jit.trace looks on
     w1, w2, gate = factors.split_with_sizes([rank, rank, has_gate], dim)
     return w1 if rank > 0 else None, w2 if rank > 0 else None, gate if has_gate else None
 

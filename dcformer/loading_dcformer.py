@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError
-from transformers.core_model_loading import WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightRenaming
 
 
 if TYPE_CHECKING:
@@ -36,33 +36,45 @@ _SHARED_NAMES = {
     ".ffn_norm.": ".post_attention_layernorm.",
     ".feed_forward.w2.": ".mlp.down_proj.",
 }
+# By model type; and the output layer, which is outside the decoder.
 AUTHORS_NAMES = {
-    "DCFormerModel": {
+    "dcformer": {
         **_SHARED_NAMES,
         ".feed_forward.w1.": ".mlp.gate_proj.",
         ".feed_forward.w3.": ".mlp.up_proj.",
         ".feed_forward.mg.": ".mlp.gate_mix.",
     },
-    "DCFormerForCausalLM": {"output.": "lm_head."},
-    "DCPythiaModel": {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
-    "DCPythiaForCausalLM": {"output.": "lm_head."},
+    "dcpythia": {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
 }
+AUTHORS_OUTPUT_NAMES = {"output.": "lm_head."}
 # The authors' classes, which their config.json names, and what they are here.
 _AUTHORS_CLASSES = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
 # Rows that `oov_policy="pad"` rounds the vocabulary up to: 50,257 becomes 50,304, past the tokenizer's last id 50,276.
 _VOCABULARY_MULTIPLE = 128
 
 
-def authors_renamings(model_class: str) -> list[WeightConverter | WeightRenaming]:
-    """How Transformers is to rename the authors' parameters when it loads one of our model classes."""
-    return [_renaming(*parts) for parts in AUTHORS_NAMES[model_class].items()]
+def authors_patterns(model_type: str) -> dict[str, str]:
+    """The authors' names as the `key_mapping` of Transformers' `from_pretrained`: regular expression -> our part."""
+    names = {**AUTHORS_NAMES[model_type], **AUTHORS_OUTPUT_NAMES}
+    return {_pattern(authors_part): our_part for authors_part, our_part in names.items()}
 
 
-def _renaming(authors_part: str, our_part: str) -> WeightRenaming:
-    # A part that does not start with a dot starts the name; one that does not end with a dot ends it. Transformers
-    # turns the pattern into a name when it saves, for which it drops "^" and lookaheads, but would keep a "$".
-    start, end = "" if authors_part.startswith(".") else "^", "" if authors_part.endswith(".") else "(?!.)"
-    return WeightRenaming(start + re.escape(authors_part) + end, our_part)
+def _pattern(authors_part: str) -> str:
+    # A part that does not start with a dot starts a name; one that does not end with a dot ends it. Transformers turns
+    # the pattern into a name when it saves, for which it drops lookarounds, but would keep a "$".
+    start, end = "" if authors_part.startswith(".") else "(?<![^.])", "" if authors_part.endswith(".") else "(?!.)"
+    return start + re.escape(authors_part) + end
+
+
+@contextmanager
+def saved_in_authors_names(model: "PreTrainedModel", patterns: dict[str, str]) -> Iterator[None]:
+    """Let Transformers write the authors' names, also of a model that was not read from a file of theirs."""
+    used = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = [WeightRenaming(*names) for names in patterns.items()]
+    try:
+        yield
+    finally:
+        model._weight_conversions = used
 
 
 def load_checked(
@@ -201,6 +213,10 @@ def pad_rows(model: "PreTrainedModel") -> None:
     if rows % _VOCABULARY_MULTIPLE == 0:
         return
     model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    generation_config = model.generation_config  # None without a language model's head
+    if generation_config is not None:
+        added = range(rows, model.get_input_embeddings().num_embeddings)
+        generation_config.suppress_tokens = [*(generation_config.suppress_tokens or []), *added]
     layers: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
         for layer in layers:

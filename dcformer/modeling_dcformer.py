@@ -5,6 +5,7 @@ its scores are composed across heads before the softmax, and its weights after i
 same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -15,17 +16,21 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
     find_packed_sequence_indices,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -37,6 +42,7 @@ from .dcmha_cache import pack, unpack
 from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose
+from .generation_dcformer import DCFormerGenerationMixin
 from .input_checks import (
     KeySizes,
     check_cache,
@@ -49,7 +55,7 @@ from .input_checks import (
     values_are_known,
     warn_of_documents_that_mix,
 )
-from .loading_dcformer import authors_renamings, load_checked, pad_rows
+from .loading_dcformer import authors_patterns, load_checked, pad_rows, saved_in_authors_names
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -418,6 +424,7 @@ class DCFormerPreTrainedModel(PreTrainedModel):
                 and value projections of their own.
         """
         load = super().from_pretrained
+        kwargs["key_mapping"] = {**cls._authors_patterns(), **(kwargs.get("key_mapping") or {})}
         model, info = load_checked(cls, load, pretrained_model_name_or_path, output_loading_info, *args, **kwargs)
         if model.config.oov_policy == "pad":
             model.pad_vocabulary()
@@ -426,13 +433,28 @@ class DCFormerPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
     ) -> None:
-        """As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read."""
-        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
+        """
+        As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read.
+
+        Args:
+            save_original_format (`bool`, defaults to `False`): Write the authors' names.
+        """
+        save = functools.partial(super().save_pretrained, save_directory, *args, **kwargs)
+        if not save_original_format:
+            save(save_original_format=False)
+            return
+        with saved_in_authors_names(self, self._authors_patterns()):
+            save(save_original_format=True)
+
+    @classmethod
+    def _authors_patterns(cls) -> dict[str, str]:
+        return authors_patterns(cls.config_class.model_type)
 
     def pad_vocabulary(self) -> None:
         """
         Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
-        of the logits is never their largest, so greedy decoding cannot pick a row that was added.
+        of the logits is never their largest, so greedy decoding cannot pick a row that was added; sampling is kept from
+        it by `suppress_tokens` of the generation configuration.
         """
         pad_rows(self)
 
@@ -612,7 +634,7 @@ def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) ->
     return None if values_are_known(padding) and bool((padding != 0).all()) else padding
 
 
-class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
+class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
@@ -679,13 +701,17 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        if self.config.composes_heads:
-            raise ValueError(
-                "Continuous batching stores keys and values of head_dim channels and runs sdpa, flash or paged eager "
-                "attention, none of which can compose heads; use generate() with a padded batch."
-            )
-        return super().init_continuous_batching(*args, **kwargs)
+
+class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
+    """A linear layer without bias on the last token of each row that is no padding."""
+
+
+class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
+    """Dropout and a linear layer on every token."""
+
+
+class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
+    """A linear layer that scores every token as the start and as the end of an answer in the text."""
 
 
 class DCPythiaModel(DCFormerModel):
@@ -693,22 +719,43 @@ class DCPythiaModel(DCFormerModel):
     config_class = DCPythiaConfig
 
 
-class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
+class DCPythiaForCausalLM(DCFormerForCausalLM, DCFormerGenerationMixin):
     config: DCPythiaConfig
     config_class = DCPythiaConfig
     _model_class = DCPythiaModel
 
 
-for _model_class in (DCFormerModel, DCFormerForCausalLM, DCPythiaModel, DCPythiaForCausalLM):
-    register_checkpoint_conversion_mapping(
-        _model_class.__name__, authors_renamings(_model_class.__name__), overwrite=True
-    )
+class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
+    config: DCPythiaConfig
+    config_class = DCPythiaConfig
+
+
+class DCPythiaForTokenClassification(DCFormerForTokenClassification):
+    config: DCPythiaConfig
+    config_class = DCPythiaConfig
+
+
+class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
+    config: DCPythiaConfig
+    config_class = DCPythiaConfig
+
+
+# Transformers' classification heads ask for their decoder by its configuration, also where this file was copied beside
+# a checkpoint and nothing else registers it.
+AutoModel.register(DCFormerConfig, DCFormerModel, exist_ok=True)
+AutoModel.register(DCPythiaConfig, DCPythiaModel, exist_ok=True)
 
 
 __all__ = [
     "DCFormerForCausalLM",
+    "DCFormerForQuestionAnswering",
+    "DCFormerForSequenceClassification",
+    "DCFormerForTokenClassification",
     "DCFormerModel",
     "DCFormerPreTrainedModel",
     "DCPythiaForCausalLM",
+    "DCPythiaForQuestionAnswering",
+    "DCPythiaForSequenceClassification",
+    "DCPythiaForTokenClassification",
     "DCPythiaModel",
 ]

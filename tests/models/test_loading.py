@@ -248,6 +248,10 @@ def test_oov_pad_adds_rows_at_load(authors_folder, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "padded").eval()
     assert again.config.vocab_size == 128
     assert torch.equal(again(tokens).logits, padded(tokens).logits)
+    # Drawn nearly at random, an added row would come up in every other token.
+    for sampler in (padded, again):
+        drawn = sampler.generate(random_tokens(8, 3), do_sample=True, temperature=50.0, top_k=0, max_new_tokens=9)
+        assert drawn[:, 3:].max() < 67
 
 
 @torch.no_grad()

@@ -313,11 +313,6 @@ def test_a_name_that_is_no_attention_implementation_is_said_to_be_none(name):
         tiny_model().set_attn_implementation(name)
 
 
-def test_continuous_batching_is_refused():
-    with pytest.raises(ValueError, match="Continuous batching"):
-        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from ...loading_dcformer import AUTHORS_NAMES
+from ...loading_dcformer import AUTHORS_NAMES, AUTHORS_OUTPUT_NAMES
 from ..mapping import axis_sizes, part_offset
 from ..pieces import Piece
 from ..plan import Origin, Plan, complete
@@ -103,10 +103,7 @@ def _with_prefix(names: dict[str, str]) -> dict[str, str]:
     return {old: new if old.startswith(".") else f"model.{new}" for old, new in names.items()}
 
 
-_NAMES = {
-    "dcformer": {**_with_prefix(AUTHORS_NAMES["DCFormerModel"]), **AUTHORS_NAMES["DCFormerForCausalLM"]},
-    "dcpythia": {**_with_prefix(AUTHORS_NAMES["DCPythiaModel"]), **AUTHORS_NAMES["DCPythiaForCausalLM"]},
-}
+_NAMES = {model_type: {**_with_prefix(names), **AUTHORS_OUTPUT_NAMES} for model_type, names in AUTHORS_NAMES.items()}
 
 
 def _our_name(name: str, table: dict[str, str]) -> str:

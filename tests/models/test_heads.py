@@ -1,0 +1,108 @@
+"""Classification heads: Transformers' generic ones on the decoder, with their Auto classes and pipelines."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import random_tokens, tiny_config, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+)
+
+import dcformer
+
+
+FAMILIES = ["dcformer", "dcpythia"]
+HEADS = {
+    "sequence": AutoModelForSequenceClassification,
+    "token": AutoModelForTokenClassification,
+    "question": AutoModelForQuestionAnswering,
+}
+
+
+def make(head: str, family: str, **values):
+    torch.manual_seed(0)
+    return HEADS[head].from_config(tiny_config(family, pad_token_id=0, num_labels=3, **values)).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head", HEADS)
+def test_auto_classes_make_save_and_load_every_head(head, family, tmp_path):
+    model, tokens = make(head, family), random_tokens(2, 9)
+    assert type(model).__name__.startswith("DCPythiaFor" if family == "dcpythia" else "DCFormerFor")
+    model.save_pretrained(tmp_path)
+    loaded, info = HEADS[head].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    with torch.no_grad():
+        for ours, again in zip(model(tokens).values(), loaded(tokens).values()):
+            if isinstance(ours, torch.Tensor):
+                assert torch.equal(ours, again)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_row_is_classified_as_it_is_alone(side):
+    model = make("sequence", "dcformer")
+    tokens, length = random_tokens(2, 9).clamp(min=1), 5
+    mask = torch.ones_like(tokens)
+    hidden = slice(0, -length) if side == "left" else slice(length, None)
+    kept = slice(-length, None) if side == "left" else slice(0, length)
+    tokens[1, hidden] = mask[1, hidden] = 0
+    together = model(tokens, attention_mask=mask).logits
+    alone = torch.cat([model(tokens[:1]).logits, model(tokens[1:, kept]).logits])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_reach_every_parameter(head):
+    model = make(head, "dcformer").train()
+    tokens = random_tokens(2, 9).clamp(min=1)
+    labels = {
+        "sequence": {"labels": torch.tensor([0, 2])},
+        "token": {"labels": torch.randint(3, (2, 9))},
+        "question": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 8])},
+    }[head]
+    model(tokens, **labels).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_a_head_is_drawn_on_a_language_model_and_its_decoder_kept(tmp_path):
+    language_model = tiny_model()
+    language_model.save_pretrained(tmp_path)
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    for name, parameter in language_model.model.named_parameters():
+        assert torch.equal(model.model.get_parameter(name), parameter), name
+
+
+def test_a_head_file_that_lacks_its_head_is_refused(tmp_path):
+    make("sequence", "dcformer").save_pretrained(tmp_path)
+    language_model = tiny_model()
+    state = {name: weight for name, weight in language_model.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks score\.weight"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_text_classification_through_a_pipeline():
+    folder = dcformer.pretrained_path("dcformer-tiny")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, dtype="float32")
+    classifier = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
+    texts = ["The city in India", "Which is different? There are Paris, Paris, Mumbai."]
+    together = classifier(texts, batch_size=2)
+    for text, answer in zip(texts, together):
+        alone = classifier(text)[0]
+        assert alone["label"] == answer["label"]
+        assert abs(alone["score"] - answer["score"]) < 1e-4
+
+
+@torch.no_grad()
+def test_a_language_model_loads_the_decoder_of_a_head(tmp_path):
+    make("token", "dcpythia").save_pretrained(tmp_path)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert info["unexpected_keys"] == {"score.weight", "score.bias"}
