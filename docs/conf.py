@@ -24,7 +24,10 @@ import dcformer  # noqa: E402
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
 REPOSITORY = re.search(r'^REPOSITORY = "(.*)"', SETUP, re.M).group(1)
 # Packages whose public names (`__all__`) must all stand in the reference.
-DOCUMENTED = ["dcformer", *(f"dcformer.{room}" for room in ("conversion", "eval", "experiments", "head_tasks", "training"))]
+DOCUMENTED = [
+    "dcformer",
+    *(f"dcformer.{room}" for room in ("conversion", "eval", "experiments", "head_tasks", "training")),
+]
 
 project = "dcformer"
 author = copyright = "The dcformer contributors"
