@@ -82,7 +82,7 @@ ROADS = {
     "prefill_in_chunks": option(prefill_chunk_size=4),
     "prefill_in_chunks_to_a_static_cache": option(prefill_chunk_size=4, cache_implementation="static"),
     "embeddings": from_embeddings,
-    "one_beam_of_three": option(num_beams=1, num_return_sequences=1, renormalize_logits=True),
+    "renormalised_logits": option(renormalize_logits=True),
     "every_output": lambda model, tokens, **options: (
         model.generate(
             tokens,
@@ -108,7 +108,7 @@ ROADS_OF_ONE_ROW = {
     "streamed": streamed,
     "in_two_calls": in_two_calls,
 }
-FAMILIES = ["dcformer", "dcpythia", "grouped_query_attention"]
+FAMILIES = ["dcformer", "dcpythia"]
 
 
 @torch.no_grad()
@@ -177,7 +177,7 @@ def test_the_bundled_model_answers_the_same_from_an_8_bit_cache():
         quantized = model.generate(**inputs, **options, max_new_tokens=4, do_sample=False)
         assert torch.equal(quantized, model.generate(**inputs, max_new_tokens=4, do_sample=False))
     with pytest.raises(ValueError, match="only full attention layers"):
-        AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, **options)
+        AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, **options, max_new_tokens=4)
 
 
 @torch.no_grad()
@@ -191,22 +191,22 @@ def test_a_stop_string_ends_the_text(tokenizer):
     assert torch.equal(stopped, expected[:, : first + 1])
 
 
-class GraphCounter:
-    """A backend of torch.compile that runs graphs as they are and counts them."""
+def graph_counter():
+    """A backend of torch.compile that runs graphs as they are, and the list of those it was given."""
+    graphs = []
 
-    def __init__(self):
-        self.graphs = 0
-
-    def __call__(self, graph, _):
-        self.graphs += 1
+    def backend(graph, _, mode=None):  # a function, which copies of a configuration share
+        graphs.append(graph)
         return graph
+
+    return backend, graphs
 
 
 @torch.no_grad()
 def test_compiled_generation_makes_no_graph_a_second_time():
     torch._dynamo.reset()
-    model, counter = tiny_model().double(), GraphCounter()
-    options = CompileConfig(fullgraph=True, backend=counter)
+    model, (backend, graphs) = tiny_model().double(), graph_counter()
+    options = CompileConfig(fullgraph=True, backend=backend)
     options._compile_all_devices = True  # Transformers compiles on accelerators alone unless told
     counts = []
     for seed in (1, 2):
@@ -216,15 +216,15 @@ def test_compiled_generation_makes_no_graph_a_second_time():
         arguments = {"attention_mask": mask, **GREEDY}
         compiled = model.generate(tokens, cache_implementation="static", compile_config=options, **arguments)
         assert torch.equal(compiled, model.generate(tokens, use_cache=False, **arguments))
-        counts.append(counter.graphs)
+        counts.append(len(graphs))
     assert counts == [2, 2]  # the first step, and the steps after it
 
 
 @torch.no_grad()
 def test_a_compiled_step_with_a_static_cache_is_compiled_no_more_after_the_second():
     torch._dynamo.reset()
-    model, counter = tiny_model(), GraphCounter()
-    step = torch.compile(model, fullgraph=True, backend=counter)
+    model, (backend, graphs) = tiny_model(num_hidden_layers=1, sliding_window=None), graph_counter()
+    step = torch.compile(model, fullgraph=True, backend=backend)
     tokens = random_tokens(2, 20)
     expected = model(tokens, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=24)
@@ -232,9 +232,9 @@ def test_a_compiled_step_with_a_static_cache_is_compiled_no_more_after_the_secon
     counts = []
     for i in range(8, 20):
         logits = step(tokens[:, i : i + 1], past_key_values=cache).logits
-        # float32 through two layers that compose strongly
+        # float32 through a layer that composes strongly
         torch.testing.assert_close(logits[:, 0], expected[:, i], atol=1e-4, rtol=1e-4)
-        counts.append(counter.graphs)
+        counts.append(len(graphs))
     assert counts[1:] == [counts[1]] * 11 and counts[1] <= 2
 
 
