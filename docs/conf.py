@@ -57,7 +57,7 @@ copybutton_prompt_is_regexp = True
 
 FENCED = re.compile(r"^(```+).*?^\1", re.S | re.M)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
-ALONE = re.compile(r"^\[[^\]]*\]\((\.\./[^)\s]*\.md)(?:#([^)\s]*))?\)\n?$", re.M)
+ALONE = re.compile(r"(?:\A|(?<=\n\n))\[[^\]]*\]\((\.\./[^)\s]*\.md)(?:#([^)\s]*))?\)(?=\n\n|\n?\Z)")
 DOCSTRING_LINK = re.compile(r"\[`([\w.]+)`\]")
 
 

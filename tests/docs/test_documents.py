@@ -222,7 +222,8 @@ def site():
     ],
 )
 def test_links_of_a_page_lead_to_where_the_site_has_their_target(link, expected, site):
-    assert site["text_for_the_site"](link, ROOT / "docs" / "inputs.md") == expected
+    shown = site["text_for_the_site"](f"See\n{link}\nthere.", ROOT / "docs" / "inputs.md")
+    assert shown == f"See\n{expected}\nthere."
 
 
 def test_a_link_that_stands_alone_becomes_the_section(site):
