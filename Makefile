@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 
 # Twice --quiet leaves out pip's warnings; errors still show.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -34,5 +34,10 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A warning is an error: a dead link, a page that no list names, a public name without a place in the reference.
+docs: $(VENV)/.installed
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
+	@echo "Open docs/_build/index.html."
+
 clean:
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	rm -rf $(VENV) docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

@@ -29,7 +29,7 @@ PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path(
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     """(language, text) of a page's fenced blocks."""
-    found = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    found = re.findall(r"^```([^`\n]*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
     return [(language, text) for language, text in found if language in languages]
 
 
@@ -164,6 +164,100 @@ def test_results_are_the_means_and_intervals_of_the_recorded_seeds(name, subject
 def test_the_picture_of_the_results_is_drawn_from_the_recorded_seeds():
     drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_results.py"))
     assert drawing["FILE"].read_text(encoding="utf-8") == drawing["draw"]()
+
+
+def test_the_picture_of_the_cache_is_drawn_from_the_shapes():
+    drawing = runpy.run_path(str(ROOT / "docs" / "images" / "draw_cache.py"))
+    assert drawing["FILE"].read_text(encoding="utf-8") == drawing["draw"]()
+    per_token = cache_bytes_per_token(dcformer.DCFormerConfig.from_preset("dcformer-2.8b"))
+    here = next(values for label, _, _, values in drawing["lines"]() if label == "DCFormer, here")
+    # At 8,192 tokens 16 layers hold them all, and 16 the window of 256.
+    assert here[-1] == per_token * 16 * (8192 + 256) / 1e9
+
+
+def test_the_figures_of_the_reference_on_long_inputs_are_the_recorded_ones():
+    recorded = {
+        row[0]: row[3] for row in table((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"), "length")
+    }
+    rows = table((ROOT / "docs" / "long_inputs.md").read_text(encoding="utf-8"), "tokens")
+    assert len(rows) == 4
+    for tokens, here, per_token, reference in rows:
+        length = int(tokens.replace(",", ""))
+        assert int(per_token) == round(int(here.removesuffix(" MiB")) * 1024 / length)
+        if reference:
+            assert reference == f"{int(recorded[str(length)]):,} MiB"
+
+
+def test_every_page_stands_once_in_the_lists_of_the_site():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = [
+        line
+        for block in re.findall(r"^:::{toctree}\n(.*?)^:::", text, re.S | re.M)
+        for line in block.splitlines()
+        if line and not line.startswith(":")
+    ]
+    docs = ROOT / "docs"
+    pages = [page.relative_to(docs).with_suffix("").as_posix() for page in [*docs.glob("*.md"), *docs.glob("api/*.md")]]
+    assert sorted(listed) == sorted(set(pages) - {"index"})
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The functions of docs/conf.py."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "path", list(sys.path))
+        yield runpy.run_path(str(ROOT / "docs" / "conf.py"))
+
+
+@pytest.mark.parametrize(
+    "link, expected",
+    [
+        ("[x](cache.md#which-cache)", "[x](cache.md#which-cache)"),
+        ("[x](https://example.org/y.md)", "[x](https://example.org/y.md)"),
+        ("[x](#here)", "[x](#here)"),
+        ("[x](../CONTRIBUTING.md#tests)", "[x](contributing.md#tests)"),
+        ("[x](../README.md#speed)", "[x](results.md#speed)"),
+        ("[`dcmha.py`](../dcformer/dcmha.py)", "`dcmha.py`"),
+        ("[the table](../dcformer/dcmha.py)", "the table (`dcformer/dcmha.py`)"),
+        ("```text\n[x](../dcformer/dcmha.py)\n```", "```text\n[x](../dcformer/dcmha.py)\n```"),
+    ],
+)
+def test_links_of_a_page_lead_to_where_the_site_has_their_target(link, expected, site):
+    shown = site["text_for_the_site"](f"See\n{link}\nthere.", ROOT / "docs" / "inputs.md")
+    assert shown == f"See\n{expected}\nthere."
+
+
+def test_a_link_that_stands_alone_becomes_the_section(site):
+    shown = site["text_for_the_site"]("# Here\n\n[Speed](../README.md#speed)\n", ROOT / "docs" / "results.md")
+    assert shown.startswith("# Here\n\n## Speed\n") and "## More" not in shown
+    assert "(benchmarks.md)" in shown  # links of the README are made those of the page
+    with pytest.raises(ValueError, match="0 sections have the anchor 'spede'"):
+        site["section"](README, "spede")
+
+
+def test_docstrings_are_turned_into_what_sphinx_reads(site):
+    lines = [
+        "See [`dcformer.eval.Record`], |t - s| < w.",
+        "",
+        "```python",
+        ">>> a = 1",
+        "",
+        ">>> b = 2",
+        "```",
+        "Next.",
+    ]
+    site["read_docstring"](None, None, None, None, None, lines)
+    assert lines == [
+        "See :py:obj:`Record <.dcformer.eval.Record>`, \\|t - s\\| < w.",
+        "",
+        ".. code-block:: python",
+        "",
+        "   >>> a = 1",
+        "",
+        "   >>> b = 2",
+        "",
+        "Next.",
+    ]
 
 
 def test_the_citation_is_the_same_in_both_places():

@@ -1,10 +1,259 @@
-"""Ways into `generate()` and pasts that others made: early exit, prefix tuning, caches of plain rows."""
+"""Every way through `generate()`, compared with greedy decoding without a cache; and pasts that others made."""
+
+import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import PrefixTuningConfig, get_peft_model
-from tiny_models import random_tokens, tiny_model
-from transformers import DynamicCache
+from tiny_models import TINY, random_tokens, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    cache_utils,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from dcformer import pretrained_path
+
+
+LENGTH, NEW = 9, 10  # prompt and answer reach past the window of 6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+
+
+def other_family():
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=TINY["vocab_size"], **shape, **special)).double().eval()
+
+
+class Collector(BaseStreamer):
+    """What a streamer is handed, as one row."""
+
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value.flatten())
+
+    def end(self):
+        self.pieces = [torch.cat(self.pieces)]
+
+
+def streamed(model, tokens, **options):
+    collector = Collector()
+    model.generate(tokens, streamer=collector, **options)
+    return collector.pieces[0][None]
+
+
+def from_embeddings(model, tokens, **options):
+    new = model.generate(inputs_embeds=model.get_input_embeddings()(tokens), **options)  # the new tokens alone
+    return torch.cat([tokens, new], dim=1)
+
+
+def in_two_calls(model, tokens, **options):
+    options = {name: value for name, value in options.items() if name not in ("max_new_tokens", "attention_mask")}
+    first = model.generate(tokens, max_new_tokens=NEW - 4, return_dict_in_generate=True, **options)
+    return model.generate(first.sequences, max_new_tokens=4, past_key_values=first.past_key_values, **options)
+
+
+def option(**added):
+    return lambda model, tokens, **options: model.generate(tokens, **options, **added)
+
+
+def with_cache(make):
+    return lambda model, tokens, **options: model.generate(tokens, past_key_values=make(model.config), **options)
+
+
+# Every way from a prompt to greedy tokens. The second table takes one row at a time.
+ROADS = {
+    "dynamic_cache": option(cache_implementation="dynamic"),
+    "static_cache": option(cache_implementation="static"),
+    "own_dynamic_cache": with_cache(lambda config: DynamicCache(config=config)),
+    "own_dynamic_cache_without_windows": with_cache(lambda config: DynamicCache()),
+    "own_static_cache_with_room_to_spare": with_cache(lambda config: StaticCache(config=config, max_cache_len=40)),
+    "prefill_in_chunks": option(prefill_chunk_size=4),
+    "prefill_in_chunks_to_a_static_cache": option(prefill_chunk_size=4, cache_implementation="static"),
+    "embeddings": from_embeddings,
+    "renormalised_logits": option(renormalize_logits=True),
+    "every_output": lambda model, tokens, **options: (
+        model.generate(
+            tokens,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+            output_attentions=True,
+            **options,
+        ).sequences
+    ),
+}
+ROADS_OF_ONE_ROW = {
+    "draft_of_a_dcformer": lambda model, tokens, **options: model.generate(
+        tokens, assistant_model=tiny_model(seed=7).double(), **options
+    ),
+    "draft_of_another_family": lambda model, tokens, **options: model.generate(
+        tokens, assistant_model=other_family(), **options
+    ),
+    "draft_that_is_always_right": lambda model, tokens, **options: model.generate(
+        tokens, assistant_model=copy.deepcopy(model), **options
+    ),
+    "prompt_lookup": option(prompt_lookup_num_tokens=3),
+    "streamed": streamed,
+    "in_two_calls": in_two_calls,
+}
+FAMILIES = ["dcformer", "dcpythia"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_road_gives_the_tokens_of_the_uncached_run(variant):
+    # In float64, where the order of sums cannot turn a choice between two tokens.
+    model, tokens = tiny_model(variant).double(), random_tokens(1, LENGTH)
+    expected = model.generate(tokens, use_cache=False, **GREEDY)
+    assert expected.shape == (1, LENGTH + NEW)
+    for name, road in (ROADS | ROADS_OF_ONE_ROW).items():
+        assert torch.equal(road(model, tokens, **GREEDY), expected), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_road_gives_a_left_padded_row_what_it_gets_alone(variant):
+    model, tokens = tiny_model(variant).double(), random_tokens(3, LENGTH)
+    padding = (4, 0, 7)
+    mask = torch.ones_like(tokens)
+    for row, padded in enumerate(padding):
+        mask[row, :padded] = 0
+    alone = [
+        model.generate(tokens[row : row + 1, padded:], use_cache=False, **GREEDY)[0, LENGTH - padded :]
+        for row, padded in enumerate(padding)
+    ]
+    for name, road in (ROADS | {"no_cache": option(use_cache=False)}).items():
+        together = road(model, tokens, attention_mask=mask, **GREEDY)[:, LENGTH:]
+        assert torch.equal(together, torch.stack(alone)), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "do_sample": False},
+        {"num_beams": 3, "do_sample": True},
+        {"do_sample": True, "temperature": 1.5, "top_k": 30, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"do_sample": True, "num_return_sequences": 3, "min_p": 0.01, "no_repeat_ngram_size": 2},
+        {"do_sample": False, "guidance_scale": 1.5},
+    ],
+    ids=["beams", "sampled_beams", "processors", "several_samples", "guidance"],
+)
+def test_beams_samples_and_guidance_are_those_of_the_uncached_run(options, cache):
+    model, tokens = tiny_model().double(), random_tokens(2, LENGTH)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, **options}
+    found = []
+    for arguments in ({"use_cache": False}, {"cache_implementation": cache}):
+        torch.manual_seed(5)
+        found.append(model.generate(tokens, **options, **arguments))
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="Transformers has no 8-bit cache yet")
+def test_the_bundled_model_answers_the_same_from_an_8_bit_cache():
+    folder = pretrained_path("dcformer-tiny")
+    full = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **full)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for words in ("Paris, Paris, Mumbai. Which is different? The city in", "April, April, March. Which is different?"):
+        inputs = tokenizer(f"There are {words}", return_tensors="pt")
+        options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+        quantized = model.generate(**inputs, **options, max_new_tokens=4, do_sample=False)
+        assert torch.equal(quantized, model.generate(**inputs, max_new_tokens=4, do_sample=False))
+    with pytest.raises(ValueError, match="only full attention layers"):
+        AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, **options, max_new_tokens=4)
+
+
+@torch.no_grad()
+def test_a_stop_string_ends_the_text(tokenizer):
+    model = tiny_model(vocab_size=50304)
+    tokens = torch.randint(1000, 40000, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = model.generate(tokens, **GREEDY)
+    word = tokenizer.decode(expected[0, LENGTH + 4])
+    stopped = model.generate(tokens, stop_strings=[word], tokenizer=tokenizer, **GREEDY)
+    first = next(i for i in range(LENGTH, LENGTH + NEW) if word in tokenizer.decode(expected[0, LENGTH : i + 1]))
+    assert torch.equal(stopped, expected[:, : first + 1])
+
+
+def graph_counter():
+    """A backend of torch.compile that runs graphs as they are, and the list of those it was given."""
+    graphs = []
+
+    def backend(graph, _, mode=None):  # a function, which copies of a configuration share
+        graphs.append(graph)
+        return graph
+
+    return backend, graphs
+
+
+@torch.no_grad()
+def test_compiled_generation_makes_no_graph_a_second_time():
+    torch._dynamo.reset()
+    model, (backend, graphs) = tiny_model().double(), graph_counter()
+    options = CompileConfig(fullgraph=True, backend=backend)
+    options._compile_all_devices = True  # Transformers compiles on accelerators alone unless told
+    counts = []
+    for seed in (1, 2):
+        tokens = random_tokens(2, LENGTH, seed=seed)
+        mask = torch.ones_like(tokens)
+        mask[0, : 2 * seed] = 0
+        arguments = {"attention_mask": mask, **GREEDY}
+        compiled = model.generate(tokens, cache_implementation="static", compile_config=options, **arguments)
+        assert torch.equal(compiled, model.generate(tokens, use_cache=False, **arguments))
+        counts.append(len(graphs))
+    assert counts == [2, 2]  # the first step, and the steps after it
+
+
+@torch.no_grad()
+def test_a_compiled_step_with_a_static_cache_is_compiled_no_more_after_the_second():
+    torch._dynamo.reset()
+    model, (backend, graphs) = tiny_model(num_hidden_layers=1, sliding_window=None), graph_counter()
+    step = torch.compile(model, fullgraph=True, backend=backend)
+    tokens = random_tokens(2, 20)
+    expected = model(tokens, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=24)
+    model(tokens[:, :8], past_key_values=cache)
+    counts = []
+    for i in range(8, 20):
+        logits = step(tokens[:, i : i + 1], past_key_values=cache).logits
+        # float32 through a layer that composes strongly
+        torch.testing.assert_close(logits[:, 0], expected[:, i], atol=1e-4, rtol=1e-4)
+        counts.append(len(graphs))
+    assert counts[1:] == [counts[1]] * 11 and counts[1] <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "static", "static_allocated_early"])
+def test_a_cache_that_was_reset_generates_as_a_new_one(kind):
+    if kind == "dynamic" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("a dynamic cache that was reset keeps rows of zeros in Transformers 5.17")
+    model = tiny_model().double()
+    config = model.config
+    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=30)
+    if kind == "static_allocated_early":
+        width = config.head_dim + max(config.compose_cache_channels)
+        cache.early_initialization(2, config.num_key_value_heads, width, torch.float64, torch.device("cpu"))
+    for seed in (1, 2):
+        tokens = random_tokens(2, LENGTH, seed=seed)
+        generated = model.generate(tokens, past_key_values=cache, **GREEDY)
+        assert torch.equal(generated, model.generate(tokens, use_cache=False, **GREEDY))
+        cache.reset()
 
 
 @pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
