@@ -26,7 +26,10 @@ REPOSITORY = re.search(r'^REPOSITORY = "(.*)"', SETUP, re.M).group(1)
 # Packages whose public names (`__all__`) must all stand in the reference.
 DOCUMENTED = [
     "dcformer",
-    *(f"dcformer.{room}" for room in ("conversion", "eval", "experiments", "head_tasks", "training")),
+    *(
+        f"dcformer.{room}"
+        for room in ("analysis", "conversion", "demo", "eval", "experiments", "generation", "head_tasks", "training")
+    ),
 ]
 
 project = "dcformer"

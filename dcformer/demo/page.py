@@ -119,7 +119,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
         options: Further arguments of that function.
 
     Returns:
-        `gradio.Blocks`; [`dcformer.demo.LAUNCH_OPTIONS`] are for its `launch`.
+        `gradio.Blocks`; [`dcformer.demo.launch_options`] are for its `launch`.
 
     Raises:
         ImportError: if gradio or matplotlib is not installed.
