@@ -22,7 +22,6 @@ import copy
 import difflib
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Optional, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
@@ -34,7 +33,7 @@ from transformers.utils import is_torchdynamo_compiling
 
 from .peft_targets import register_peft_targets
 from .presets_dcformer import PRESETS
-from .sharing_dcformer import code_along, copy_code, has_code, older_files
+from .sharing_dcformer import SharedConfig
 
 
 # The authors' key -> ours, where the value carries over unchanged.
@@ -137,7 +136,7 @@ def with_value_errors(cls: _Class) -> _Class:
 
 @with_value_errors
 @strict
-class DCFormerConfig(PreTrainedConfig):
+class DCFormerConfig(SharedConfig, PreTrainedConfig):
     r"""
     Configuration of a DCFormer model. The defaults are those of DCFormer++ 2.8B.
 
@@ -441,30 +440,6 @@ class DCFormerConfig(PreTrainedConfig):
         """As the base class. PEFT calls it before it looks for the modules that it adapts, see peft_targets.py."""
         register_peft_targets(self.model_type)
         return super().to_dict()
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, push_to_hub: bool = False, with_code: bool | None = None, **kwargs: Any
-    ) -> None:
-        """
-        As `PreTrainedConfig.save_pretrained`, and if asked with the code of the model.
-
-        Args:
-            with_code (`bool`, *optional*): Copy the Python files of the model into the folder and name its classes in
-                config.json, so that it loads with `trust_remote_code=True` where dcformer is not installed. None: if
-                the folder that the configuration came from held them.
-
-        Raises:
-            ValueError: if there is no code for this class, or if it can only be saved with its code.
-        """
-        with code_along(self, with_code, save_directory):
-            if has_code(self):
-                copy_code(self, save_directory)
-            super().save_pretrained(os.fspath(save_directory), push_to_hub, **kwargs)
-
-    def _upload_modified_files(
-        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
-    ) -> Any:
-        return super()._upload_modified_files(working_dir, repo_id, older_files(self, files_timestamps), **kwargs)
 
     @classmethod
     def presets(cls) -> list[str]:

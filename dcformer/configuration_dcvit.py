@@ -20,6 +20,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.vit.configuration_vit import ViTConfig
 
 from .configuration_dcformer import DCFormerConfig, with_value_errors
+from .sharing_dcformer import SharedConfig
 
 
 _Config = TypeVar("_Config", bound="DCViTConfig")
@@ -27,7 +28,7 @@ _Config = TypeVar("_Config", bound="DCViTConfig")
 
 @with_value_errors
 @strict
-class DCViTConfig(ViTConfig):
+class DCViTConfig(SharedConfig, ViTConfig):
     r"""
     Configuration of a DCViT model: every field of Transformers' `ViTConfig`, and the composition of
     [`DCFormerConfig`]. The defaults are DCViT-S/16 of Table 7 with 22 million parameters.

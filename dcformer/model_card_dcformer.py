@@ -20,6 +20,7 @@ from .version_dcformer import __version__
 
 if TYPE_CHECKING:
     from .configuration_dcformer import DCFormerConfig
+    from .configuration_dcvit import DCViTConfig
 
 CARD_FILE = "README.md"
 PAPER_URL = "https://arxiv.org/abs/2405.08553"
@@ -35,13 +36,13 @@ _TRANSFORMERS_TEMPLATE = ("[More Information Needed]", "This model card has been
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LIMITS = (
     "Nothing is known here of what the model was trained on or how well it does unless this card says so: evaluate it "
-    "on your own task before you rely on it. Its text can be wrong, biased or offensive."
+    "on your own task before you rely on it. What it says can be wrong, biased or offensive."
 )
 
 
 def write_card(
     name: str,
-    config: "DCFormerConfig",
+    config: "DCFormerConfig | DCViTConfig",
     *,
     class_name: str,
     parameters: int,
@@ -111,13 +112,8 @@ def _loading(name: str, auto_class: str, with_code: bool) -> str:
     )
 
 
-def shape_table(config: "DCFormerConfig", parameters: int) -> str:
+def shape_table(config: "DCFormerConfig | DCViTConfig", parameters: int) -> str:
     """What a reader wants to know of a configuration, as a Markdown table."""
-    sliding = config.layer_types.count("sliding_attention")
-    if sliding:
-        seen = f"{config.sliding_window} tokens in {sliding} of {config.num_hidden_layers} layers, all in the others"
-    else:
-        seen = "all tokens in every layer"
     switches = {
         "before the softmax": config.compose_pre,
         "after it": config.compose_post,
@@ -129,20 +125,37 @@ def shape_table(config: "DCFormerConfig", parameters: int) -> str:
     }
     composed = ", ".join(name for name, is_on in switches.items() if is_on)
     groups = f", {config.compose_groups} groups of heads" if config.compose_groups > 1 else ""
-    key_value = f", {config.num_key_value_heads} key/value heads" * (
-        config.num_key_value_heads != config.num_attention_heads
-    )
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    key_value = f", {heads} key/value heads" * (heads != config.num_attention_heads)
+    channels = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     rows = {
         "parameters": f"{parameters:,}",
         "layers": config.num_hidden_layers,
         "width": f"{config.hidden_size}, MLP {config.intermediate_size}",
-        "attention": f"{config.num_attention_heads} heads of {config.head_dim} channels{key_value}",
-        "a layer sees": seen,
+        "attention": f"{config.num_attention_heads} heads of {channels} channels{key_value}",
         "composition": f"rank {config.compose_rank}{groups}: {composed}" if config.composes_heads else "none",
+        **(_of_images(config) if hasattr(config, "image_size") else _of_texts(config)),
+    }
+    return table(("", ""), rows.items())
+
+
+def _of_texts(config: Any) -> dict[str, str]:
+    sliding = config.layer_types.count("sliding_attention")
+    if sliding:
+        seen = f"{config.sliding_window} tokens in {sliding} of {config.num_hidden_layers} layers, all in the others"
+    else:
+        seen = "all tokens in every layer"
+    return {
+        "a layer sees": seen,
         "vocabulary": f"{config.vocab_size:,} tokens",
         "longest input": f"{config.max_position_embeddings:,} tokens",
     }
-    return table(("", ""), rows.items())
+
+
+def _of_images(config: Any) -> dict[str, str]:
+    sizes = {"images": config.image_size, "patches": config.patch_size}
+    height_and_width = {name: (size, size) if isinstance(size, int) else size for name, size in sizes.items()}
+    return {name: f"{height} x {width} pixels" for name, (height, width) in height_and_width.items()}
 
 
 def table(headings: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:

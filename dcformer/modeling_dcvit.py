@@ -36,6 +36,7 @@ from .configuration_dcvit import DCViTConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_projection import DCFormerCompose, make_compose
 from .loading_dcformer import load_checked
+from .saving_dcformer import SavedModel
 
 
 class DCViTAttention(nn.Module):
@@ -99,7 +100,7 @@ class DCViTLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states)))
 
 
-class DCViTPreTrainedModel(PreTrainedModel):
+class DCViTPreTrainedModel(SavedModel):
     config: DCViTConfig
     config_class = DCViTConfig
     base_model_prefix = "vit"
@@ -190,11 +191,9 @@ class DCViTPreTrainedModel(PreTrainedModel):
         model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, save_original_format: bool = False, **kwargs: Any
-    ) -> None:
-        """As `PreTrainedModel.save_pretrained`, but under the names of this class also where a ViT's were read."""
-        super().save_pretrained(save_directory, *args, save_original_format=save_original_format, **kwargs)
+    @classmethod
+    def _authors_patterns(cls) -> dict[str, str]:
+        return {}
 
 
 def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:

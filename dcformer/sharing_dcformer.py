@@ -14,18 +14,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .version_dcformer import __version__
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers.configuration_utils import PreTrainedConfig as _Base  # what `SharedConfig` is mixed into
+else:
+    _Base = object
 
 # model_type -> the files of its configuration and its models, and how the names of its classes begin.
 _FAMILIES = {
     "dcformer": ("configuration_dcformer", "modeling_dcformer", "DCFormer"),
     "dcpythia": ("configuration_dcformer", "modeling_dcformer", "DCPythia"),
+    "dcvit": ("configuration_dcvit", "modeling_dcvit", "DCViT"),
 }
 # How the names of model classes end -> their Auto class and the Hub's name of their task. A class that the modelling
 # file does not have is left out of the map.
@@ -35,6 +39,7 @@ AUTO_CLASSES = {
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
     "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
     "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
 }
 VERSION_NOTE, SOURCE_NOTE = "dcformer_version", "source_sha256"
 
@@ -44,7 +49,7 @@ _LARGEST_HEADER = 100_000_000  # bytes, as the format allows
 _WRITER = threading.RLock()
 
 
-def auto_map(config: "PreTrainedConfig", folder: str | os.PathLike | None = None) -> dict[str, str]:
+def auto_map(config: PreTrainedConfig, folder: str | os.PathLike | None = None) -> dict[str, str]:
     """
     The classes that load a model of this configuration from its folder, as `auto_map` in config.json names them.
 
@@ -74,7 +79,7 @@ def auto_map(config: "PreTrainedConfig", folder: str | os.PathLike | None = None
     }
 
 
-def has_code(config: "PreTrainedConfig") -> bool:
+def has_code(config: PreTrainedConfig) -> bool:
     """Whether the configuration says that the folder with it holds our code too."""
     files = {file for configuration, modeling, _ in _FAMILIES.values() for file in (configuration, modeling)}
     references = [name for name in (getattr(config, "auto_map", None) or {}).values() if isinstance(name, str)]
@@ -83,7 +88,7 @@ def has_code(config: "PreTrainedConfig") -> bool:
 
 @contextlib.contextmanager
 def code_along(
-    config: "PreTrainedConfig", with_code: bool | None, folder: str | os.PathLike | None = None
+    config: PreTrainedConfig, with_code: bool | None, folder: str | os.PathLike | None = None
 ) -> Iterator[None]:
     """
     Let a configuration name our classes, or none, for as long as it is saved.
@@ -118,7 +123,7 @@ def code_along(
             del config.auto_map
 
 
-def copy_code(config: "PreTrainedConfig", folder: str | os.PathLike) -> None:
+def copy_code(config: PreTrainedConfig, folder: str | os.PathLike) -> None:
     """Copy the files that a model needs beside its weights, into a folder that is made if need be."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     *names, _ = _FAMILIES[config.model_type]
@@ -128,9 +133,37 @@ def copy_code(config: "PreTrainedConfig", folder: str | os.PathLike) -> None:
         shutil.copyfile(file, Path(folder) / file.name)
 
 
-def older_files(config: "PreTrainedConfig", timestamps: dict[str, float]) -> dict[str, float]:
+def older_files(config: PreTrainedConfig, timestamps: dict[str, float]) -> dict[str, float]:
     """What Transformers takes for unchanged by a push: not the code, which is copied before it looks."""
     return {name: time for name, time in timestamps.items() if not (name.endswith(".py") and has_code(config))}
+
+
+class SharedConfig(_Base):
+    """A configuration that can be saved with the code of its model."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, with_code: bool | None = None, **kwargs: Any
+    ) -> None:
+        """
+        As `PreTrainedConfig.save_pretrained`, and if asked with the code of the model.
+
+        Args:
+            with_code (`bool`, *optional*): Copy the Python files of the model into the folder and name its classes in
+                config.json, so that it loads with `trust_remote_code=True` where dcformer is not installed. None: if
+                the folder that the configuration came from held them.
+
+        Raises:
+            ValueError: if there is no code for this class, or if it can only be saved with its code.
+        """
+        with code_along(self, with_code, save_directory):
+            if has_code(self):
+                copy_code(self, save_directory)
+            super().save_pretrained(os.fspath(save_directory), push_to_hub, **kwargs)
+
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: dict[str, float], **kwargs: Any
+    ) -> Any:
+        return super()._upload_modified_files(working_dir, repo_id, older_files(self, files_timestamps), **kwargs)
 
 
 @contextlib.contextmanager
@@ -182,4 +215,13 @@ def read_header_notes(folder: str | os.PathLike) -> dict[str, str]:
     return {name: str(metadata[name]) for name in (VERSION_NOTE, SOURCE_NOTE) if name in metadata}
 
 
-__all__ = ["auto_map", "code_along", "copy_code", "has_code", "header_notes", "noted_in_headers", "read_header_notes"]
+__all__ = [
+    "SharedConfig",
+    "auto_map",
+    "code_along",
+    "copy_code",
+    "has_code",
+    "header_notes",
+    "noted_in_headers",
+    "read_header_notes",
+]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPTNeoXTokenizer
 
 import dcformer
-from dcformer import DCFormerConfig, DCFormerModel
+from dcformer import DCFormerConfig, DCFormerModel, DCViTConfig, DCViTForImageClassification
 from dcformer.model_card_dcformer import is_untouched
 from dcformer.sharing_dcformer import AUTO_CLASSES, read_header_notes
 
@@ -37,10 +37,10 @@ STRANGER = """
 import importlib.util, json, sys
 from pathlib import Path
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 assert importlib.util.find_spec("dcformer") is None, "the package is there after all"
-shared, pythia, authors, again = map(Path, sys.argv[1:])
+shared, pythia, authors, again, images = map(Path, sys.argv[1:])
 ids, found = torch.arange(20)[None] % 67, {}
 
 
@@ -64,6 +64,10 @@ base = AutoModel.from_pretrained(shared, trust_remote_code=True).eval()
 assert is_copied(base) and type(base).__name__ == "DCFormerModel"
 torch.save(base(ids).last_hidden_state.detach(), shared / "hidden.pt")
 
+classifier = AutoModelForImageClassification.from_pretrained(images, trust_remote_code=True).eval()
+assert is_copied(classifier)
+torch.save(classifier(torch.linspace(-1, 1, 192).view(1, 3, 8, 8)).logits.detach(), images / "logits.pt")
+
 model.save_pretrained(again)
 reloaded = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True).eval()
 assert torch.equal(reloaded(ids).logits, model(ids).logits)
@@ -73,6 +77,12 @@ except ValueError as error:
     found["refusal"] = str(error)
 print(json.dumps(found))
 """
+
+
+def image_classifier() -> DCViTForImageClassification:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 24}
+    return DCViTForImageClassification(DCViTConfig(**shape, image_size=8, patch_size=4, num_labels=3)).eval()
 
 
 def auto_map_of(folder: Path) -> dict[str, str]:
@@ -104,8 +114,8 @@ def authors_folder(folder: Path, shared: Path) -> None:
 def stranger(tmp_path_factory):
     """What a process found that has every dependency, but not the package; with the folders and models it was given."""
     root = tmp_path_factory.mktemp("stranger")
-    folders = [root / name for name in ("shared", "pythia", "authors", "again")]
-    models_ = {"shared": tiny_model(), "pythia": tiny_model("dcpythia")}
+    folders = [root / name for name in ("shared", "pythia", "authors", "again", "images")]
+    models_ = {"shared": tiny_model(), "pythia": tiny_model("dcpythia"), "images": image_classifier()}
     for name, model in models_.items():
         model.save_pretrained(root / name, with_code=True)
     small_tokenizer(root / "shared")
@@ -138,6 +148,8 @@ def test_a_folder_with_its_code_loads_without_the_package(stranger):
     with torch.no_grad():
         for name in ("shared", "pythia"):
             assert torch.equal(torch.load(root / name / "logits.pt"), models_[name](ids).logits)
+        pixels = torch.linspace(-1, 1, 192).view(1, 3, 8, 8)
+        assert torch.equal(torch.load(root / "images" / "logits.pt"), models_["images"](pixels).logits)
         assert torch.equal(torch.load(root / "shared" / "hidden.pt"), models_["shared"].model(ids).last_hidden_state)
 
 
