@@ -414,6 +414,8 @@ class DCFormerPreTrainedModel(ParallelModel, SavedModel):
 
 
 class DCFormerModel(DCFormerPreTrainedModel):
+    """The decoder, without a head."""
+
     def __init__(self, config: DCFormerConfig):
         config.validate()  # values that were set after the configuration was made
         super().__init__(config)
@@ -594,6 +596,8 @@ def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) ->
 
 
 class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
+    """The decoder with an output layer: the language model."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
@@ -674,27 +678,37 @@ class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrain
 
 
 class DCPythiaModel(DCFormerModel):
+    """As [`DCFormerModel`], of the Pythia architecture (section 4.2 of the paper)."""
+
     config: DCPythiaConfig
     config_class = DCPythiaConfig
 
 
 class DCPythiaForCausalLM(DCFormerForCausalLM, DCFormerGenerationMixin):
+    """As [`DCFormerForCausalLM`], of the Pythia architecture (section 4.2 of the paper)."""
+
     config: DCPythiaConfig
     config_class = DCPythiaConfig
     _model_class = DCPythiaModel
 
 
 class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
+    """As [`DCFormerForSequenceClassification`], of the Pythia architecture."""
+
     config: DCPythiaConfig
     config_class = DCPythiaConfig
 
 
 class DCPythiaForTokenClassification(DCFormerForTokenClassification):
+    """As [`DCFormerForTokenClassification`], of the Pythia architecture."""
+
     config: DCPythiaConfig
     config_class = DCPythiaConfig
 
 
 class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
+    """As [`DCFormerForQuestionAnswering`], of the Pythia architecture."""
+
     config: DCPythiaConfig
     config_class = DCPythiaConfig
 

@@ -60,7 +60,7 @@ def test_its_examples_run_and_print_what_it_says(page, capsys, tmp_path, monkeyp
 
 
 def test_the_readme_shows_a_bundled_model_and_a_published_checkpoint():
-    first, second = (text for _, text in blocks(ROOT / "README.md", "python"))
+    first, second, *_ = (text for _, text in blocks(ROOT / "README.md", "python"))
     assert "pretrained_path" in first and second.count(PUBLISHED) == 1
 
 
