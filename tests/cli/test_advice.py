@@ -13,8 +13,8 @@ from dcformer.cli import app
 
 PACKAGE = Path(dcformer.__file__).parent
 
-# An option in a sentence, with the name of the program before it if it is another's.
-_OPTION = re.compile(r"(?P<program>lm-eval's )?(?<![\w-])`?(?P<option>--[a-z][a-z0-9_-]*)")
+# An option in a sentence, with the name of the program before it if it is another's. `var(--name)` is CSS.
+_OPTION = re.compile(r"(?P<program>lm-eval's )?(?<![\w-])(?<!var\()`?(?P<option>--[a-z][a-z0-9_-]*)")
 
 # The commands that run the code of a room, or of a file of it where fewer can reach it.
 _ALL = None
@@ -24,6 +24,12 @@ COMMANDS = {
     "cli/convert.py": ("convert maxtext", "convert pax", "convert torch", "convert to-maxtext"),
     "cli/inspect.py": ("inspect",),
     "cli/verify.py": ("verify",),
+    "cli/generate.py": ("generate",),
+    "cli/demo.py": ("demo",),
+    "cli/card.py": ("card",),
+    "cards": ("card", "eval"),
+    "demo": ("demo",),
+    "generation": ("generate",),
     "eval/report.py": ("eval", "report"),
     "eval/report_tables.py": ("eval", "report"),
     "eval/records.py": ("eval", "report"),
