@@ -2,10 +2,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from tiny_models import tiny_model
 from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -86,6 +88,16 @@ def test_the_final_folder_is_a_model_like_any_other(run):
     assert torch.tensor(model.generation_config.eos_token_id).flatten().tolist() == [tokenizer.eos_token_id]
     text = pipeline("text-generation", model=folder)("John has an apple", max_new_tokens=3, do_sample=False)
     assert text[0]["generated_text"].startswith("John has an apple")
+
+
+def test_the_final_folder_has_a_card_that_says_how_the_model_was_trained(run):
+    folder = Path(run[2]["folder"])
+    text = (folder / "README.md").read_text()
+    assert ModelCard(text).data.pipeline_tag == "text-generation" and "# tiny\n" in text
+    for row in ("| started from | random weights |", "| data | head_tasks |", "| steps | 15 |", "| seed | 0 |"):
+        assert row in text
+    assert f"last evaluation loss, nats per token | {run[2]['evaluation_loss']:.4f} |" in text
+    assert "[More Information" not in text
 
 
 def test_the_log_tells_what_a_run_needs_to_be_judged(run):
