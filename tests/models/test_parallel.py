@@ -75,7 +75,7 @@ def run_in_two_processes(function, *arguments):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
+        process.join(300)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0]
 
