@@ -8,6 +8,7 @@ import nbformat
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 
 
@@ -25,7 +26,11 @@ def ran():
         patched.setenv("OMP_NUM_THREADS", "1")
         # Without kernels that are installed elsewhere under the same name.
         manager = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-        NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(FILE.parent)}}).execute()
+        place = {"metadata": {"path": str(FILE.parent)}}
+        try:
+            NotebookClient(notebook, km=manager, timeout=300, resources=place).execute()
+        finally:
+            run_sync(manager.shutdown_kernel)(now=True)  # the client ends only kernels of its own managers
     return notebook
 
 
