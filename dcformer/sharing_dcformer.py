@@ -181,14 +181,34 @@ def noted_in_headers(notes: Mapping[str, str]) -> Iterator[None]:
         write = modeling_utils.safe_save_file
 
         def write_with_notes(tensors: Any, filename: Any, metadata: Mapping[str, str] | None = None) -> None:
-            is_ours = threading.get_ident() == saver
-            write(tensors, filename, metadata={**(metadata or {}), **notes} if is_ours else metadata)
+            if threading.get_ident() != saver:
+                write(tensors, filename, metadata=metadata)
+                return
+            write(tensors, filename, metadata={**(metadata or {}), **notes})
+            _put_metadata_in_order(filename)
 
         modeling_utils.safe_save_file = write_with_notes
         try:
             yield
         finally:
             modeling_utils.safe_save_file = write
+
+
+def _put_metadata_in_order(path: str | os.PathLike) -> None:
+    """
+    Sort the metadata in a header by name. The safetensors library writes them in an order that changes from call to
+    call, so that files of the same weights would differ.
+    """
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = file.read(size).decode()
+        start = header.index("{", header.index('"__metadata__"'))
+        metadata, end = json.JSONDecoder().raw_decode(header, start)
+        in_order = json.dumps(metadata, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+        room = len(header[start:end].encode())
+        if len(in_order) <= room:  # always, unless the two libraries came to write some character in different ways
+            file.seek(8 + len(header[:start].encode()))
+            file.write(in_order.ljust(room))
 
 
 def header_notes(source_sha256: str | None) -> dict[str, str]:

@@ -241,6 +241,15 @@ def test_headers_carry_our_version_and_the_checksum_of_the_source(tmp_path):
     }
 
 
+def test_the_same_weights_are_the_same_bytes_however_often_they_are_saved(tmp_path):
+    model, found = tiny_model(), set()
+    for number in range(8):  # the safetensors library draws the order of its metadata anew each time
+        model.save_pretrained(tmp_path / str(number))
+        found.add((tmp_path / str(number) / "model.safetensors").read_bytes())
+    assert len(found) == 1
+    assert metadata(tmp_path / "0") == {"format": "pt", "dcformer_version": dcformer.__version__}
+
+
 def test_notes_are_in_every_shard_and_in_nobody_elses_files(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
