@@ -23,6 +23,7 @@ EXTRAS = {
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
+    "vllm": ["vllm>=0.32,<0.33; python_version >= '3.11'"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
         "hypothesis",
@@ -106,7 +107,10 @@ setup(
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },
-    entry_points={"console_scripts": ["dcformer = dcformer.cli:main"]},
+    entry_points={
+        "console_scripts": ["dcformer = dcformer.cli:main"],
+        "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
+    },
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,

@@ -206,15 +206,21 @@ class DCFormerCompose(nn.Module):
         return gates.permute(1, 2, 0, 3, 4)
 
 
-def make_compose(config: Any) -> DCFormerCompose | None:
-    """What composes the heads of one layer, by the `compose_*` fields of its configuration; None if all are off."""
+def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
+    """
+    What composes the heads of one layer, by the `compose_*` fields of its configuration; None if all are off.
+
+    Args:
+        config (`DCFormerConfig`): The model.
+        ranks (`int`, defaults to 1): Processes that each compose as many of the groups.
+    """
     if not config.composes_heads:
         return None
     return DCFormerCompose(
         config.hidden_size,
-        config.num_attention_heads,
+        config.num_attention_heads // ranks,
         rank=config.compose_rank,
-        groups=config.compose_groups,
+        groups=config.compose_groups // ranks,
         activation=config.compose_activation,
         norm_eps=config.compose_norm_eps,
         pre=config.compose_pre,

@@ -226,17 +226,22 @@ def _check_missing(
         )
 
 
+def padded_rows(rows: int) -> int:
+    """The rows of a vocabulary with those that `oov_policy="pad"` adds."""
+    return -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+
+
 def pad_rows(model: "PreTrainedModel") -> None:
     """Add embedding and output rows up to the next multiple of 128, each the mean of the rows that there are."""
     rows = model.config.vocab_size
-    if rows % _VOCABULARY_MULTIPLE == 0:
+    if padded_rows(rows) == rows:
         return
     if getattr(model.config, "distributed_config", None) is not None:
         raise ValueError(
             "oov_policy='pad' cannot add rows to a vocabulary that several processes share; load the model in one "
             "process, save it, and load what was saved."
         )
-    model.resize_token_embeddings(rows, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    model.resize_token_embeddings(padded_rows(rows), mean_resizing=False)
     generation_config = model.generation_config  # None without a language model's head
     if generation_config is not None:
         added = range(rows, model.get_input_embeddings().num_embeddings)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 else:
     _Base = object  # `ParallelModel` is mixed into the other
 
+# Of the parameters of `DCFormerCompose`.
+DIMENSION_OF_GROUPS = {"hidden_weight": 1, "low_rank_weight": 0, "gate_weight": 1, "static_weight": 1}
 HEADS, GROUPS, MLP_SLICES = "dcformer_heads", "dcformer_compose_groups", "dcformer_mlp_slices"
 
 
@@ -124,11 +126,9 @@ class _LocalParameters(TensorParallelLayer):
 class _ComposeGroups(_LocalParameters):
     """`DCFormerCompose` of this rank's groups."""
 
-    _dimension = {"hidden_weight": 1, "low_rank_weight": 0, "gate_weight": 1, "static_weight": 1}  # of the groups
-
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         if (whole := module._parameters.get(param)) is not None:
-            _place(module, param, whole, mesh, Shard(self._dimension[param]))
+            _place(module, param, whole, mesh, Shard(DIMENSION_OF_GROUPS[param]))
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         module.groups //= mesh.size()

@@ -1,0 +1,378 @@
+"""Composed attention over vLLM's paged cache: an attention backend.
+
+A cached row is laid out as in a Transformers cache: per key/value head the key states and the factors of the
+composition before the softmax, then the value states and the factors of that after it. So one token takes the same
+bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
+
+A step's sequences have queries and keys of various lengths. They are sorted into few padded batches, each is gathered
+from its blocks, right-aligned as a left-padded batch of `generate`, and handed to `composed_attention`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.attention import (
+    Attention,
+    unified_attention_with_output,
+)
+from vllm.utils.torch_utils import _encode_layer_name
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from ..dcmha import composed_attention
+from ..dcmha_cache import unpack
+from ..dcmha_factors import ComposeSide, ComposeWeights
+from ..dcmha_mask import Visibility
+from ..dcmha_projection import DCFormerCompose
+
+
+logger = init_logger(__name__)
+
+# What a padded batch costs beside its scores, in scores: calls of operators, which a CPU and a GPU feel alike.
+_COST_OF_A_BATCH = 2**15
+
+
+class ComposedAttentionBackend(AttentionBackend):
+    """The backend `DCMHA`, which layers that compose heads name themselves."""
+
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "DCMHA"
+
+    @staticmethod
+    def get_impl_cls() -> type["ComposedAttentionImpl"]:
+        return ComposedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["ComposedAttentionMetadataBuilder"]:
+        return ComposedAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # A head's rows of a block lie one after the other, so that the whole cache is a table of rows.
+        return (KVCacheLayout.LBHNC,)
+
+
+@dataclass
+class PaddedBatch:
+    """
+    Sequences of one step that are computed together.
+
+    Args:
+        tokens (`Tensor` or `slice`): (sequences x queries,) their tokens among those of the step; padding repeats one.
+        is_query (`Tensor`, *optional*): (sequences x queries,) boolean, False for padding. None: no padding.
+        queries (`int`): Of each sequence.
+        rows (`Tensor`): (sequences, key/value heads, keys) rows of the cache as a table.
+        mask (`Visibility`): Causality, the window, and the padding of the keys.
+    """
+
+    tokens: Tensor | slice
+    is_query: Tensor | None
+    queries: int
+    rows: Tensor
+    mask: Visibility
+
+
+@dataclass
+class ComposedAttentionMetadata(AttentionMetadata):
+    """
+    One step, for the layers of one group of the cache.
+
+    Args:
+        query_lengths, sequence_lengths (`list[int]`): Of each sequence; the latter counts this step's tokens.
+        block_table (`Tensor`): (sequences, blocks) block of each stretch of a sequence.
+        slot_mapping (`Tensor`): (tokens,) where in the cache each token of this step goes.
+    """
+
+    query_lengths: list[int]
+    sequence_lengths: list[int]
+    block_table: Tensor
+    slot_mapping: Tensor
+    _batches: dict[tuple, list[PaddedBatch]] = field(default_factory=dict)
+
+    def batches(self, window: int | None, key_value_heads: int, block_size: int) -> list[PaddedBatch]:
+        """The padded batches of this step, made once for all layers of a window."""
+        shape = (window, key_value_heads, block_size)
+        if shape not in self._batches:
+            # The keys that any query of a sequence sees. Blocks before them may belong to another sequence by now.
+            spans = [
+                length if window is None else min(length, queries + window - 1)
+                for queries, length in zip(self.query_lengths, self.sequence_lengths)
+            ]
+            chosen = batches_of_similar_length(self.query_lengths, spans)
+            self._batches[shape] = [self._padded(own, spans, *shape) for own in chosen]
+        return self._batches[shape]
+
+    def _padded(
+        self, own: list[int], spans: list[int], window: int | None, key_value_heads: int, block_size: int
+    ) -> PaddedBatch:
+        device = self.block_table.device
+        queries, keys = max(self.query_lengths[i] for i in own), max(spans[i] for i in own)
+
+        def column(values: Sequence[int]) -> Tensor:
+            return torch.tensor([values[i] for i in own]).to(device, non_blocking=True)[:, None]  # (sequences, 1)
+
+        ends = [sum(self.query_lengths[: i + 1]) for i in range(len(self.query_lengths))]
+        is_whole = all(self.query_lengths[i] == queries for i in own)
+        if is_whole and own == list(range(own[0], own[0] + len(own))):
+            tokens, is_query = slice(ends[own[0]] - queries, ends[own[-1]]), None
+        else:
+            back = torch.arange(queries, 0, -1, device=device)  # (queries,) from the last token of a sequence
+            tokens = (column(ends) - torch.minimum(back, column(self.query_lengths))).flatten()
+            is_query = None if is_whole else (back <= column(self.query_lengths)).flatten()
+
+        back = torch.arange(keys, 0, -1, device=device)
+        # Padding repeats a key of the sequence: what is hidden must still be a number.
+        positions = column(self.sequence_lengths) - torch.minimum(back, column(spans))  # (sequences, keys)
+        padding = None if all(spans[i] == keys for i in own) else back <= column(spans)
+        table = self.block_table[torch.tensor(own, device=device)].long()
+        blocks, offsets = table.gather(1, positions // block_size), positions % block_size
+        heads = torch.arange(key_value_heads, device=device)[:, None]
+        rows = (blocks[:, None] * key_value_heads + heads) * block_size + offsets[:, None]
+        mask = Visibility(queries, keys, sliding_window=window, padding=padding)
+        return PaddedBatch(tokens, is_query, queries, rows, mask)
+
+
+def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
+    """
+    Which sequences to pad to one length and compute together, so that neither padding nor calls cost much.
+
+    Args:
+        query_lengths, key_lengths: Of each sequence; those without queries are left out.
+
+    Returns:
+        Indices of the sequences in each batch, ascending.
+    """
+    longest_first = sorted(
+        (i for i, queries in enumerate(query_lengths) if queries > 0),
+        key=lambda i: (query_lengths[i], key_lengths[i]),
+        reverse=True,
+    )
+    batches: list[list[int]] = []
+    queries = keys = 0
+    for i in longest_first:
+        if batches:
+            size, longest = len(batches[-1]), max(keys, key_lengths[i])
+            together = (size + 1) * queries * longest
+            apart = size * queries * keys + query_lengths[i] * key_lengths[i] + _COST_OF_A_BATCH
+            if together <= apart:
+                batches[-1].append(i)
+                keys = longest
+                continue
+        batches.append([i])
+        queries, keys = query_lengths[i], key_lengths[i]
+    return [sorted(batch) for batch in batches]
+
+
+class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentionMetadata]):
+    """What vLLM asks for the metadata of a step."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ComposedAttentionMetadata:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        # Without speculative decoding, which is refused, the bound is the length; it spares waiting for the device.
+        lengths = common.seq_lens_cpu_upper_bound
+        lengths = common.seq_lens.cpu() if lengths is None else lengths
+        return ComposedAttentionMetadata(
+            query_lengths=[stop - start for start, stop in zip(starts, starts[1:])],
+            sequence_lengths=lengths[: common.num_reqs].tolist(),
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping[: starts[-1]],
+        )
+
+
+class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
+    """The attention of one layer; `compose` says what its queries and its cached rows hold."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        head_dim: int,
+        compose: DCFormerCompose | None,
+    ):
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.head_dim = head_dim
+        self.compose = compose
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: ComposedAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Store this step's keys and values, and attend.
+
+        Args:
+            query (`Tensor`): (tokens, heads, channels + factors before and after the softmax).
+            key, value (`Tensor`): (tokens, key/value heads, channels + factors), rows of the cache.
+            kv_cache (`Tensor`): (blocks, key/value heads, block size, channels of a key row and a value row).
+            output (`Tensor`): (tokens, heads, channels), written here.
+        """
+        if attn_metadata is None:  # vLLM measures how much memory a step takes
+            return output.zero_()
+        tokens = len(attn_metadata.slot_mapping)
+        block_size = kv_cache.shape[2]
+        slots = attn_metadata.slot_mapping.long()
+        blocks, offsets = slots // block_size, slots % block_size
+        key_width = key.shape[2]
+        kv_cache[blocks, :, offsets, :key_width] = key[:tokens].to(kv_cache.dtype)
+        kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
+        table = kv_cache.view(-1, kv_cache.shape[3])
+        for batch in attn_metadata.batches(self.sliding_window, self.num_kv_heads, block_size):
+            cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
+            attended = self._attend(query[batch.tokens], cached, key_width, batch).transpose(1, 2).flatten(0, 1)
+            if batch.is_query is None:
+                output[batch.tokens] = attended.to(output.dtype)
+            else:
+                output[batch.tokens[batch.is_query]] = attended[batch.is_query].to(output.dtype)
+        output[tokens:].zero_()
+        return output
+
+    def _attend(self, query: Tensor, cached: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
+        """(sequences, heads, queries, channels) of one padded batch."""
+        query = query.view(-1, batch.queries, self.num_heads, query.shape[2]).transpose(1, 2)
+        key, value = cached[..., :key_width], cached[..., key_width:]
+        query_channels, numbers = self._query_channels(), factor_channels(self.compose)
+        query, *query_factors = query.split([self.head_dim, *query_channels], dim=-1)
+        stages: list[ComposeWeights | None] = []
+        states = []
+        for stage, rows in enumerate((key, value)):
+            weights = None
+            is_composed = self.compose is not None and stage in self.compose.stages
+            like = None
+            if is_composed and 1 in self.compose.sides and numbers > 0:
+                like = ComposeSide(factors=cached.new_empty(1, 1, 0, numbers))
+            own, key_side = unpack(rows, self.head_dim, like, self.num_heads)
+            states.append(own)
+            if is_composed:
+                query_side = ComposeSide(factors=query_factors[stage]) if query_channels[stage] > 0 else None
+                static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
+                weights = ComposeWeights(query_side, key_side, static, self.compose.groups)
+            stages.append(weights)
+        return composed_attention(query, *states, *stages, scaling=self.scale, attention_mask=batch.mask)
+
+    def _query_channels(self) -> list[int]:
+        """Channels of a query's factors before and after the softmax."""
+        return query_factor_channels(self.compose)
+
+
+def factor_channels(compose: DCFormerCompose | None) -> int:
+    """Channels of the factors of one side and one place: w1 and w2 of every rank, and the gate."""
+    if compose is None:
+        return 0
+    return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
+
+
+def query_factor_channels(compose: DCFormerCompose | None) -> list[int]:
+    """As `factor_channels`, of queries before and after the softmax; 0 where they do not compose."""
+    if compose is None or 0 not in compose.sides:
+        return [0, 0]
+    return [factor_channels(compose) if stage in compose.stages else 0 for stage in (0, 1)]
+
+
+class ComposedAttention(Attention):
+    """
+    vLLM's attention layer, for queries that carry factors and are wider than the keys.
+
+    Args:
+        num_heads, num_kv_heads (`int`): Of this process.
+        head_dim (`int`): Channels of a head.
+        key_channels, value_channels (`int`): Channels for factors in a cached key row and in a cached value row.
+        compose (`DCFormerCompose`, *optional*): Of the same layer, which holds its parameters. None: plain attention.
+        kwargs: Of vLLM's layer.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        key_channels: int,
+        value_channels: int,
+        compose: DCFormerCompose | None,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim + key_channels,
+            head_dim**-0.5,
+            num_kv_heads=num_kv_heads,
+            attn_backend=ComposedAttentionBackend,
+            head_size_v=head_dim + value_channels,
+            head_dim=head_dim,
+            compose=compose,
+            **kwargs,
+        )
+        self.head_dim = head_dim
+        logger.info_once("Attention heads are composed by %s, on blocks of the paged cache.", "the torch operators")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """
+        Args:
+            query (`Tensor`): (tokens, heads, channels + factors).
+            key, value (`Tensor`): (tokens, key/value heads, channels + factors).
+
+        Returns:
+            `Tensor`: (tokens, heads x channels).
+        """
+        output = query.new_empty(query.shape[0], self.num_heads, self.head_dim)
+        if self.use_direct_call:
+            unified_attention_with_output(query, key, value, output, self.layer_name)
+        else:
+            torch.ops.vllm.unified_attention_with_output(
+                query, key, value, output, _encode_layer_name(self.layer_name)
+            )
+        return output.flatten(1)

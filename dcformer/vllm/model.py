@@ -1,0 +1,327 @@
+"""DCFormer and DCPythia of vLLM's layers, under the names that the Transformers models have."""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.sequence import IntermediateTensors
+
+from ..configuration_dcformer import DCFormerConfig
+from ..dcmha_cache import pack
+from ..dcmha_factors import ComposeWeights
+from ..dcmha_projection import DCFormerCompose, make_compose
+from ..loading_dcformer import authors_patterns
+from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
+from ..parallel_dcformer import DIMENSION_OF_GROUPS
+from .backend import ComposedAttention
+from .checks import trained_rows
+
+
+def make_norm(config: DCFormerConfig) -> nn.Module:
+    norm_class = nn.LayerNorm if config.norm_type == "layer_norm" else RMSNorm
+    return norm_class(config.hidden_size, eps=config.norm_eps)
+
+
+class DCFormerAttention(nn.Module):
+    def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        ranks = get_tensor_model_parallel_world_size()
+        quant_config = vllm_config.quant_config
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_attention_heads // ranks
+        self.num_key_value_heads = config.num_key_value_heads // ranks
+        key_value_size = self.num_key_value_heads * self.head_dim
+        self.qkv_sizes = [self.num_heads * self.head_dim, key_value_size, key_value_size]
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            self.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * self.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
+        self.compose = make_compose(config, ranks)
+        if self.compose is not None:
+            _load_own_groups(self.compose)
+        window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        options: dict[str, Any] = {
+            "cache_config": vllm_config.cache_config,
+            "per_layer_sliding_window": window,
+            "prefix": f"{prefix}.attn",
+        }
+        if self.compose is not None:
+            channels = config.compose_cache_channels
+            self.attn: nn.Module = ComposedAttention(
+                self.num_heads, self.num_key_value_heads, self.head_dim, *channels, self.compose, **options
+            )
+        else:
+            self.attn = Attention(
+                self.num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads=self.num_key_value_heads, **options
+            )
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """
+        Args:
+            hidden_states (`Tensor`): (tokens, hidden).
+            position_embeddings (`tuple[Tensor, Tensor]`, *optional*): Cosine and sine, (tokens, 1, rotary size).
+        """
+        tokens = hidden_states.shape[0]
+        projected, _ = self.qkv_proj(hidden_states)
+        query, key, value = (
+            states.reshape(tokens, -1, self.head_dim) for states in projected.split(self.qkv_sizes, dim=-1)
+        )  # (tokens, heads, channels)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+        # Every token is a sequence of its own from here on: (tokens, heads, 1, channels).
+        query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
+        if position_embeddings is not None:
+            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
+        if self.compose is None:
+            output = self.attn(query.reshape(tokens, -1), key.reshape(tokens, -1), value.reshape(tokens, -1))
+        else:
+            pre, post = self.compose(hidden_states.unsqueeze(1))
+            query_factors = [stage.query.factors for stage in (pre, post) if stage is not None and stage.query]
+            query = torch.cat((query, *query_factors), dim=-1)
+            key, value = pack(key, _key_side(pre)), pack(value, _key_side(post))
+            output = self.attn(query.squeeze(2), key.squeeze(2), value.squeeze(2))
+        return self.o_proj(output)[0]
+
+
+def _key_side(weights: ComposeWeights | None) -> Any:
+    return None if weights is None else weights.key
+
+
+def _load_own_groups(compose: DCFormerCompose) -> None:
+    """Let every process load the groups of heads that it computes, of parameters that vLLM does not quantise."""
+
+    def loader(dimension: int) -> Any:
+        def load(parameter: nn.Parameter, loaded: Tensor) -> None:
+            ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+            own = loaded.chunk(ranks, dim=dimension)[rank] if ranks > 1 else loaded
+            if own.shape != parameter.shape:
+                raise ValueError(
+                    f"A compose parameter has shape {tuple(loaded.shape)} in the file, but "
+                    f"{tuple(parameter.shape)} by its config.json; correct the configuration."
+                )
+            parameter.data.copy_(own)
+
+        return load
+
+    for name, parameter in compose.named_parameters():
+        set_weight_attrs(parameter, {"weight_loader": loader(DIMENSION_OF_GROUPS[name])})
+
+
+class DCFormerMLP(nn.Module):
+    def __init__(self, config: DCFormerConfig, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__()
+        sizes = config.hidden_size, config.intermediate_size
+        options: dict[str, Any] = {"bias": config.mlp_bias, "quant_config": quant_config}
+        self.act_fn: Any = ACT2FN[config.hidden_act]
+        self.is_gated = config.mlp_type == "gated"
+        if self.is_gated:
+            self.gate_up_proj = MergedColumnParallelLinear(
+                sizes[0], [sizes[1]] * 2, prefix=f"{prefix}.gate_up_proj", **options
+            )
+            self.fused_act = SiluAndMul() if config.hidden_act == "silu" else None
+        else:
+            self.up_proj = ColumnParallelLinear(*sizes, prefix=f"{prefix}.up_proj", **options)
+        self.down_proj = RowParallelLinear(sizes[1], sizes[0], prefix=f"{prefix}.down_proj", **options)
+        self.gate_mix = None
+        if config.mlp_gate_dim is not None:
+            # A softmax over few numbers: in high precision, and whole in every process.
+            self.gate_mix = ReplicatedLinear(
+                sizes[0], config.mlp_gate_dim, bias=False, prefix=f"{prefix}.gate_mix"
+            )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(tokens, hidden) in and out."""
+        if not self.is_gated:
+            inner = self.act_fn(self.up_proj(hidden_states)[0])  # (tokens, intermediate)
+        else:
+            inner = self.gate_up_proj(hidden_states)[0]
+            if self.fused_act is not None:
+                inner = self.fused_act(inner)
+            else:
+                gate, inner = inner.chunk(2, dim=-1)
+                inner = self.act_fn(gate) * inner
+        if self.gate_mix is not None:
+            shares = at_least_float32(self.gate_mix(hidden_states)[0]).softmax(dim=-1).to(inner.dtype)
+            ranks = get_tensor_model_parallel_world_size()
+            if ranks > 1:
+                shares = shares.chunk(ranks, dim=-1)[get_tensor_model_parallel_rank()]
+            inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
+        return self.down_proj(inner)[0]
+
+
+class DCFormerDecoderLayer(nn.Module):
+    def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.input_layernorm = make_norm(config)
+        self.self_attn = DCFormerAttention(config, layer_idx, vllm_config, f"{prefix}.self_attn")
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = DCFormerMLP(config, vllm_config.quant_config, f"{prefix}.mlp")
+
+    def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(tokens, hidden) in and out."""
+        attended = self.self_attn(self.input_layernorm(hidden_states), position_embeddings)
+        if self.parallel_residual:
+            return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+@support_torch_compile
+class DCFormerModel(nn.Module):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.config = config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.embed_tokens",
+        )
+        self.embed_positions = self.rotary_emb = None
+        if config.position_embedding_type == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        else:
+            self.rotary_emb = DCFormerRotaryEmbedding(config)
+        self.layers = nn.ModuleList(
+            DCFormerDecoderLayer(config, i, vllm_config, f"{prefix}.layers.{i}")
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = make_norm(config)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """(tokens, hidden) embeddings of (tokens,) ids; ids that should not come here at all are clamped."""
+        # One id without a row must not end a server: the requests are checked by `oov_policy` where they come in.
+        return self.embed_tokens(input_ids.clamp(0, self.config.vocab_size - 1))
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            input_ids (`Tensor`, *optional*): (tokens,) of all sequences of a step.
+            positions (`Tensor`): (tokens,) in their sequences.
+            inputs_embeds (`Tensor`, *optional*): (tokens, hidden), in place of ids.
+
+        Returns:
+            `Tensor`: (tokens, hidden).
+        """
+        hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        position_embeddings = None
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(positions)
+        elif self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(hidden_states, positions.unsqueeze(1))
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, position_embeddings)
+        return self.norm(hidden_states)
+
+
+class DCFormerForCausalLM(nn.Module):
+    packed_modules_mapping = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.config = config
+        self.model = DCFormerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load our files and the authors', by the table of names that the Transformers model uses."""
+        patterns = {re.compile(pattern): name for pattern, name in authors_patterns(self.config.model_type).items()}
+        for pattern in DCFormerPreTrainedModel._keys_to_ignore_on_load_unexpected:
+            patterns[re.compile(pattern)] = None
+        # Files of the authors, and of a model without its head, leave out the first part of a name.
+        patterns[re.compile(r"^(?!model\.|lm_head\.)")] = "model."
+        stacked = {}
+        if self.config.mlp_type == "gated":
+            stacked = {".gate_proj": (".gate_up_proj", 0), ".up_proj": (".gate_up_proj", 1)}
+        loader = AutoWeightsLoader(
+            self, ignore_unexpected_prefixes=["lm_head."] if self.config.tie_word_embeddings else None
+        )
+        mapper = WeightsMapper(orig_to_new_regex=patterns, orig_to_new_stacked=stacked)
+        return loader.load_weights(self._with_all_rows(weights), mapper=mapper)
+
+    def _with_all_rows(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the file, with the rows of `oov_policy="pad"` behind those of a vocabulary."""
+        rows, padded = trained_rows(self.config), self.config.vocab_size
+        for name, weight in weights:
+            if padded > rows and weight.dim() == 2 and weight.shape[0] == rows and _holds_vocabulary(name):
+                # In float32 at least: in 16 bits a sum over a vocabulary is worthless.
+                mean = at_least_float32(weight).mean(0, keepdim=True).to(weight.dtype)
+                weight = torch.cat((weight, mean.expand(padded - rows, -1)))
+            yield name, weight
+
+
+def _holds_vocabulary(name: str) -> bool:
+    return name.rsplit(".", 2)[-2] in ("embed_tokens", "tok_embeddings", "lm_head", "output")
+
+
+class DCPythiaForCausalLM(DCFormerForCausalLM):
+    """As [`DCFormerForCausalLM`]; the configuration tells them apart."""
