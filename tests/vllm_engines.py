@@ -1,0 +1,77 @@
+"""Engines of vLLM for tests, and what `generate` says to the same prompts."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+# Crosses the windows of the tiny models, several blocks, and a chunk of 16 tokens.
+LENGTHS = (1, 5, 17, 33, 48)
+NEW_TOKENS = 12
+
+
+@contextmanager
+def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
+    """An engine in float32 with blocks of 16 tokens, gone at the end."""
+    defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    defaults |= {"block_size": 16, "seed": 0, "disable_log_stats": True}
+    llm = LLM(str(folder), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def prompts_of(vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def greedy(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """The tokens that an engine appends to each prompt."""
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy_of_generate(
+    model: PreTrainedModel, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
+    """The same of `generate`, one prompt at a time."""
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    options["pad_token_id"] = 0
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
+    return answers
+
+
+def prompt_log_probabilities(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
+    """Log-probability of every token of each prompt but the first."""
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [
+        [position[token].logprob for token, position in zip(prompt[1:], output.prompt_logprobs[1:])]
+        for prompt, output in zip(prompts, outputs)
+    ]
+
+
+@torch.no_grad()
+def log_probabilities_of_model(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[float]]:
+    """The same of the Transformers model."""
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        log_probabilities = model(ids).logits.float().log_softmax(-1)[0, :-1]
+        answers.append(log_probabilities.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+    return answers
