@@ -179,10 +179,6 @@ class DCViTPreTrainedModel(ComposingModel, SavedModel):
         model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
         return (model, info) if output_loading_info else model
 
-    @classmethod
-    def _authors_patterns(cls) -> dict[str, str]:
-        return {}
-
 
 def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
     """Whether a checkpoint is one of a ViT, which has no composition."""
