@@ -83,6 +83,7 @@ class DCViTConfig(SharedConfig, ViTConfig):
     compose_static: bool = False
 
     composes_heads = DCFormerConfig.composes_heads
+    _validate_composition = DCFormerConfig._validate_composition
 
     @classmethod
     def from_vit(cls: type[_Config], config: ViTConfig, **overrides: Any) -> _Config:
@@ -125,11 +126,7 @@ class DCViTConfig(SharedConfig, ViTConfig):
             raise ValueError(
                 f"num_attention_heads must divide hidden_size ({self.hidden_size}), got {self.num_attention_heads}."
             )
-        if self.num_attention_heads % self.compose_groups != 0:
-            raise ValueError(
-                f"compose_groups must divide num_attention_heads ({self.num_attention_heads}), "
-                f"got {self.compose_groups}."
-            )
+        self._validate_composition()
         for image, patch in zip(_height_and_width(self.image_size), _height_and_width(self.patch_size)):
             if not 1 <= patch <= image:
                 raise ValueError(

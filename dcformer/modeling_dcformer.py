@@ -34,6 +34,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .composing_dcformer import ComposingModel
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import pack, unpack
@@ -337,19 +338,13 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(ParallelModel, SavedModel):
+class DCFormerPreTrainedModel(ParallelModel, ComposingModel, SavedModel):
     config: DCFormerConfig
     config_class = DCFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DCFormerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
-    # These never see other heads' scores, so they cannot compose; plain models switch them on below.
-    _supports_sdpa = False
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
     # Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
     _keys_to_ignore_on_load_unexpected = [
@@ -358,13 +353,6 @@ class DCFormerPreTrainedModel(ParallelModel, SavedModel):
         r"attention\.kv_cache\.",
         r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
     ]
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As the base class for plain models; composing models accept what can mix heads, and nothing else."""
-        if not self.config.composes_heads:
-            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
-            return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        return checked_implementation(requested_attention or "eager")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -32,6 +32,7 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .composing_dcformer import ComposingModel
 from .configuration_dcvit import DCViTConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_projection import DCFormerCompose, make_compose
@@ -100,7 +101,7 @@ class DCViTLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states)))
 
 
-class DCViTPreTrainedModel(SavedModel):
+class DCViTPreTrainedModel(ComposingModel, SavedModel):
     config: DCViTConfig
     config_class = DCViTConfig
     base_model_prefix = "vit"
@@ -108,24 +109,11 @@ class DCViTPreTrainedModel(SavedModel):
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["ViTEmbeddings", "DCViTLayer"]
-    # These never see other heads' scores, so they cannot compose; plain models switch them on below.
-    _supports_sdpa = False
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
     _input_embed_layer = "patch_embeddings"
     # Of the same weights one task makes no use and another starts anew, as in ViT.
     _heads_that_may_be_new = r"^(classifier|(vit\.)?pooler)\."
     _vit_class: type[PreTrainedModel]
-
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As the base class for plain models; composing models accept what can mix heads, and nothing else."""
-        if not self.config.composes_heads:
-            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
-            return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        return checked_implementation(requested_attention or "eager")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -190,10 +178,6 @@ class DCViTPreTrainedModel(SavedModel):
             kwargs.setdefault("key_mapping", _names_of_vit())
         model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
         return (model, info) if output_loading_info else model
-
-    @classmethod
-    def _authors_patterns(cls) -> dict[str, str]:
-        return {}
 
 
 def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:

@@ -1,18 +1,9 @@
 """The public names of the package; importing them registers the models with the Auto classes of Transformers."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    GPTNeoXTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GPTNeoXTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .common.architectures import add_to_transformers
@@ -44,23 +35,13 @@ from .modeling_dcformer import (
 from .modeling_dcvit import DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
 from .pretrained import pretrained_path
+from .sharing_dcformer import AUTO_CLASSES
 
 
-AUTO_CLASSES = {
-    AutoModel: (DCFormerModel, DCPythiaModel, DCViTModel),
-    AutoModelForCausalLM: (DCFormerForCausalLM, DCPythiaForCausalLM),
-    AutoModelForSequenceClassification: (DCFormerForSequenceClassification, DCPythiaForSequenceClassification),
-    AutoModelForTokenClassification: (DCFormerForTokenClassification, DCPythiaForTokenClassification),
-    AutoModelForQuestionAnswering: (DCFormerForQuestionAnswering, DCPythiaForQuestionAnswering),
-    AutoModelForImageClassification: (DCViTForImageClassification,),
-}
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 for _config in (DCFormerConfig, DCPythiaConfig):
     AutoTokenizer.register(_config, GPTNeoXTokenizer, exist_ok=True)
-for _auto_class, _models in AUTO_CLASSES.items():
-    for _model in _models:
-        _auto_class.register(_model.config_class, _model, exist_ok=True)
 
 # By name, as Transformers does for its own models: the classes themselves would bring Pillow or torchvision.
 IMAGE_PROCESSOR_MAPPING.register(
@@ -96,6 +77,11 @@ __all__ = [
     "register_implementation",
 ]
 
-_public: list[object] = [globals()[_name] for _name in __all__]
+_public: list[Any] = [globals()[_name] for _name in __all__]
 _classes = [value for value in _public if isinstance(value, type)]
+_models: list[Any] = [_class for _class in _classes if issubclass(_class, PreTrainedModel)]
+for _model in _models:
+    _ending = _model.__name__.removeprefix(_model.config_class.__name__.removesuffix("Config"))
+    _auto_class, _ = AUTO_CLASSES[_ending]
+    getattr(modeling_auto, _auto_class).register(_model.config_class, _model, exist_ok=True)
 add_to_transformers([_class for _class in _classes if issubclass(_class, PreTrainedConfig | PreTrainedModel)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from ..common.quiet import quiet_libraries
-from .options import Debug
+from .options import Debug, Device, Dtype, Revision, Tokenizer
 from .printing import status
 from .running import running_command
 
@@ -26,20 +26,10 @@ def demo_command(
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser on this machine.")
     ] = True,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Number type of the parameters; that of the stored weights unless given."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="The device to run on, such as cuda:0, mps or cpu; a CUDA GPU if there is one unless given."),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer folder, tokenizer.json file or Hub name in place of the model's.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
     debug: Debug = False,
 ) -> None:
     """Open a page to try a model on: streamed text, and attention before and after composition."""

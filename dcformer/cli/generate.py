@@ -13,7 +13,7 @@ import typer
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
-from .options import Debug
+from .options import Debug, Device, Dtype, Revision, Tokenizer
 from .printing import status
 from .running import running_command
 
@@ -109,14 +109,8 @@ def generate_command(
     batch_size: Annotated[
         int | None, typer.Option(help="The number of prompts answered at once, for --prompts; 8 unless given.")
     ] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Number type of the parameters; that of the stored weights unless given."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(help="The device to run on, such as cuda:0, mps or cpu; a CUDA GPU if there is one unless given."),
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     attn_implementation: Annotated[
         str | None,
         typer.Option(help="How attention is computed, such as eager or dcmha_chunked; chosen by itself unless given."),
@@ -136,12 +130,8 @@ def generate_command(
         str | None,
         typer.Option(help="A small model that drafts tokens for the large one to check, named as MODEL is."),
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer folder, tokenizer.json file or Hub name in place of the model's.")
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
-    ] = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
     debug: Debug = False,
 ) -> None:
     """

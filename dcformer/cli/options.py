@@ -1,6 +1,6 @@
 """Options and arguments that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,5 +16,19 @@ TrainConfig = Annotated[
     str | None, typer.Option(help="The YAML file with the training configuration of a MaxText run.")
 ]
 PaxConfig = Annotated[str | None, typer.Option("--config", help="The config.json that describes a PAX checkpoint.")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="Number type of the parameters; that of the stored weights unless given."),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="The device to run on, such as cuda:0, mps or cpu; a CUDA GPU if there is one unless given."),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="A tokenizer folder, tokenizer.json file or Hub name in place of the model's.")
+]
+Revision = Annotated[
+    str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error instead of one line.")]

@@ -130,6 +130,13 @@ def test_the_folder_of_a_vit_loads_as_it_is(tmp_path):
     assert torch.equal(loaded(images()).logits, model(images()).logits)
 
 
+def test_the_original_format_has_our_names_since_the_authors_published_no_vit(tmp_path):
+    tiny_vit().save_pretrained(tmp_path / "vit")
+    model = DCViTForImageClassification.from_pretrained(tmp_path / "vit")
+    model.save_pretrained(tmp_path / "dcvit", save_original_format=True)
+    assert_close(load_file(tmp_path / "dcvit" / "model.safetensors"), dict(model.state_dict()), rtol=0, atol=0)
+
+
 def test_plain_models_are_vits_that_run_through_sdpa():
     vit = tiny_vit()
     plain = DCViTForImageClassification.from_vit(vit, **PLAIN)

@@ -1,5 +1,6 @@
 """Tools that are given a path find the class that its config.json names, as they do for models of Transformers."""
 
+import re
 import sys
 import types
 
@@ -19,6 +20,14 @@ def test_all_public_models_and_configurations_are_found_by_name():
     found = [value for value in classes if issubclass(value, PreTrainedConfig | PreTrainedModel)]
     assert DCFormerForCausalLM in found and DCPythiaConfig in found
     assert all(getattr(transformers, value.__name__) is value for value in found)
+
+
+@pytest.mark.parametrize("name", [name for name in dcformer.__all__ if re.search("Model$|For[A-Z]", name)])
+def test_the_auto_class_of_its_task_gives_every_public_model(name):
+    family, ending = re.fullmatch("(DCFormer|DCPythia|DCViT)(Model|For.+)", name).groups()
+    auto_class = getattr(transformers, f"AutoModel{ending.removeprefix('Model')}")
+    config_class = getattr(dcformer, f"{family}Config")
+    assert auto_class._model_mapping[config_class] is getattr(dcformer, name)
 
 
 def test_who_imported_transformers_before_it_was_complete_finds_them_too(monkeypatch):
