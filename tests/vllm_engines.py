@@ -1,6 +1,5 @@
 """Engines of vLLM for tests, and what `generate` says to the same prompts."""
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +20,19 @@ NEW_TOKENS = 12
 def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
     """An engine in float32 with blocks of 16 tokens, gone at the end."""
     defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-    defaults |= {"block_size": 16, "seed": 0, "disable_log_stats": True}
-    llm = LLM(str(folder), **{**defaults, **options})
+    defaults |= {"block_size": 16, "seed": 0}
     try:
+        llm = LLM(str(folder), **{**defaults, **options})
         yield llm
+        # One that is left to the garbage collector would end while the next one runs, and its groups with it.
+        llm.llm_engine.engine_core.shutdown()
     finally:
-        del llm
-        gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def scheduler_of(llm: LLM) -> Any:
+    """Of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def prompts_of(vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -36,10 +40,17 @@ def prompts_of(vocab_size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0)
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+def as_inputs(prompts: list[list[int]]) -> list[Any]:
+    return [{"prompt_token_ids": prompt} for prompt in prompts]
+
+
+def greedy_sampling(new_tokens: int = NEW_TOKENS, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **options)
+
+
 def greedy(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     """The tokens that an engine appends to each prompt."""
-    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate(as_inputs(prompts), greedy_sampling(new_tokens), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -56,22 +67,25 @@ def greedy_of_generate(
     return answers
 
 
-def prompt_log_probabilities(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
-    """Log-probability of every token of each prompt but the first."""
+def prompt_log_probabilities(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
+    """(tokens,) log-probability of every token of each prompt but the first, one prompt after the other."""
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    return [
-        [position[token].logprob for token, position in zip(prompt[1:], output.prompt_logprobs[1:])]
-        for prompt, output in zip(prompts, outputs)
-    ]
+    outputs = llm.generate(as_inputs(prompts), sampling, use_tqdm=False)
+    return torch.tensor(
+        [
+            position[token].logprob
+            for prompt, output in zip(prompts, outputs)
+            for token, position in zip(prompt[1:], output.prompt_logprobs[1:])
+        ]
+    )
 
 
 @torch.no_grad()
-def log_probabilities_of_model(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[float]]:
-    """The same of the Transformers model."""
+def log_probabilities_of_model(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tensor:
+    """The same of the Transformers model, in its dtype."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        log_probabilities = model(ids).logits.float().log_softmax(-1)[0, :-1]
-        answers.append(log_probabilities.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
-    return answers
+        log_probabilities = model(ids).logits.log_softmax(-1)[0, :-1]
+        answers.append(log_probabilities.gather(1, ids[0, 1:, None]).squeeze(1))
+    return torch.cat(answers)
