@@ -5,9 +5,10 @@ composition before the softmax, then the value states and the factors of that af
 bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
 
 A step's sequences have queries and keys of various lengths. They are sorted into few padded batches, each is gathered
-from its blocks, right-aligned as a left-padded batch of `generate`, and handed to `composed_attention`.
+from its blocks and handed to `composed_attention`.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ logger = init_logger(__name__)
 
 # What a padded batch costs beside its scores, in scores: calls of operators, which a CPU and a GPU feel alike.
 _COST_OF_A_BATCH = 2**15
+# Gathered rows beyond so many bytes cost a CPU more in new memory than they save in calls.
+_BYTES_AT_ONCE_ON_CPU = 16 * 2**20
 
 
 class ComposedAttentionBackend(AttentionBackend):
@@ -88,15 +91,16 @@ class PaddedBatch:
         tokens (`Tensor` or `slice`): (sequences x queries,) their tokens among those of the step; padding repeats one.
         is_query (`Tensor`, *optional*): (sequences x queries,) boolean, False for padding. None: no padding.
         queries (`int`): Of each sequence.
-        rows (`Tensor`): (sequences, key/value heads, keys) rows of the cache as a table.
         mask (`Visibility`): Causality, the window, and the padding of the keys.
+        rows (`Tensor`, *optional*): (sequences, key/value heads, keys) where their keys are, in the cache as a table of
+            rows. None: all keys are of this step, and in the order of `tokens`.
     """
 
     tokens: Tensor | slice
     is_query: Tensor | None
     queries: int
-    rows: Tensor
     mask: Visibility
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -114,49 +118,66 @@ class ComposedAttentionMetadata(AttentionMetadata):
     sequence_lengths: list[int]
     block_table: Tensor
     slot_mapping: Tensor
-    _batches: dict[tuple, list[PaddedBatch]] = field(default_factory=dict)
+    _batches: dict[int | None, list[PaddedBatch]] = field(default_factory=dict)
 
-    def batches(self, window: int | None, key_value_heads: int, block_size: int) -> list[PaddedBatch]:
-        """The padded batches of this step, made once for all layers of a window."""
-        shape = (window, key_value_heads, block_size)
-        if shape not in self._batches:
-            # The keys that any query of a sequence sees. Blocks before them may belong to another sequence by now.
-            spans = [
-                length if window is None else min(length, queries + window - 1)
-                for queries, length in zip(self.query_lengths, self.sequence_lengths)
-            ]
-            chosen = batches_of_similar_length(self.query_lengths, spans)
-            self._batches[shape] = [self._padded(own, spans, *shape) for own in chosen]
-        return self._batches[shape]
+    def batches(self, window: int | None, cache: Tensor) -> list[PaddedBatch]:
+        """
+        The padded batches of this step, made once for all layers of a window.
 
-    def _padded(
-        self, own: list[int], spans: list[int], window: int | None, key_value_heads: int, block_size: int
-    ) -> PaddedBatch:
-        device = self.block_table.device
+        Args:
+            window (`int`, *optional*): Keys that a query sees. None: all.
+            cache (`Tensor`): (blocks, key/value heads, block size, channels) of any of these layers.
+        """
+        if window not in self._batches:
+            self._batches[window] = list(self._padded_batches(window, cache))
+        return self._batches[window]
+
+    def _padded_batches(self, window: int | None, cache: Tensor) -> Iterator[PaddedBatch]:
+        # The keys that any query of a sequence sees. Blocks before them may belong to another sequence by now.
+        spans = [
+            length if window is None else min(length, queries + window - 1)
+            for queries, length in zip(self.query_lengths, self.sequence_lengths)
+        ]
+        for own in batches_of_similar_length(self.query_lengths, spans):
+            size = len(own)
+            if cache.device.type == "cpu":
+                size = max(1, _BYTES_AT_ONCE_ON_CPU // (cache[0, :, 0].nbytes * max(spans[i] for i in own)))
+            for first in range(0, len(own), size):
+                yield self._padded(own[first : first + size], spans, window, cache)
+
+    def _padded(self, own: list[int], spans: list[int], window: int | None, cache: Tensor) -> PaddedBatch:
+        """Queries and keys aligned at their last, as in a left-padded batch of `generate`."""
         queries, keys = max(self.query_lengths[i] for i in own), max(spans[i] for i in own)
+        ends, lengths = self._column(self.sequence_lengths, own), self._column(spans, own)
+        back = torch.arange(keys, 0, -1, device=ends.device)
+        padding = None if all(spans[i] == keys for i in own) else back <= lengths  # (sequences, keys)
+        mask = Visibility(queries, keys, sliding_window=window, padding=padding)
+        tokens, is_query = self._tokens(own, queries)
+        if all(self.query_lengths[i] == self.sequence_lengths[i] for i in own):
+            return PaddedBatch(tokens, is_query, queries, mask)
+        heads, block_size = cache.shape[1:3]
+        # Padding repeats a key of the sequence: what is hidden must still be a number.
+        positions = ends - torch.minimum(back, lengths)
+        table = self.block_table[torch.tensor(own, device=ends.device)].long()
+        blocks = table.gather(1, positions // block_size)
+        rows = blocks[:, None] * heads + torch.arange(heads, device=ends.device)[:, None]
+        rows = rows * block_size + (positions % block_size)[:, None]  # (sequences, heads, keys)
+        return PaddedBatch(tokens, is_query, queries, mask, rows)
 
-        def column(values: Sequence[int]) -> Tensor:
-            return torch.tensor([values[i] for i in own]).to(device, non_blocking=True)[:, None]  # (sequences, 1)
-
-        ends = [sum(self.query_lengths[: i + 1]) for i in range(len(self.query_lengths))]
+    def _tokens(self, own: list[int], queries: int) -> tuple[Tensor | slice, Tensor | None]:
+        """`tokens` and `is_query` of a padded batch."""
+        ends = list(itertools.accumulate(self.query_lengths))
         is_whole = all(self.query_lengths[i] == queries for i in own)
         if is_whole and own == list(range(own[0], own[0] + len(own))):
-            tokens, is_query = slice(ends[own[0]] - queries, ends[own[-1]]), None
-        else:
-            back = torch.arange(queries, 0, -1, device=device)  # (queries,) from the last token of a sequence
-            tokens = (column(ends) - torch.minimum(back, column(self.query_lengths))).flatten()
-            is_query = None if is_whole else (back <= column(self.query_lengths)).flatten()
+            return slice(ends[own[0]] - queries, ends[own[-1]]), None
+        lengths = self._column(self.query_lengths, own)
+        back = torch.arange(queries, 0, -1, device=lengths.device)  # from the last token of a sequence
+        tokens = (self._column(ends, own) - torch.minimum(back, lengths)).flatten()
+        return tokens, None if is_whole else (back <= lengths).flatten()
 
-        back = torch.arange(keys, 0, -1, device=device)
-        # Padding repeats a key of the sequence: what is hidden must still be a number.
-        positions = column(self.sequence_lengths) - torch.minimum(back, column(spans))  # (sequences, keys)
-        padding = None if all(spans[i] == keys for i in own) else back <= column(spans)
-        table = self.block_table[torch.tensor(own, device=device)].long()
-        blocks, offsets = table.gather(1, positions // block_size), positions % block_size
-        heads = torch.arange(key_value_heads, device=device)[:, None]
-        rows = (blocks[:, None] * key_value_heads + heads) * block_size + offsets[:, None]
-        mask = Visibility(queries, keys, sliding_window=window, padding=padding)
-        return PaddedBatch(tokens, is_query, queries, rows, mask)
+    def _column(self, values: Sequence[int], own: list[int]) -> Tensor:
+        """(sequences, 1) values of these sequences."""
+        return torch.tensor([values[i] for i in own]).to(self.block_table.device, non_blocking=True)[:, None]
 
 
 def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
@@ -229,7 +250,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         *,
         head_dim: int,
-        compose: DCFormerCompose | None,
+        compose: DCFormerCompose,
     ):
         self.num_heads = num_heads
         self.head_size = head_size
@@ -239,6 +260,10 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.head_dim = head_dim
         self.compose = compose
+        self.query_channels = query_factor_channels(compose)
+        channels = factor_channels(compose) if 1 in compose.sides else 0
+        # `unpack` reads the number of channels off it.
+        self.like_a_key = ComposeSide(factors=torch.empty(1, 1, 0, channels)) if channels > 0 else None
 
     def forward(
         self,
@@ -271,9 +296,14 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_cache[blocks, :, offsets, :key_width] = key[:tokens].to(kv_cache.dtype)
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
-        for batch in attn_metadata.batches(self.sliding_window, self.num_kv_heads, block_size):
-            cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
-            attended = self._attend(query[batch.tokens], cached, key_width, batch).transpose(1, 2).flatten(0, 1)
+        for batch in attn_metadata.batches(self.sliding_window, kv_cache):
+            if batch.rows is None:
+                own_keys, own_values = (self._by_sequence(states[batch.tokens], batch) for states in (key, value))
+            else:
+                cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
+                own_keys, own_values = cached.split([key_width, value.shape[2]], dim=-1)
+            own_query = self._by_sequence(query[batch.tokens], batch)
+            attended = self._attend(own_query, own_keys, own_values, batch.mask).transpose(1, 2).flatten(0, 1)
             if batch.is_query is None:
                 output[batch.tokens] = attended.to(output.dtype)
             else:
@@ -281,46 +311,33 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         output[tokens:].zero_()
         return output
 
-    def _attend(self, query: Tensor, cached: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
-        """(sequences, heads, queries, channels) of one padded batch."""
-        query = query.view(-1, batch.queries, self.num_heads, query.shape[2]).transpose(1, 2)
-        key, value = cached[..., :key_width], cached[..., key_width:]
-        query_channels, numbers = self._query_channels(), factor_channels(self.compose)
-        query, *query_factors = query.split([self.head_dim, *query_channels], dim=-1)
-        stages: list[ComposeWeights | None] = []
-        states = []
-        for stage, rows in enumerate((key, value)):
-            weights = None
-            is_composed = self.compose is not None and stage in self.compose.stages
-            like = None
-            if is_composed and 1 in self.compose.sides and numbers > 0:
-                like = ComposeSide(factors=cached.new_empty(1, 1, 0, numbers))
-            own, key_side = unpack(rows, self.head_dim, like, self.num_heads)
-            states.append(own)
-            if is_composed:
-                query_side = ComposeSide(factors=query_factors[stage]) if query_channels[stage] > 0 else None
-                static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
-                weights = ComposeWeights(query_side, key_side, static, self.compose.groups)
-            stages.append(weights)
-        return composed_attention(query, *states, *stages, scaling=self.scale, attention_mask=batch.mask)
+    @staticmethod
+    def _by_sequence(states: Tensor, batch: PaddedBatch) -> Tensor:
+        """(sequences x queries, heads, channels) -> (sequences, heads, queries, channels)."""
+        return states.unflatten(0, (-1, batch.queries)).transpose(1, 2)
 
-    def _query_channels(self) -> list[int]:
-        """Channels of a query's factors before and after the softmax."""
-        return query_factor_channels(self.compose)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Visibility) -> Tensor:
+        """(sequences, heads, queries, channels) of one padded batch, from rows with factors."""
+        query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
+        stages: list[ComposeWeights | None] = [None, None]
+        states = [key, value]
+        for stage in self.compose.stages:
+            query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
+            states[stage], key_side = unpack(states[stage], self.head_dim, self.like_a_key, self.num_heads)
+            static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
+            stages[stage] = ComposeWeights(query_side, key_side, static, self.compose.groups)
+        return composed_attention(query, *states, *stages, scaling=self.scale, attention_mask=mask)
 
 
-def factor_channels(compose: DCFormerCompose | None) -> int:
+def factor_channels(compose: DCFormerCompose) -> int:
     """Channels of the factors of one side and one place: w1 and w2 of every rank, and the gate."""
-    if compose is None:
-        return 0
     return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
 
 
-def query_factor_channels(compose: DCFormerCompose | None) -> list[int]:
+def query_factor_channels(compose: DCFormerCompose) -> list[int]:
     """As `factor_channels`, of queries before and after the softmax; 0 where they do not compose."""
-    if compose is None or 0 not in compose.sides:
-        return [0, 0]
-    return [factor_channels(compose) if stage in compose.stages else 0 for stage in (0, 1)]
+    is_composed = [0 in compose.sides and stage in compose.stages for stage in (0, 1)]
+    return [factor_channels(compose) * composed for composed in is_composed]
 
 
 class ComposedAttention(Attention):
@@ -331,7 +348,7 @@ class ComposedAttention(Attention):
         num_heads, num_kv_heads (`int`): Of this process.
         head_dim (`int`): Channels of a head.
         key_channels, value_channels (`int`): Channels for factors in a cached key row and in a cached value row.
-        compose (`DCFormerCompose`, *optional*): Of the same layer, which holds its parameters. None: plain attention.
+        compose (`DCFormerCompose`): Of the same layer, which holds its parameters.
         kwargs: Of vLLM's layer.
     """
 
@@ -342,7 +359,7 @@ class ComposedAttention(Attention):
         head_dim: int,
         key_channels: int,
         value_channels: int,
-        compose: DCFormerCompose | None,
+        compose: DCFormerCompose,
         **kwargs: Any,
     ):
         super().__init__(

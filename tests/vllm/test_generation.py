@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -34,6 +35,10 @@ ROUNDING = 1e-5
 
 def assert_serves_as_generate(llm, model, prompts):
     assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
+    assert_prompts_score_as_in_transformers(llm, model, prompts)
+
+
+def assert_prompts_score_as_in_transformers(llm, model, prompts):
     expected, exact = (
         log_probabilities_of_model(own, prompts).double() for own in (model, copy.deepcopy(model).double())
     )
@@ -110,12 +115,17 @@ def test_a_folder_with_code_is_served_by_the_installed_package(tmp_path):
         assert_serves_as_generate(llm, model, prompts_of(model.config.vocab_size))
 
 
-@pytest.mark.parametrize("name", ["tiny-dcformer", "tiny-dcpythia"])
-def test_golden_models_of_the_authors_code_serve_as_generate(name, fixtures, tmp_path):
-    folder = fixtures / "golden" / name
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with engine(folder) as llm:
-        assert_serves_as_generate(llm, model, prompts_of(model.config.vocab_size))
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["B1_dcformer_9769ae6", "B2_dcpythia", "B3_dcformer_head"])
+def test_models_of_the_authors_own_code_serve_as_generate(name, file, fixtures, tmp_path):
+    golden = fixtures / "golden" / "B_torch" / name
+    for part in ("config.json", file):
+        shutil.copy(golden / part, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    longest = model.config.max_position_embeddings - 1
+    prompts = prompts_of(model.config.vocab_size, (1, min(17, longest), longest))
+    with engine(tmp_path) as llm:
+        assert_prompts_score_as_in_transformers(llm, model, prompts)
 
 
 def test_a_common_beginning_is_computed_once():
