@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test coverage lint format docs clean
+.PHONY: demo test test-serving coverage lint format docs clean
 
 # Twice --quiet leaves out pip's warnings; errors still show.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -25,7 +25,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
-# The same tests; counting lines takes half as long again.
+# vLLM asks for older versions of some packages, so it has an environment of its own, .venv-serving.
+test-serving:
+	@scripts/test_serving --durations 5
+
+# The tests of `make test`; counting lines takes half as long again.
 coverage: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
 
@@ -44,4 +48,4 @@ docs: $(VENV)/.installed
 	@echo "Open docs/_build/index.html."
 
 clean:
-	rm -rf $(VENV) docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	rm -rf $(VENV) .venv-serving docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

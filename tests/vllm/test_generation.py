@@ -151,9 +151,9 @@ def test_sequences_that_are_preempted_go_on_where_they_were():
         assert scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks() == 25  # one is never lent
 
 
-def test_compiled_steps_serve_as_generate():
-    folder = pretrained_path("dcformer-tiny")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_compiled_steps_serve_as_generate(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
     # What `torch.compile` traces, without the minutes that generating code for it takes.
-    with engine(folder, enforce_eager=False, compilation_config={"backend": "eager"}) as llm:
-        assert_serves_as_generate(llm, model, prompts_of(model.config.vocab_size, (3, 40, 100)))
+    with engine(tmp_path, enforce_eager=False, compilation_config={"backend": "eager"}) as llm:
+        assert_serves_as_generate(llm, model, prompts_of(model.config.vocab_size))

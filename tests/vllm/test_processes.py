@@ -58,7 +58,5 @@ def test_groups_of_heads_are_shared_by_two_processes(overrides, tmp_path, monkey
     model = tiny_model(**overrides)
     model.save_pretrained(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
-    # vLLM would bind each process to a memory node of its own, of which small machines have one.
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     shared = tokens_of_processes(tmp_path, monkeypatch, prompts, tensor_parallel_size=2)
     assert shared == greedy_of_generate(model, prompts)
