@@ -389,7 +389,5 @@ class ComposedAttention(Attention):
         if self.use_direct_call:
             unified_attention_with_output(query, key, value, output, self.layer_name)
         else:
-            torch.ops.vllm.unified_attention_with_output(
-                query, key, value, output, _encode_layer_name(self.layer_name)
-            )
+            torch.ops.vllm.unified_attention_with_output(query, key, value, output, _encode_layer_name(self.layer_name))
         return output.flatten(1)

@@ -74,7 +74,9 @@ def _why_not(config: DCFormerConfig, vllm_config: Any) -> str | None:
     contexts = ("prefill_context_parallel_size", "decode_context_parallel_size")
     for name in contexts:
         if getattr(parallel, name, 1) > 1:
-            return f"{name}={getattr(parallel, name)} cannot compose attention heads, whose scores it would part; use 1."
+            return (
+                f"{name}={getattr(parallel, name)} cannot compose attention heads, whose scores it would part; use 1."
+            )
     return None
 
 

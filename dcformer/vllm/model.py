@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
@@ -162,9 +162,7 @@ class DCFormerMLP(nn.Module):
         self.gate_mix = None
         if config.mlp_gate_dim is not None:
             # A softmax over few numbers: in high precision, and whole in every process.
-            self.gate_mix = ReplicatedLinear(
-                sizes[0], config.mlp_gate_dim, bias=False, prefix=f"{prefix}.gate_mix"
-            )
+            self.gate_mix = ReplicatedLinear(sizes[0], config.mlp_gate_dim, bias=False, prefix=f"{prefix}.gate_mix")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(tokens, hidden) in and out."""

@@ -14,8 +14,15 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 import vllm
 from vllm import ModelRegistry, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, log_probabilities_of_model
-from vllm_engines import prompt_log_probabilities, prompts_of
+from vllm_engines import (
+    as_inputs,
+    engine,
+    greedy,
+    greedy_of_generate,
+    log_probabilities_of_model,
+    prompt_log_probabilities,
+    prompts_of,
+)
 
 from dcformer.vllm import registration
 
@@ -51,7 +58,7 @@ def test_what_cannot_be_served_is_refused(options, message, folder):
 def test_groups_that_do_not_divide_are_refused(tmp_path):
     tiny_model("grouped", num_attention_heads=6, head_dim=8, compose_groups=3).save_pretrained(tmp_path)
     with (
-        pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide .* compose_groups=3"),
+        pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not divide .* compose_groups=3"),
         engine(tmp_path, tensor_parallel_size=2),
     ):
         pass
@@ -99,7 +106,10 @@ def test_another_version_of_vllm_refuses_these_models_and_no_others(tmp_path, mo
     try:
         registration.register()
         assert "do not run in vLLM 0.40.0" in caplog.text
-        with pytest.raises(ValueError, match="tested with vLLM >=0.32,<0.33 and do not run in vLLM 0.40.0"), engine(tmp_path):
+        with (
+            pytest.raises(ValueError, match=r"tested with vLLM >=0.32,<0.33 and do not run in vLLM 0.40.0"),
+            engine(tmp_path),
+        ):
             pass
         changed = {name for name, model in ModelRegistry.models.items() if model is not registered[name]}
         assert changed == {*registration.MODEL_CLASSES, *registration.AUTHORS_CLASSES}
@@ -115,7 +125,7 @@ def test_the_plugin_may_be_registered_again(folder):
 
 def test_a_token_without_an_embedding_ends_its_request_and_not_the_engine(folder):
     with engine(folder) as llm:
-        with pytest.raises(VLLMValidationError, match="Token id 67 at position 1 .* which has 67"):
+        with pytest.raises(VLLMValidationError, match=r"Token id 67 at position 1 .* which has 67"):
             llm.generate(as_inputs([[1, 67]]), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         assert len(greedy(llm, [[1, 66]])[0]) > 0
 
