@@ -226,7 +226,7 @@ class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentio
         lengths = common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens.cpu() if lengths is None else lengths
         return ComposedAttentionMetadata(
-            query_lengths=[stop - start for start, stop in zip(starts, starts[1:])],
+            query_lengths=[stop - start for start, stop in itertools.pairwise(starts)],
             sequence_lengths=lengths[: common.num_reqs].tolist(),
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping[: starts[-1]],

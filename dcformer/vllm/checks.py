@@ -70,9 +70,8 @@ def _why_not(config: DCFormerConfig, vllm_config: Any) -> str | None:
     if vllm_config.speculative_config is not None:
         return "Speculative decoding has not been tested with composed attention; leave speculative_config out."
     if vllm_config.kv_transfer_config is not None:
-        return "Moving cached rows between engines has not been tested with composed attention; leave kv_transfer_config out."
-    contexts = ("prefill_context_parallel_size", "decode_context_parallel_size")
-    for name in contexts:
+        return "Moving cached rows to other engines has not been tested with composed attention; leave it out."
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             return (
                 f"{name}={getattr(parallel, name)} cannot compose attention heads, whose scores it would part; use 1."
