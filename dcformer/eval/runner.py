@@ -138,13 +138,14 @@ def evaluate(
                 del scorer  # or there would be two models in memory
                 free_memory()
             scorer = build_scorer(model, policies[index], device, common, length)
-            for job in left:
-                if (job.model, job.settings["max_length"]) != (index, length):
-                    continue
-                progress = _named_progress(on_progress if group.is_first else None, model, job)
-                with _naming_the_task(model, job):
-                    result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
-                group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
+            with contextlib.closing(scorer) if engine == VLLM else contextlib.nullcontext():
+                for job in left:
+                    if (job.model, job.settings["max_length"]) != (index, length):
+                        continue
+                    progress = _named_progress(on_progress if group.is_first else None, model, job)
+                    with _naming_the_task(model, job):
+                        result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
+                    group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
         return [finished(output, found[job.model], job) for job in jobs] if group.is_first else []
 
 

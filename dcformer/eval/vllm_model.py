@@ -122,6 +122,13 @@ class VLLMLM(LogLikelihoods):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError("VLLMLM computes log-likelihoods only; for texts take lm-eval's own model `vllm`.")
 
+    def close(self) -> None:
+        """End the engine and its process, which would hold the memory of a GPU until they are collected."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[tuple[int, list[TargetScore]]]]:
