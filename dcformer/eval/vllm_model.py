@@ -7,6 +7,7 @@ than its context: then the cache might hold tokens whose log-probabilities are a
 """
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -69,8 +70,11 @@ class VLLMLM(LogLikelihoods):
         **engine_options: Any,
     ):
         check_policy(oov_policy)
-        vllm = import_vllm()
+        import_vllm()
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.platforms import current_platform
+        from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
         super().__init__()
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -103,9 +107,11 @@ class VLLMLM(LogLikelihoods):
             **engine_options,
         }
         self.block_size = options["block_size"]
+        self._as_prompt = tokens_input
+        self._sampling = functools.partial(SamplingParams, temperature=0, max_tokens=1, detokenize=False)
         with _longer_than_the_model():
-            self.engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(model=pretrained, **options))
-        self.most_targets = vllm.sampling_params.MAX_LOGPROB_TOKEN_IDS
+            self.engine = LLMEngine.from_engine_args(EngineArgs(model=pretrained, **options))
+        self.most_targets = MAX_LOGPROB_TOKEN_IDS
         self.start_counting(on_progress)
 
     @property
@@ -134,44 +140,53 @@ class VLLMLM(LogLikelihoods):
     ) -> Iterator[list[tuple[int, list[TargetScore]]]]:
         # Inputs that begin alike follow each other, so that the blocks they share are still there.
         order = sorted(range(len(inputs)), key=lambda place: inputs[place].ids)
-        may_read = dict(zip(order, _which_may_read([inputs[place] for place in order], self.block_size)))
+        may_read = _which_may_read([inputs[place] for place in order], self.block_size)
         # So that what is read does not depend on what was scored before, and the rules above hold.
         self.engine.reset_prefix_cache()
-        waiting, running = iter(order), {}
+        waiting = self._prompts([(place, inputs[place], reads) for place, reads in zip(order, may_read)])
+        running: set[str] = set()
         try:
             while True:
-                while len(running) < _WAITING and (place := next(waiting, None)) is not None:
-                    running[self._send(inputs[place], place, may_read[place])] = place
+                for name, ids, sampling in itertools.islice(waiting, _WAITING - len(running)):
+                    self.engine.add_request(name, self._as_prompt(list(ids)), sampling)
+                    running.add(name)
                 if not running:
                     return
                 done = []
                 for output in self.engine.step():
                     if output.finished:
-                        running.pop(output.request_id)
-                        place = int(output.request_id)
-                        done.append((place, self._read(inputs[place], output)))
+                        running.remove(output.request_id)
+                        if output.request_id.isdecimal():
+                            place = int(output.request_id)
+                            done.append((place, self._read(inputs[place], output)))
+                        else:
+                            self.cached_tokens -= len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
                 if done:
                     yield done
         finally:
             self.engine.abort_request(list(running))
 
-    def _send(self, each: ScoredInput, place: int, may_read: bool) -> str:
-        """Hand an input to the engine; returns the name of the request."""
-        from vllm import SamplingParams
-        from vllm.inputs import tokens_input
+    def _prompts(self, inputs: Sequence[tuple[int, ScoredInput, bool]]) -> Iterator[tuple[str, Sequence[int], Any]]:
+        """
+        What goes to the engine: inputs by their places, and before them the contexts that they read from the cache.
 
-        has_longer = any(len(target.ids) > 1 for target in each.targets)
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=1,
-            detokenize=False,
-            logprob_token_ids=sorted({target.ids[-1] for target in each.targets}),
-            # That of the token itself and the most probable one.
-            prompt_logprobs=1 if has_longer else None,
-            skip_reading_prefix_cache=not may_read,
-        )
-        self.engine.add_request(str(place), tokens_input(list(each.ids)), sampling)
-        return str(place)
+        vLLM computes logits of every token of a prompt whose log-probabilities are asked for. A context that goes
+        ahead as a prompt of its own, in whole blocks, is spared them, unless the input before has computed it.
+        """
+        before: Sequence[int] = ()
+        for place, each, may_read in inputs:
+            has_longer = any(len(target.ids) > 1 for target in each.targets)
+            context = each.ids[: _first_of_prompt(each) // self.block_size * self.block_size]
+            if has_longer and may_read and _shared_length(before, each.ids) < len(context):
+                yield f"context of {place}", context, self._sampling()
+            before = each.ids
+            sampling = self._sampling(
+                logprob_token_ids=sorted({target.ids[-1] for target in each.targets}),
+                # That of the token itself and of the most probable one.
+                prompt_logprobs=1 if has_longer else None,
+                skip_reading_prefix_cache=not may_read,
+            )
+            yield str(place), each.ids, sampling
 
     def _read(self, each: ScoredInput, output: Any) -> list[TargetScore]:
         cached = output.num_cached_tokens or 0
