@@ -3,4 +3,6 @@
 from .main import main
 
 
-main()
+# Not in the processes that vLLM starts, which import this module.
+if __name__ == "__main__":
+    main()

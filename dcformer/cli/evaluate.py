@@ -64,7 +64,10 @@ def eval_command(
         str | None, typer.Option(help="A folder that holds the data of the tasks; the Hub unless given.")
     ] = None,
     batch_size: Annotated[
-        str, typer.Option(help="The number of inputs in one forward pass, or auto to choose what fits.")
+        str,
+        typer.Option(
+            help="The number of inputs in one forward pass (with vllm the largest number), or auto to choose what fits."
+        ),
     ] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
@@ -111,6 +114,13 @@ def eval_command(
         bool,
         typer.Option("--stock", help="Score with the HFLM class of lm-eval as it is, to compare with our scorer."),
     ] = False,
+    engine: Annotated[
+        Literal["transformers", "vllm"],
+        typer.Option(
+            help="What computes: transformers, or vllm, which takes many inputs at once and computes shared beginnings "
+            "of prompts once."
+        ),
+    ] = "transformers",
     debug: Debug = False,
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
@@ -211,6 +221,7 @@ def _compare_on_head_tasks(
     max_length: int | None,
     oov_policy: str | None,
     stock: bool,
+    engine: str,
     seed: int,
     **options: Any,
 ) -> None:
@@ -221,6 +232,7 @@ def _compare_on_head_tasks(
         "--oov-policy": oov_policy is not None,
         "--max-length": max_length is not None,
         "--stock": stock,
+        "--engine": engine != "transformers",
     }
     for name, is_given in meaningless.items():
         if is_given:

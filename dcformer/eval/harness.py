@@ -15,19 +15,19 @@ import numpy as np
 import torch
 
 from ..common.quiet import quiet_libraries
-from .plan import STOCK_SCORER, Job
+from .plan import STOCK_SCORER, VLLM_SCORER, Job
 from .provenance import Model, hardware_name
 from .scoring import message_of_nan
 from .suites import PREFIX
 
 
 if TYPE_CHECKING:
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.api.model import TemplateLM
 
-    from .language_model import DCFormerLM
+    from .log_likelihoods import LogLikelihoods
 
 
-def build_scorer(model: Model, policy: str | None, device: str, common: dict[str, Any], max_length: int) -> HFLM:
+def build_scorer(model: Model, policy: str | None, device: str, common: dict[str, Any], max_length: int) -> TemplateLM:
     """
     Load a model for scoring.
 
@@ -49,10 +49,13 @@ def build_scorer(model: Model, policy: str | None, device: str, common: dict[str
         "trust_remote_code": model.trust_remote_code,
         "dtype": common["dtype"],
         "batch_size": common["batch_size"],
-        "device": device,
         "max_length": max_length,
-        **({"local_files_only": True} if model.local_files_only else {}),
     }
+    if common["scorer"] == VLLM_SCORER:
+        return _engine(model, policy, options)
+    options["device"] = device
+    if model.local_files_only:
+        options["local_files_only"] = True
     try:
         if common["scorer"] == STOCK_SCORER:
             return stock_language_model(model.name, **options)
@@ -61,8 +64,19 @@ def build_scorer(model: Model, policy: str | None, device: str, common: dict[str
         raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
 
 
+def _engine(model: Model, policy: str | None, options: dict[str, Any]) -> TemplateLM:
+    from .vllm_model import VLLMLM
+
+    try:
+        return VLLMLM(model.name, oov_policy=policy, **options)
+    except (ValueError, OSError, RuntimeError) as error:
+        # Of several lines, or of a class that is made of other values than a message.
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{model.name!r} cannot be loaded by vLLM: {reason}") from error
+
+
 def score_task(
-    scorer: HFLM, task: Any, job: Job, limit: int | None, seed: int, on_progress: Callable[[int, int], None]
+    scorer: TemplateLM, task: Any, job: Job, limit: int | None, seed: int, on_progress: Callable[[int, int], None]
 ) -> tuple[dict, list[dict], dict] | None:
     """
     Score one task.
@@ -83,14 +97,14 @@ def score_task(
     # seconds per task.
     from lm_eval.evaluator import evaluate as run_harness
 
-    from .language_model import DCFormerLM
+    from .log_likelihoods import LogLikelihoods
 
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     task.set_config(key="num_fewshot", value=job.num_fewshot)
     task.set_fewshot_seed(seed=seed)
-    ours = scorer if isinstance(scorer, DCFormerLM) else None
+    ours = scorer if isinstance(scorer, LogLikelihoods) else None
     if ours is not None:
         ours.forget_documents()
         ours.on_progress = on_progress
@@ -111,7 +125,8 @@ def score_task(
         # The harness shows a bar of its own, and tells nobody of cut inputs or unknown ids.
         requests = sum(len(sample["requests"]) for sample in samples)
         _check_numbers(samples, job.task)
-        counts = {"requests": requests, "input_tokens": None, "oov_documents": None, "truncated_documents": None}
+        unknown = ("input_tokens", "cached_tokens", "oov_documents", "truncated_documents")
+        counts = {"requests": requests, **dict.fromkeys(unknown)}
         on_progress(0, requests)
         on_progress(requests, requests)
     measured = {
@@ -121,6 +136,7 @@ def score_task(
             "seconds": round(seconds, 3),
             "requests": counts["requests"],
             "input_tokens": counts["input_tokens"],
+            "cached_tokens": counts["cached_tokens"],
             "processes": scorer.world_size,
             "hardware": hardware_name(scorer.device),
         },
@@ -129,23 +145,30 @@ def score_task(
 
 
 def _check_numbers(samples: list[dict], task: str) -> None:
-    """What `DCFormerLM` refuses itself."""
+    """What the model classes of ours refuse themselves."""
     for sample in samples:
         if any(math.isnan(request["log_likelihood"]) for request in sample["requests"]):
             raise ValueError(message_of_nan(f"document {sample['doc_id']} of {PREFIX}{task}"))
 
 
-def _counts(scorer: DCFormerLM) -> dict[str, int | None]:
+def _counts(scorer: LogLikelihoods) -> dict[str, int | None]:
     """What all processes have counted; of use in the first one only."""
     of_all = scorer.gather_object(
-        (scorer.scored_requests, scorer.input_tokens, scorer.oov_documents, scorer.cut_documents)
+        (
+            scorer.scored_requests,
+            scorer.input_tokens,
+            scorer.cached_tokens,
+            scorer.oov_documents,
+            scorer.cut_documents,
+        )
     )
     if scorer.rank != 0:
         return {}
     return {
         "requests": sum(requests for requests, *_ in of_all),
         "input_tokens": sum(tokens for _, tokens, *_ in of_all),
-        "oov_documents": len(set().union(*(documents for _, _, documents, _ in of_all))),
+        "cached_tokens": sum(cached for _, _, cached, *_ in of_all),
+        "oov_documents": len(set().union(*(documents for *_, documents, _ in of_all))),
         "truncated_documents": len(set().union(*(documents for *_, documents in of_all))),
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import provenance
 from .data import data_fingerprint
+from .engines import import_vllm
 from .records import DamagedResult, Record, read_record, read_samples, record_path, samples_path
 from .suites import PERPLEXITY_TASKS, PREFIX, shots_of
 from .table4_tasks import tasks_folder
@@ -22,8 +23,13 @@ logger = logging.getLogger(__name__)
 
 # What is found while a task runs.
 OBSERVED = "observed"
-# Which class has scored: `DCFormerLM`, or the harness's own `HFLM`.
-OUR_SCORER, STOCK_SCORER = "dcformer", "stock"
+# Which class has scored: `DCFormerLM`, the harness's own `HFLM`, or `VLLMLM`.
+OUR_SCORER, STOCK_SCORER, VLLM_SCORER = "dcformer", "stock", "vllm"
+_IN_WORDS = {
+    OUR_SCORER: "DCFormerLM",
+    STOCK_SCORER: "lm-eval's own HFLM (--stock)",
+    VLLM_SCORER: "vLLM (--engine vllm)",
+}
 # These do not decide whether a record is reused: a commit need not concern the task, whose version does decide.
 _NOT_DECISIVE = (OBSERVED, "git_revision")
 
@@ -50,6 +56,8 @@ def make_plan(
 ) -> list[Job]:
     """What is to be there at the end, with the settings of each record."""
     versions, git_revision = provenance.library_versions(), provenance.git_revision()
+    if common["scorer"] == VLLM_SCORER:
+        versions = {**versions, "vllm": import_vllm().__version__}
     lengths = {(model.name, task): _longest_input(model, task, max_length) for model in models for task in tasks}
     task_versions = _task_versions()
     data = {task: data_fingerprint(data_dir, task) for task in tasks}
@@ -110,12 +118,11 @@ def finished(output: str | os.PathLike, model: provenance.Model, job: Job) -> Re
 
 
 def _check_scorer(path: Path, record: Record, job: Job) -> None:
-    scorers = {OUR_SCORER: "DCFormerLM", STOCK_SCORER: "lm-eval's own HFLM (--stock)"}
     theirs, ours = _decisive(record.settings)["scorer"], job.settings["scorer"]
     if theirs != ours:
         raise ValueError(
-            f"{str(path)!r} was scored by {scorers.get(theirs, theirs)}, and this run scores by {scorers[ours]}; give "
-            "another output."
+            f"{str(path)!r} was scored by {_IN_WORDS.get(theirs, theirs)}, and this run scores by "
+            f"{_IN_WORDS[ours]}; give another output."
         )
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from . import provenance
 from .bootstrap import metric_and_stderr
 from .devices import choose_device, describe_device
+from .engines import TRANSFORMERS, VLLM, check_device_of_vllm, check_engine
 from .harness import build_scorer, free_memory, quiet_harness, score_task
 from .model_files import check_path
 from .options import check_options, names_of_models, numbers_of_shots
 from .output import check_places, locked_folders
-from .plan import OBSERVED, OUR_SCORER, STOCK_SCORER, Job, finished, make_plan, task_manager
-from .processes import Processes, processes_here
+from .plan import OBSERVED, OUR_SCORER, STOCK_SCORER, VLLM_SCORER, Job, finished, make_plan, task_manager
+from .processes import Processes, processes_here, processes_in_all
 from .records import Record, model_folder, record_path, samples_path, write_record
 from .suites import PERPLEXITY_TASKS, PREFIX, depends_on_tokenizer, find_tasks
 
@@ -46,6 +47,7 @@ def evaluate(
     device: str | None = None,
     oov_policy: str | None = None,
     stock: bool = False,
+    engine: str = TRANSFORMERS,
     seed: int = 1234,
     revision: str | None = None,
     tokenizer: str | None = None,
@@ -62,7 +64,8 @@ def evaluate(
         num_fewshot (`int` or list, defaults to 0): Examples before a question, in Table 4. Others have their own form.
         limit (`int`, *optional*): Number of documents per task, or of windows of packed text, the first ones.
         data_dir (*optional*): Folder with the data; by default they are fetched from the Hub.
-        batch_size (`int` or `"auto"`): Inputs in a forward pass; "auto" is 16 on a CPU and what fits on a GPU.
+        batch_size (`int` or `"auto"`): Inputs in a forward pass; "auto" is 16 on a CPU and what fits on a GPU. With
+            vLLM the most inputs in one step; "auto" is what vLLM takes.
         dtype (`str`, defaults to `"bfloat16"`): Data type of the parameters: "bfloat16", "float16" or "float32".
         max_length (`int`, *optional*): Most tokens of an input, and the length of the windows of running text; by
             default what the model takes, and windows of 2,048 tokens.
@@ -73,6 +76,8 @@ def evaluate(
             None for models that have a row for every id.
         stock (`bool`, defaults to `False`): Score with lm-eval's own class `HFLM` instead of `DCFormerLM`, to compare
             the two; in one process, and without an `oov_policy`.
+        engine (`str`, defaults to `"transformers"`): What computes, "transformers" or "vllm". The latter works in a
+            process of its own, so a script needs `if __name__ == "__main__":` around the call.
         seed (`int`, defaults to 1234): Seed of the choice of few-shot examples, and of all generators.
         revision (`str`, *optional*): Git revision of the models on the Hub.
         tokenizer (`str`, *optional*): Folder, `tokenizer.json` or Hub id, instead of every model's own.
@@ -86,22 +91,24 @@ def evaluate(
     Raises:
         FileNotFoundError: if a model, a tokenizer or data are not there or cannot be reached.
         ValueError: for a wrong option, a wrong file, a device that is not there, an output that cannot be written, that
-            another evaluation is writing or that holds results of the other scorer, or an id without an embedding row;
+            another evaluation is writing or that holds results of another scorer, or an id without an embedding row;
             what was finished is kept.
+        ImportError: if the engine is not installed.
         RuntimeError: if a task fails otherwise.
     """
     names, shots = names_of_models(models, baseline), numbers_of_shots(num_fewshot)
     chosen = find_tasks(suite, tasks)
     check_options(limit=limit, batch_size=batch_size, dtype=dtype, seed=seed, max_length=max_length)
-    device = choose_device(device, processes_here())
+    check_engine(engine, stock=stock, processes=processes_in_all())
+    asked, device = device, choose_device(device, processes_here())
+    if engine == VLLM:
+        check_device_of_vllm(device, asked)
     for name in names:
         check_path(name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
         group = Processes(device)
         group.check_limit(limit)
-        if stock and group.count > 1:
-            raise ValueError(f"--stock (stock=True) scores in one process, and there are {group.count}; start one.")
         # Only one process may lock a folder, and it has to before it looks at what is there.
         lock = locked_folders(output, map(model_folder, names))
         group.decided_by_first(lambda: stack.enter_context(lock))
@@ -112,9 +119,9 @@ def evaluate(
         policies = [_policy(model, oov_policy, stock) for model in found]
         common = {
             "dtype": dtype,
-            "batch_size": _batch_size(batch_size, device),
+            "batch_size": _batch_size(batch_size, device, engine),
             "limit": limit,
-            "scorer": STOCK_SCORER if stock else OUR_SCORER,
+            "scorer": VLLM_SCORER if engine == VLLM else STOCK_SCORER if stock else OUR_SCORER,
         }
         jobs = group.decided_by_first(
             lambda: make_plan(found, policies, chosen, shots, data_dir, seed, max_length, common)
@@ -131,13 +138,14 @@ def evaluate(
                 del scorer  # or there would be two models in memory
                 free_memory()
             scorer = build_scorer(model, policies[index], device, common, length)
-            for job in left:
-                if (job.model, job.settings["max_length"]) != (index, length):
-                    continue
-                progress = _named_progress(on_progress if group.is_first else None, model, job)
-                with _naming_the_task(model, job):
-                    result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
-                group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
+            with contextlib.closing(scorer) if engine == VLLM else contextlib.nullcontext():
+                for job in left:
+                    if (job.model, job.settings["max_length"]) != (index, length):
+                        continue
+                    progress = _named_progress(on_progress if group.is_first else None, model, job)
+                    with _naming_the_task(model, job):
+                        result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
+                    group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
         return [finished(output, found[job.model], job) for job in jobs] if group.is_first else []
 
 
@@ -150,7 +158,7 @@ def _left(output, models: Sequence[provenance.Model], jobs: list[Job]) -> list[J
 
 
 def _policy(model: provenance.Model, oov_policy: str | None, stock: bool) -> str | None:
-    from .language_model import OOV_POLICIES, policy_in_force
+    from .log_likelihoods import check_policy, policy_in_force
 
     if stock:
         if oov_policy is not None:
@@ -159,17 +167,16 @@ def _policy(model: provenance.Model, oov_policy: str | None, stock: bool) -> str
                 "either --stock (stock=True) or --oov-policy."
             )
         return None
-    if oov_policy is not None and oov_policy not in OOV_POLICIES:
-        raise ValueError(f"oov_policy must be one of {', '.join(OOV_POLICIES)}, got {oov_policy!r}.")
+    check_policy(oov_policy)
     return policy_in_force(model.config, oov_policy) if model.misses_ids else None
 
 
-def _batch_size(batch_size: int | str, device: str) -> int | str:
+def _batch_size(batch_size: int | str, device: str, engine: str) -> int | str:
     from .language_model import CPU_BATCH_SIZE
 
-    if batch_size == "auto":
-        return CPU_BATCH_SIZE if device == "cpu" else "auto"
-    return int(batch_size)
+    if batch_size != "auto":
+        return int(batch_size)
+    return CPU_BATCH_SIZE if device == "cpu" and engine == TRANSFORMERS else "auto"
 
 
 def _task_key(model: provenance.Model, job: Job) -> tuple:

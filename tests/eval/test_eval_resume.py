@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dcformer.cli import app
 from dcformer.eval import output as output_room
 from dcformer.eval import records, runner
-from dcformer.eval.records import read_records, record_path, samples_path
+from dcformer.eval.records import read_records, read_samples, record_path, samples_path, write_record
 from dcformer.eval.runner import evaluate
 from dcformer.eval.scoring import TargetScorer
 from dcformer.head_tasks import build_tokenizer
@@ -206,6 +206,16 @@ def test_a_result_of_another_model_is_not_overwritten(run, copied, model, scored
     path.write_text(json.dumps({**json.loads(path.read_text()), "model": "somebody/else"}))
     with pytest.raises(ValueError, match=r"is a result of 'somebody/else', where that of .* is to be written"):
         run()
+    assert scored == []
+
+
+def test_results_of_vllm_are_not_taken_for_those_of_transformers(run, copied, scored):
+    for record in read_records(copied):
+        samples = read_samples(copied, record)
+        record.settings["scorer"] = "vllm"
+        write_record(copied, record, samples)
+    with pytest.raises(ValueError, match=r"was scored by vLLM \(--engine vllm\), and this run scores by DCFormerLM"):
+        run(tasks="piqa")
     assert scored == []
 
 

@@ -1,0 +1,257 @@
+"""Scoring with lm-evaluation-harness by vLLM: many inputs in one step, and shared beginnings computed once.
+
+The last token of every input is scored as one that could be generated next, and those before it by the
+log-probabilities of the prompt. vLLM has the latter only for tokens that it computes itself, so by default a request
+for them reads nothing from the cache of prefixes. Here a request does read from it, unless another input shares more
+than its context: then the cache might hold tokens whose log-probabilities are asked for.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.models.utils import resolve_max_length
+from transformers import AutoConfig
+
+from ..common.tokenizers import load_tokenizer
+from ..configuration_dcformer import DCFormerConfig
+from ..loading_dcformer import padded_rows
+from .engines import import_vllm
+from .log_likelihoods import LogLikelihoods, check_policy, policy_in_force
+from .scoring import ScoredInput, TargetScore
+from .task_tokens import encode
+
+
+# Tokens of a block of the cache, of which a prefix is shared in whole ones: few, and as many as every backend takes.
+BLOCK_SIZE = 32
+# Requests that wait in the engine, so that it never runs dry while others are made.
+_WAITING = 1024
+
+
+class VLLMLM(LogLikelihoods):
+    """
+    A causal language model in an engine of vLLM, for log-likelihoods alone.
+
+    The engine computes in a process of its own, so a script that makes one needs `if __name__ == "__main__":`.
+
+    Args:
+        pretrained (`str`): Folder or Hub id.
+        tokenizer (*optional*): A tokenizer, a folder or a Hub id; None: that of the model.
+        revision (`str`, defaults to `"main"`): On the Hub.
+        trust_remote_code (`bool`, defaults to `False`): Run code that comes with the model.
+        dtype (`str`, defaults to `"bfloat16"`): "bfloat16", "float16" or "float32".
+        batch_size (`int` or `"auto"`, defaults to `"auto"`): The most inputs in one step; "auto": as vLLM has it.
+        max_length (`int`, *optional*): Most tokens of an input; None: what the model takes.
+        oov_policy (`str`, *optional*): As [`dcformer.eval.DCFormerLM`] takes it.
+        on_progress (`Callable`, *optional*): Called with the numbers of requests done and in all; None: a tqdm bar.
+        engine_options: Further arguments of vLLM's `EngineArgs`, such as `enforce_eager=False`.
+
+    Raises:
+        ImportError: if vLLM is not installed.
+        ValueError: for a wrong policy, or a model that vLLM refuses.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        tokenizer: Any = None,
+        revision: str = "main",
+        trust_remote_code: bool = False,
+        dtype: str = "bfloat16",
+        batch_size: int | str = "auto",
+        max_length: int | None = None,
+        oov_policy: str | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        **engine_options: Any,
+    ):
+        check_policy(oov_policy)
+        import_vllm()
+        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.platforms import current_platform
+        from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
+
+        super().__init__()
+        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        config = AutoConfig.from_pretrained(pretrained, **hub)
+        is_named = tokenizer is None or isinstance(tokenizer, str)
+        self.tokenizer = load_tokenizer(tokenizer or pretrained, **hub) if is_named else tokenizer
+        self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
+        self.batch_size = batch_size
+        self._device = torch.device(current_platform.device_type)
+        self.oov_policy = policy_in_force(config, oov_policy)
+        self.trained_rows = self.embedding_rows = config.get_text_config().vocab_size
+        if isinstance(config, DCFormerConfig):
+            engine_options["hf_overrides"] = {"oov_policy": self.oov_policy}
+            if self.oov_policy == "pad":
+                self.embedding_rows = padded_rows(config.vocab_size)
+        options = {
+            "dtype": dtype,
+            # The token that vLLM generates after an input takes a place, but no position: nothing is computed of it.
+            "max_model_len": self.max_length + 1,
+            "max_num_seqs": None if batch_size == "auto" else int(batch_size),
+            "enable_prefix_caching": True,
+            "block_size": BLOCK_SIZE,
+            # Scoring is prefill alone, in steps of thousands of tokens, where graphs save less than they take to make.
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            **hub,
+            **engine_options,
+        }
+        self.block_size = options["block_size"]
+        self._as_prompt = tokens_input
+        self._sampling = functools.partial(SamplingParams, temperature=0, max_tokens=1, detokenize=False)
+        with _longer_than_the_model():
+            self.engine = LLMEngine.from_engine_args(EngineArgs(model=pretrained, **options))
+        self.most_targets = MAX_LOGPROB_TOKEN_IDS
+        self.start_counting(on_progress)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return encode(self.tokenizer, string, add_special_tokens)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        raise NotImplementedError("VLLMLM computes log-likelihoods only; for texts take lm-eval's own model `vllm`.")
+
+    def close(self) -> None:
+        """End the engine and its process, which would hold the memory of a GPU until they are collected."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+    def _score(
+        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
+    ) -> Iterator[list[tuple[int, list[TargetScore]]]]:
+        # Inputs that begin alike follow each other, so that the blocks they share are still there.
+        order = sorted(range(len(inputs)), key=lambda place: inputs[place].ids)
+        may_read = _which_may_read([inputs[place] for place in order], self.block_size)
+        # So that what is read does not depend on what was scored before, and the rules above hold.
+        self.engine.reset_prefix_cache()
+        waiting = self._prompts([(place, inputs[place], reads) for place, reads in zip(order, may_read)])
+        running: set[str] = set()
+        try:
+            while True:
+                for name, ids, sampling in itertools.islice(waiting, _WAITING - len(running)):
+                    self.engine.add_request(name, self._as_prompt(list(ids)), sampling)
+                    running.add(name)
+                if not running:
+                    return
+                done = []
+                for output in self.engine.step():
+                    if output.finished:
+                        running.remove(output.request_id)
+                        if output.request_id.isdecimal():
+                            place = int(output.request_id)
+                            done.append((place, self._read(inputs[place], output)))
+                        else:
+                            self.cached_tokens -= len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+                if done:
+                    yield done
+        finally:
+            self.engine.abort_request(list(running))
+
+    def _prompts(self, inputs: Sequence[tuple[int, ScoredInput, bool]]) -> Iterator[tuple[str, Sequence[int], Any]]:
+        """
+        What goes to the engine: inputs by their places, and before them the contexts that they read from the cache.
+
+        vLLM computes logits of every token of a prompt whose log-probabilities are asked for. A context that goes
+        ahead as a prompt of its own, in whole blocks, is spared them, unless the input before has computed it.
+        """
+        before: Sequence[int] = ()
+        for place, each, may_read in inputs:
+            has_longer = any(len(target.ids) > 1 for target in each.targets)
+            context = each.ids[: _first_of_prompt(each) // self.block_size * self.block_size]
+            if has_longer and may_read and _shared_length(before, each.ids) < len(context):
+                yield f"context of {place}", context, self._sampling()
+            before = each.ids
+            sampling = self._sampling(
+                logprob_token_ids=sorted({target.ids[-1] for target in each.targets}),
+                # That of the token itself and of the most probable one.
+                prompt_logprobs=1 if has_longer else None,
+                skip_reading_prefix_cache=not may_read,
+            )
+            yield str(place), each.ids, sampling
+
+    def _read(self, each: ScoredInput, output: Any) -> list[TargetScore]:
+        cached = output.num_cached_tokens or 0
+        self.cached_tokens += cached
+        most = max(len(target.ids) for target in each.targets) - 1
+        if cached > _first_of_prompt(each) or len(output.prompt_logprobs or ()) < most:
+            raise RuntimeError(
+                f"vLLM took {cached} of {len(each.ids)} tokens from its cache and left out log-probabilities that were "
+                "asked for; please report it."
+            )
+        return [_score_of(target.ids, output) for target in each.targets]
+
+
+@contextlib.contextmanager
+def _longer_than_the_model() -> Iterator[None]:
+    """Let vLLM take one token more than the model has positions."""
+    name = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:
+    """
+    Of sorted inputs, which may read from the cache of prefixes.
+
+    The cache can hold of an input what it shares with another one, in whole blocks, and never its last token. Of a
+    token that is read, vLLM does not tell how probable the one after it is.
+    """
+    shared = [0, *(_shared_length(one.ids, other.ids) for one, other in itertools.pairwise(inputs)), 0]
+    may_read = []
+    for each, before, after in zip(inputs, shared, shared[1:]):
+        most_cached = min(max(before, after), len(each.ids) - 1) // block_size * block_size
+        may_read.append(most_cached <= _first_of_prompt(each))
+    return may_read
+
+
+def _first_of_prompt(each: ScoredInput) -> int:
+    """The first position of an input that predicts one of its own tokens; the last one predicts none of them."""
+    return min((target.positions[0] for target in each.targets if len(target.ids) > 1), default=len(each.ids) - 1)
+
+
+def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one[least:middle] == other[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def _score_of(ids: Sequence[int], output: Any) -> TargetScore:
+    """Of tokens of which all but the last end the prompt."""
+    of_prompt = output.prompt_logprobs[1 - len(ids) :] if len(ids) > 1 else []
+    entries = [position[token] for token, position in zip(ids[:-1], of_prompt, strict=True)]
+    (generated,) = output.outputs[0].token_ids
+    last = output.outputs[0].logprobs[0][ids[-1]]
+    log_likelihood = sum((entry.logprob for entry in entries), start=last.logprob)
+    return TargetScore(float(log_likelihood), generated == ids[-1] and all(entry.rank == 1 for entry in entries))
