@@ -1,6 +1,5 @@
 """The engines that `benchmarks.serving` compares, each served in a process of its own by `run_engine`."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
+from transformers.utils import logging as transformers_logging
 
 import dcformer  # noqa: F401  registers the models
 
@@ -165,6 +165,7 @@ class VLLMEngine:
             enable_prefix_caching=False,
             enforce_eager=not settings.compile,
             kv_cache_memory_bytes=settings.cache_bytes,
+            use_tqdm_on_load=False,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -236,6 +237,7 @@ def run_engine(kind: str, settings: Settings, connection: Connection) -> None:
         connection: Sends names of methods with their arguments, and receives (whether it worked, result or message).
     """
     torch.set_num_threads(settings.threads)
+    transformers_logging.disable_progress_bar()
     try:
         if kind == "vllm":
             engine: Any = VLLMEngine(settings)
@@ -246,7 +248,7 @@ def run_engine(kind: str, settings: Settings, connection: Connection) -> None:
             method, *arguments = connection.recv()
             connection.send((True, getattr(engine, method)(*arguments)))
     except EOFError:
-        os._exit(0)  # vLLM's engine has threads that would be waited for
+        pass
     except Exception as error:
         connection.send((False, f"{type(error).__name__}: {error}"))
         raise

@@ -1,0 +1,9 @@
+"""vLLM's environment, set before vLLM is imported: a small cache, quiet, and the engine in the test's own process."""
+
+import os
+
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
