@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_where_it_stopped(prompts, output, tmp_path):
     options = {"engine": "transformers", "max_new_tokens": 24, "batch_size": 1}
     process = start(batch_generation.main, "dcformer-tiny", prompts, output, **options)
     unfinished = output.with_name("answers.jsonl.unfinished")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (unfinished.exists() and unfinished.read_bytes().count(b"\n") >= 1):
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
