@@ -101,16 +101,16 @@ def choose_engine(engine: str = "auto") -> Choice:
     if engine != "transformers" and version is not None:
         _check_plugin()
         title = f"vLLM {version}".strip()
-        because = " because it is installed" if engine == "auto" else ""
-        return Choice("vllm", title, f"{title} serves{because}, many requests at once.")
+        why = ", which is installed" if engine == "auto" else ""
+        return Choice("vllm", title, f"Starting the server of {title}{why}; it computes many requests at once.")
     missing = [name for name in _TRANSFORMERS_NEEDS if not _is_installed(name)]
     if missing:
         needs = f"Transformers' server needs {', '.join(missing)}: {_INSTALL_TRANSFORMERS}"
         other = f"; for vLLM, which is not installed either, {_INSTALL_VLLM}" if engine == "auto" else ""
         raise ImportError(f"{needs}{other}.")
     title = f"Transformers {metadata.version('transformers')}"
-    because = " because vLLM is not installed" if engine == "auto" else ""
-    return Choice("transformers", title, f"{title} serves{because}, one request after another.")
+    why = ", since vLLM is not installed" if engine == "auto" else ""
+    return Choice("transformers", title, f"Starting the server of {title}{why}; it computes one request after another.")
 
 
 def _launch_vllm(model: ServedModel, host: str, port: int, dtype: str | None, arguments: list[str]) -> Launch:
