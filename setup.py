@@ -23,6 +23,7 @@ EXTRAS = {
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pyyaml", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
+    "serve": ["transformers[serving]"],
     "vllm": ["vllm>=0.32,<0.33; python_version >= '3.11'"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [

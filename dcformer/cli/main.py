@@ -12,13 +12,14 @@ from .evaluate import eval_command, report_command, tasks_command
 from .generate import generate_command
 from .inspect import inspect_command
 from .options import QUICK_HELP
+from .serve import PASS_OPTIONS_ON, serve_command
 from .train import train_command
 from .verify import verify_command
 
 
 app = typer.Typer(
     help=(
-        "Use, train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed "
+        "Use, serve, train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed "
         "dynamically."
     ),
     no_args_is_help=True,
@@ -46,6 +47,7 @@ def _root(
 # In the order in which the help lists them.
 app.command("generate")(generate_command)
 app.command("demo")(demo_command)
+app.command("serve", context_settings=PASS_OPTIONS_ON)(serve_command)
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("report")(report_command)

@@ -62,7 +62,7 @@ def test_every_argument_and_option_says_what_it_is_in_a_phrase(name):
 
 def test_the_help_names_all_that_the_command_does():
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
-    for command in ("generate", "demo", "train", "eval", "report", "tasks", "convert", "inspect", "verify"):
+    for command in ("generate", "demo", "serve", "train", "eval", "report", "tasks", "convert", "inspect", "verify"):
         assert f"│ {command} " in shown
 
 

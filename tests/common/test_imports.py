@@ -22,6 +22,7 @@ FLOORS = {
     "head_tasks": 4,
     "generation": 4,
     "cards": 4,
+    "serving": 4,
     "training": 5,
     "demo": 5,
     "experiments": 6,
