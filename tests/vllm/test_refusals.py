@@ -45,6 +45,7 @@ def folder(tmp_path_factory):
         ),
         ({"attention_backend": "CPU_ATTN"}, "attention_backend='CPU_ATTN' cannot compose attention heads"),
         ({"model_impl": "transformers"}, "attn_implementation='vllm' cannot compose attention heads"),
+        ({"enable_lora": True}, "DCFormerForCausalLM does not support LoRA yet"),
         ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported for this model"),
         ({"hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type='dynamic' turns"),
     ],
