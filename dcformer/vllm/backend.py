@@ -374,7 +374,7 @@ class ComposedAttention(Attention):
             **kwargs,
         )
         self.head_dim = head_dim
-        logger.info_once("Attention heads are composed by %s, on blocks of the paged cache.", "the torch operators")
+        logger.info_once("Attention heads are composed by torch operators, on rows gathered from the paged cache.")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """

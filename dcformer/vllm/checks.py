@@ -49,6 +49,10 @@ def _why_not(config: DCFormerConfig, vllm_config: Any) -> str | None:
     for name, size in (("intermediate_size", config.intermediate_size), ("mlp_gate_dim", config.mlp_gate_dim)):
         if size is not None and size % ranks != 0:
             return f"tensor_parallel_size={ranks} does not divide {name}={size}; choose a size that does."
+    if not getattr(config, "is_causal", True):
+        return (
+            "is_causal=False makes an encoder of this model, and vLLM generates from it; leave it out of config.json."
+        )
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if config.position_embedding_type == "rope" and rope_type in _ROPE_TYPES_BY_LENGTH:
         return (
@@ -109,14 +113,15 @@ def check_token_ids_of_prompts() -> None:
         config = self.model_config.hf_config
         if not isinstance(config, DCFormerConfig):
             of_vllm(self, token_ids, parameter=parameter)
-        elif config.oov_policy != "clamp":
-            for position, token in enumerate(token_ids):
-                if not 0 <= token < config.vocab_size:
-                    raise VLLMValidationError(
-                        f"Token id {token} at position {position} is not in the embedding, which has "
-                        f"{config.vocab_size} rows; use oov_policy='clamp' or 'pad'.",
-                        parameter=parameter,
-                    )
+        elif token_ids and config.oov_policy != "clamp":
+            rows = config.vocab_size
+            if min(token_ids) < 0 or max(token_ids) >= rows:
+                position = next(place for place, token in enumerate(token_ids) if not 0 <= token < rows)
+                raise VLLMValidationError(
+                    f"Token id {token_ids[position]} at position {position} has no row in the embedding, which has "
+                    f"{rows}; use a tokenizer of that vocabulary, or oov_policy='clamp' or 'pad' in config.json.",
+                    parameter=parameter,
+                )
 
     validate_token_ids.checks_composing_models = True  # type: ignore[attr-defined]
     BaseRenderer.validate_token_ids = validate_token_ids

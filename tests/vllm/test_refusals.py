@@ -47,6 +47,7 @@ def folder(tmp_path_factory):
         ({"model_impl": "transformers"}, "attn_implementation='vllm' cannot compose attention heads"),
         ({"enable_lora": True}, "DCFormerForCausalLM does not support LoRA yet"),
         ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported for this model"),
+        ({"hf_overrides": {"is_causal": False}}, "is_causal=False makes an encoder of this model"),
         ({"hf_overrides": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type='dynamic' turns"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -126,7 +127,7 @@ def test_the_plugin_may_be_registered_again(folder):
 
 def test_a_token_without_an_embedding_ends_its_request_and_not_the_engine(folder):
     with engine(folder) as llm:
-        with pytest.raises(VLLMValidationError, match=r"Token id 67 at position 1 .* which has 67"):
+        with pytest.raises(VLLMValidationError, match=r"Token id 67 at position 1 has no row in the embedding, which has 67"):
             llm.generate(as_inputs([[1, 67]]), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         assert len(greedy(llm, [[1, 66]])[0]) > 0
 
