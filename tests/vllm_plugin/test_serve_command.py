@@ -15,8 +15,7 @@ import pytest
 import torch
 
 
-# Without vLLM this folder itself goes by its name, as a package without files.
-pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: make test-serving")
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
 
 from openai import OpenAI
 
