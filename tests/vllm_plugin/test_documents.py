@@ -16,6 +16,9 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 import dcformer
 
 
+# One process has the engine that these tests share.
+pytestmark = pytest.mark.xdist_group("documents")
+
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 
 

@@ -8,6 +8,9 @@ import pytest
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+# One process has the engine that these tests share.
+pytestmark = pytest.mark.xdist_group("eval")
+
 pytest.importorskip("lm_eval")
 
 import torch

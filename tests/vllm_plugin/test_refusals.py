@@ -127,9 +127,7 @@ def test_the_plugin_may_be_registered_again(folder):
 
 def test_a_token_without_an_embedding_ends_its_request_and_not_the_engine(folder):
     with engine(folder) as llm:
-        with pytest.raises(
-            VLLMValidationError, match=r"Token id 67 at position 1 has no row in the embedding, which has 67"
-        ):
+        with pytest.raises(VLLMValidationError, match="Token id 67 at position 1 has no row"):
             llm.generate(as_inputs([[1, 67]]), SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
         assert len(greedy(llm, [[1, 66]])[0]) > 0
 

@@ -23,6 +23,9 @@ import dcformer
 from dcformer.generation import load_model
 
 
+# One process has the engine that these tests share.
+pytestmark = pytest.mark.xdist_group("serve_command")
+
 PROMPTS = (
     "There are Paris, Paris, Mumbai. Which is different? The city in",
     "Ruth has",
