@@ -8,9 +8,6 @@ import pytest
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
-# One process has the engine that these tests share.
-pytestmark = pytest.mark.xdist_group("eval")
-
 pytest.importorskip("lm_eval")
 
 import torch
@@ -25,6 +22,10 @@ from dcformer.eval.language_model import DCFormerLM
 from dcformer.eval.records import read_samples
 from dcformer.eval.runner import evaluate
 from dcformer.eval.vllm_model import VLLMLM
+
+
+# One process has the engine that these tests share.
+pytestmark = pytest.mark.xdist_group("eval")
 
 
 # Both compute in float32, in another order, and sums of up to 512 tokens are near -3,000; asked for was 1e-3.
