@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import (
     Attention,
@@ -38,7 +39,7 @@ from ..dcmha_mask import Visibility
 from ..dcmha_projection import DCFormerCompose
 
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
 
 # What a padded batch costs beside its scores, in scores: calls of operators, which a CPU and a GPU feel alike.
 _COST_OF_A_BATCH = 2**15
@@ -374,7 +375,12 @@ class ComposedAttention(Attention):
             **kwargs,
         )
         self.head_dim = head_dim
-        logger.info_once("Attention heads are composed by torch operators, on rows gathered from the paged cache.")
+        mode = get_current_vllm_config().compilation_config.mode
+        logger.info_once(
+            "Attention heads are composed by torch operators on rows gathered from the paged cache, outside of graphs; "
+            "all else is computed %s.",
+            "eagerly" if mode == CompilationMode.NONE else f"by compiled code ({mode.name})",
+        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """

@@ -26,7 +26,11 @@ if __name__ == "__main__":
 
 
 def tokens_of_processes(tmp_path, monkeypatch, prompts, **options):
-    """Greedy tokens of an engine that is started as vLLM does by default, from the model in `tmp_path`."""
+    """
+    Greedy tokens of an engine that is started as vLLM does by default, from the model in `tmp_path`, and what it has
+    logged.
+    """
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}")
@@ -36,14 +40,17 @@ def tokens_of_processes(tmp_path, monkeypatch, prompts, **options):
     result = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-4000:]
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("tokens:"))
-    return json.loads(line.removeprefix("tokens:"))
+    return json.loads(line.removeprefix("tokens:")), result.stdout + result.stderr
 
 
 def test_an_engine_in_its_own_process_finds_the_plugin(tmp_path, monkeypatch):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
-    assert tokens_of_processes(tmp_path, monkeypatch, prompts) == greedy_of_generate(model, prompts)
+    tokens, log = tokens_of_processes(tmp_path, monkeypatch, prompts)
+    assert tokens == greedy_of_generate(model, prompts)
+    assert "composed by torch operators on rows gathered from the paged cache" in log
+    assert "all else is computed eagerly." in log
 
 
 @pytest.mark.parametrize(
@@ -58,5 +65,5 @@ def test_groups_of_heads_are_shared_by_two_processes(overrides, tmp_path, monkey
     model = tiny_model(**overrides)
     model.save_pretrained(tmp_path)
     prompts = prompts_of(model.config.vocab_size)
-    shared = tokens_of_processes(tmp_path, monkeypatch, prompts, tensor_parallel_size=2)
+    shared, _ = tokens_of_processes(tmp_path, monkeypatch, prompts, tensor_parallel_size=2)
     assert shared == greedy_of_generate(model, prompts)
