@@ -133,7 +133,7 @@ def test_the_printed_request_is_answered_and_sigterm_ends_the_server_with_its_ch
             request = json.load(answer)
         processes = (vllm / "processes").read_text().split()
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
     where = f"dcformer-tiny is at http://127.0.0.1:{port}/v1 for clients of OpenAI's API; Ctrl-C ends it. To try it:\n"
     assert lines[1] == where
     assert (request["path"], request["type"]) == ("/v1/completions", "application/json")

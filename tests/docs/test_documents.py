@@ -88,6 +88,8 @@ def command_lines() -> dict[str, list[list[str]]]:
                 words = shlex.split(line, comments=True)
                 if words[:1] != ["dcformer"]:
                     continue
+                if "--" in words:
+                    del words[words.index("--") :]  # another program's options
                 depth = 3 if words[1] == "convert" else 2
                 found.setdefault(" ".join(words[1:depth]), []).append(words[depth:])
     return found
