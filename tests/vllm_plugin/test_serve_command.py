@@ -28,8 +28,8 @@ pytestmark = pytest.mark.xdist_group("serve_command")
 
 PROMPTS = (
     "There are Paris, Paris, Mumbai. Which is different? The city in",
-    "Ruth has",
-    "Who likes Paris?",
+    "< William has a piano. David has a jersey. Michael has a football. >. William possesses a kind of",
+    "There are a motorcycle, a mango, a motorcycle. Which is different? The",
     "There are Ruth, Paris, Mumbai, Paris. Which is different?",
 )
 NEW_TOKENS = 24
