@@ -46,7 +46,7 @@ def served(request, tmp_path_factory):
     command = [sys.executable, "-m", "dcformer.cli", "serve", "dcformer-tiny", "--engine", request.param]
     command += ["--port", str(port), "--dtype", "float32", *OPTIONS[request.param]]
     # As for users: engines are processes of their own.
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment["PYTHONPATH"] = str(Path(dcformer.__file__).parents[1])
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
