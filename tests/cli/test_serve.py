@@ -25,7 +25,8 @@ import http.server, json, os, pathlib, subprocess, sys
 
 folder = pathlib.Path(__file__).parents[3]
 options = dict(zip(sys.argv, sys.argv[1:]))
-started = {"arguments": sys.argv[1:], "reports": os.environ.get("VLLM_NO_USAGE_STATS")}
+variables = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+started = {"arguments": sys.argv[1:], "variables": variables}
 (folder / "started.json").write_text(json.dumps(started))
 if "--fail" in options:
     sys.exit(int(options["--fail"]))
@@ -64,8 +65,8 @@ def vllm(tmp_path, monkeypatch):
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\ndcformer = dcformer.vllm.registration:register\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(dcformer.__file__).parents[1])]))
-    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -100,9 +101,15 @@ def test_vllm_gets_the_model_and_the_options_as_they_are(vllm, port, given, take
     assert result.exit_code == 0, result.stderr
     started = json.loads((vllm / "started.json").read_text())
     assert started["arguments"] == [*OWN, "--host", "127.0.0.1", "--port", str(port), *taken, "--fail", "0"]
-    assert started["reports"] == "1"
+    assert started["variables"] == {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}
     reason = "Starting the server of vLLM 0.32.0, which is installed; it computes many requests at once.\n"
     assert result.stdout == reason
+
+
+def test_what_is_said_of_memory_and_reports_stays_so(vllm, port, monkeypatch):
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "0")
+    call("dcformer-tiny", "--port", port, "--kv-cache-memory-bytes", "1G", "--fail", 0)
+    assert json.loads((vllm / "started.json").read_text())["variables"] == {"VLLM_NO_USAGE_STATS": "0"}
 
 
 def test_weights_stored_in_float32_stay_so(vllm, port, tmp_path):

@@ -48,7 +48,7 @@ def served(request, tmp_path_factory):
     command = [sys.executable, "-m", "dcformer.cli", "serve", "dcformer-tiny", "--engine", request.param]
     command += ["--port", str(port), "--dtype", "float32", *OPTIONS[request.param]]
     # As for users: engines are processes of their own.
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment["PYTHONPATH"] = str(Path(dcformer.__file__).parents[1])
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
@@ -71,8 +71,9 @@ def loaded():
 
 def generated(loaded, prompt, **options):
     ids = torch.tensor([loaded.encode(prompt)])
-    with torch.no_grad():
-        written = loaded.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, **options)
+    # Without a mask, generate would make one that hides the token that begins a text, which is the one that pads.
+    chosen = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    written = loaded.model.generate(ids, **chosen)
     return written[0, ids.shape[1] :].tolist()
 
 
