@@ -71,7 +71,6 @@ def loaded():
 
 def generated(loaded, prompt, **options):
     ids = torch.tensor([loaded.encode(prompt)])
-    # Without a mask, generate would make one that hides the token that begins a text, which is the one that pads.
     chosen = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
     written = loaded.model.generate(ids, **chosen)
     return written[0, ids.shape[1] :].tolist()
