@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dcformer.cli.options import DoSample, Dtype, MinP, RepetitionPenalty, Revision, Temperature, TopK, TopP
 from dcformer.cli.running import running_command
 from dcformer.common.files import write_atomically
 from dcformer.common.locks import LockHeldError, file_lock
@@ -369,47 +370,23 @@ def main(
             "given, else 256, or what the longest prompt leaves of the context."
         ),
     ] = None,
-    do_sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--do-sample/--greedy",
-            help="Draw each token by its probability, or take the likeliest; what generation_config.json says unless "
-            "given.",
-            show_default=False,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Divide the logits by this number before drawing; above 1 surprises more.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from this many likeliest tokens only; 0 draws from all of them.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from tokens that have at least this share of the likeliest one's probability."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Make tokens that are already there less likely, if above 1.")
-    ] = None,
+    do_sample: DoSample = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the random numbers, so that the same answers are drawn again.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End an answer before this string; may be given several times.")
     ] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Number type of the parameters; that of the stored weights unless given."),
-    ] = None,
+    dtype: Dtype = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer folder or Hub name in place of the model's.")
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
-    ] = None,
+    revision: Revision = None,
     device: Annotated[
         str | None, typer.Option(help="The device that Transformers runs on; a CUDA GPU if there is one unless given.")
     ] = None,

@@ -13,7 +13,19 @@ import typer
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
-from .options import Debug, Device, Dtype, Revision, Tokenizer
+from .options import (
+    Debug,
+    Device,
+    DoSample,
+    Dtype,
+    MinP,
+    RepetitionPenalty,
+    Revision,
+    Temperature,
+    Tokenizer,
+    TopK,
+    TopP,
+)
 from .printing import status
 from .running import running_command
 
@@ -59,31 +71,12 @@ def generate_command(
             "else 256."
         ),
     ] = None,
-    do_sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--do-sample/--greedy",
-            help="Draw each token by its probability, or take the likeliest; what generation_config.json says unless "
-            "given.",
-            show_default=False,
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Divide the logits by this number before drawing; above 1 surprises more.")
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from this many likeliest tokens only; 0 draws from all of them.")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from tokens that have at least this share of the likeliest one's probability."),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Make tokens that are already there less likely, if above 1.")
-    ] = None,
+    do_sample: DoSample = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     num_beams: Annotated[
         int | None, typer.Option(help="Follow so many texts at once and print the best one when it is finished.")
     ] = None,

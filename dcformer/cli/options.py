@@ -30,5 +30,27 @@ Tokenizer = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
 ]
+# Of `generate()`.
+DoSample = Annotated[
+    bool | None,
+    typer.Option(
+        "--do-sample/--greedy",
+        help="Draw each token by its probability, or take the likeliest; what generation_config.json says unless "
+        "given.",
+        show_default=False,
+    ),
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="Divide the logits by this number before drawing; above 1 surprises more.")
+]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens only; 0 draws from all of them.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Draw from tokens that have at least this share of the likeliest one's probability."),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Make tokens that are already there less likely, if above 1.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error instead of one line.")]

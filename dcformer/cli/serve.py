@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Debug
+from .options import Debug, Dtype, Revision
 from .printing import status
 from .running import running_command
 
@@ -31,17 +31,12 @@ def serve_command(
     ] = "auto",
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines ask.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on.")] = 8000,
-    dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Number type of the parameters; that of the stored weights unless given."),
-    ] = None,
+    dtype: Dtype = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(help="A tokenizer folder or Hub name in place of the model's; vLLM alone takes another."),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="The branch, tag or commit of the model on the Hub; main unless given.")
-    ] = None,
+    revision: Revision = None,
     debug: Debug = False,
 ) -> None:
     """
