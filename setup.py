@@ -46,6 +46,7 @@ EXTRAS = {
         "scipy",
         "tabulate",
         "tensorboard",
+        "triton>=3.4; platform_system == 'Linux'",
         "orbax-checkpoint",
         "peft>=0.17",
         "trl>=1.0",

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 
+# Without a GPU, Triton's interpreter runs the kernels; it looks at this when a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_configure(config):
     # On tensors as small as these a second thread costs more than it saves, many times more on a busy machine.
     torch.set_num_threads(1)

@@ -13,22 +13,25 @@ PACKAGE = Path(dcformer.__file__).parent
 # Lower rooms know nothing of higher ones. Entry points that only start a command may stand anywhere.
 FLOORS = {
     "common": 0,
+    "ops": 0,
     "pretrained": 0,
     "operator and model": 1,
-    "public": 2,
-    "conversion": 3,
-    "eval": 3,
-    "analysis": 3,
-    "head_tasks": 4,
-    "generation": 4,
-    "cards": 4,
-    "serving": 4,
-    "training": 5,
-    "demo": 5,
-    "experiments": 6,
-    "cli": 7,
+    "gpu": 2,
+    "public": 3,
+    "conversion": 4,
+    "eval": 4,
+    "analysis": 4,
+    "head_tasks": 5,
+    "generation": 5,
+    "cards": 5,
+    "serving": 5,
+    "training": 6,
+    "demo": 6,
+    "bench": 7,
+    "experiments": 7,
+    "cli": 8,
     # vLLM finds it by its entry point; nothing imports it.
-    "vllm": 8,
+    "vllm": 9,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
