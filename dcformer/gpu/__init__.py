@@ -1,1 +1,1 @@
-"""How models and `composed_attention` come to use the operators of `dcformer.ops`: names, checks before use, choices."""
+"""How models and `composed_attention` come to use the operators of `dcformer.ops`: names, checks, choices."""

@@ -1,1 +1,1 @@
-"""Composed attention on GPUs, operator by operator. The modules here need torch and Triton and nothing of this package."""
+"""Composed attention on GPUs, operator by operator: these files need torch and Triton and nothing else."""
