@@ -248,8 +248,8 @@ def launch_weights(
     maps: Tensor,
     log_sums: Tensor,
 ) -> None:
-    """Replace scores by composed weights; `weights` holds those that are not yet composed, None for in the same place."""
-    number, heads, rows, columns = scores.shape
+    """Replace scores by composed weights; `weights` takes those not yet composed, None for in the scores' place."""
+    number, _, rows, columns = scores.shape
     _weights_kernel[(columns // config.block_keys, rows // config.compose_rows, number * problem.groups)](
         scores,
         weights,

@@ -12,7 +12,7 @@ from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, sees_any
 def launch_products(
     problem: Problem, chunk: Chunk, config: ForwardConfig, query: Tensor, key: Tensor, products: Tensor, factor: float
 ) -> None:
-    """products = factor * query . key of a chunk, (batch, heads, row, column), for scores as for gradients of weights."""
+    """products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights."""
     number, heads, rows, columns = products.shape
     channels = query.shape[3]
     query, key = query[chunk.batch], key[chunk.batch]

@@ -29,7 +29,7 @@ def first_key_of_block(row_block, query_start, query_offset, window, BLOCK_ROWS:
 
 @triton.jit
 def key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL: tl.constexpr):
-    """First and last key that each query may see by causality, window and document; nothing for queries past the end."""
+    """First and last key that each query may see by causality, window and document; none for queries past the end."""
     position = t + query_offset
     first = tl.zeros_like(t)
     last = tl.zeros_like(t) + keys - 1
