@@ -7,8 +7,8 @@ Decoding with composed attention heads: 1 to 8 queries a row against a cache, as
 4. values: as 1, with the values;
 5. a sum over the parts of 4, where there are several.
 
-Scores and weights of all heads, (batch, heads, queries, keys in sight) in float32, are kept between the kernels: a small
-fraction of what the keys and values take. The composition after the softmax has a kernel of its own, because done
+Scores and weights of all heads, (batch, heads, queries, keys in sight) in float32, are kept between the kernels: a
+small fraction of what the keys and values take. The composition after the softmax has a kernel of its own, because done
 inside 4 every head's program would read the factors and scores of all heads of its group.
 
 Nothing waits for the device: the grids are sized by the keys that a row can hold, and programs share out those that it
@@ -21,15 +21,17 @@ import torch
 import triton
 from torch import Tensor
 
-from .arguments import Composition, Mask, channels_of
+from .arguments import Composition, Mask
 from .decode_kernels import compose_kernel, join_kernel, scores_kernel, values_kernel
 
 
 MAX_QUERIES = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2_E = 1.4426950408889634
-# From so many rows a tensor-core product beats sums of products; below it most of the product's rows were empty.
-_ROWS_FOR_DOT = 16
+# From so many rows a product on tensor cores, of 16 rows at least, takes fewer registers than a sum for each row.
+_ROWS_FOR_DOT = 8
+# Scores that a program of the composition holds, with several factors for each.
+_COMPOSE_TILE = 1024
 
 
 class DecodeConfig(NamedTuple):
@@ -38,6 +40,7 @@ class DecodeConfig(NamedTuple):
 
     Args:
         score_keys, compose_keys, value_keys (`int`): Keys that a program holds at once; powers of two, 16 at least.
+            The composition takes fewer where more than 32 heads compose together.
         score_warps, compose_warps, value_warps (`int`): Warps of a program; powers of two.
         programs (`int`): Programs that a kernel should have before its keys are no longer split further; some per
             multiprocessor of the device.
@@ -47,7 +50,7 @@ class DecodeConfig(NamedTuple):
     score_keys: int = 32
     score_warps: int = 4
     compose_keys: int = 32
-    compose_warps: int = 4
+    compose_warps: int = 8
     value_keys: int = 32
     value_warps: int = 4
     programs: int = 528
@@ -146,7 +149,7 @@ def composed_decode(
     lines = served * queries
     tile = {
         "DOT": lines >= _ROWS_FOR_DOT,
-        "ROWS_PADDED": triton.next_power_of_2(lines),
+        "ROWS_PADDED": max(16, triton.next_power_of_2(lines)),
     }
 
     scores = torch.empty(batch, heads, queries, rows.span, device=device, dtype=torch.float32)
@@ -175,11 +178,14 @@ def composed_decode(
         **tile,
     )
 
-    groups = max(1 if stage is None else stage.groups for stage in (pre, post))
-    splits = _splits(config, batch * queries * groups, rows.span, config.compose_keys)
+    heads_together = heads // min(1 if stage is None else stage.groups for stage in (pre, post))
+    compose_keys = min(config.compose_keys, max(8, _COMPOSE_TILE // triton.next_power_of_2(heads_together)))
+    splits = _splits(config, batch * queries * (heads // heads_together), rows.span, compose_keys)
     maxima, sums = torch.empty(2, batch, heads, queries, splits, device=device, dtype=torch.float32)
     for stage, after_softmax in ((pre, False), (post, True)):
-        _launch_compose(scores, maxima, sums, stage, after_softmax, mask, splits, rows, geometry, constants, config)
+        _launch_compose(
+            scores, maxima, sums, stage, after_softmax, mask, splits, compose_keys, rows, geometry, constants, config
+        )
 
     output = query.new_empty(batch, heads, queries, value.shape[3])
     splits = _splits(config, batch * key_heads, rows.span, config.value_keys)
@@ -228,6 +234,7 @@ def _launch_compose(
     after_softmax: bool,
     mask: Mask,
     splits: int,
+    compose_keys: int,
     rows: _Rows,
     geometry: dict[str, object],
     constants: dict[str, object],
@@ -237,7 +244,6 @@ def _launch_compose(
     stage = Composition() if stage is None else stage
     group_heads = rows.heads // stage.groups
     query, key = stage.query, stage.key
-    served = rows.heads // rows.key_heads
     key_channels, key_strides = 0, (0,) * 5
     if key is not None:
         key_channels, key_strides = _key_factor_layout(key, rows)
@@ -272,7 +278,7 @@ def _launch_compose(
         QUERY_CHANNELS=0 if query is None else query.shape[3],
         KEY_CHANNELS=key_channels,
         AFTER_SOFTMAX=after_softmax,
-        BLOCK_KEYS=config.compose_keys,
+        BLOCK_KEYS=compose_keys,
         BLOCK_SPLITS=min(32, triton.next_power_of_2(splits)),
         num_warps=config.compose_warps,
         enable_fp_fusion=True,

@@ -67,9 +67,12 @@ def _place_of(position, inside, table, row, ring_size, RING: tl.constexpr, PAGE:
     if RING:
         slot = position % ring_size
     if PAGE == 0:
-        return row, slot.to(tl.int64), slot
-    block = tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int64)
-    return block, (slot % PAGE).to(tl.int64), slot
+        block = row
+        offset = slot.to(tl.int64)
+    else:
+        block = tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int64)
+        offset = (slot % PAGE).to(tl.int64)
+    return block, offset, slot
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -114,7 +117,9 @@ def scores_kernel(
     """
     row = tl.program_id(2).to(tl.int64)
     key_head = tl.program_id(1).to(tl.int64)
-    first, last, _ = _key_range(lengths, row, keys, query_offset, window, ring_size, QUERIES, CAUSAL, WINDOW, RING)
+    first, last, _offset = _key_range(
+        lengths, row, keys, query_offset, window, ring_size, QUERIES, CAUSAL, WINDOW, RING
+    )
     start, stop = _part(first, last, tl.program_id(0), splits, BLOCK_KEYS)
     if table is not None:
         table += row * table_stride
@@ -128,7 +133,7 @@ def scores_kernel(
     for block_start in range(start, stop, BLOCK_KEYS):
         position = block_start + tl.arange(0, BLOCK_KEYS)
         inside = position < stop
-        block, offset, _ = _place_of(position, inside, table, row, ring_size, RING, PAGE)
+        block, offset, _slot = _place_of(position, inside, table, row, ring_size, RING, PAGE)
         place = block * key_block_stride * UNIT + offset * key_stride * UNIT
         k = tl.load(
             key + place[:, None] + channel[None, :], mask=inside[:, None] & is_channel[None, :], other=0.0
@@ -403,7 +408,9 @@ def values_kernel(
     """
     row = tl.program_id(2).to(tl.int64)
     value_head = tl.program_id(1).to(tl.int64)
-    first, last, _ = _key_range(lengths, row, keys, query_offset, window, ring_size, QUERIES, CAUSAL, WINDOW, RING)
+    first, last, _offset = _key_range(
+        lengths, row, keys, query_offset, window, ring_size, QUERIES, CAUSAL, WINDOW, RING
+    )
     start, stop = _part(first, last, tl.program_id(0), splits, BLOCK_KEYS)
     if table is not None:
         table += row * table_stride
@@ -423,7 +430,7 @@ def values_kernel(
     for block_start in range(start, stop, BLOCK_KEYS):
         position = block_start + tl.arange(0, BLOCK_KEYS)
         inside = position < stop
-        block, offset, _ = _place_of(position, inside, table, row, ring_size, RING, PAGE)
+        block, offset, _slot = _place_of(position, inside, table, row, ring_size, RING, PAGE)
         place = block * value_block_stride * UNIT + offset * value_stride * UNIT
         v = tl.load(
             value + place[:, None] + channel[None, :], mask=inside[:, None] & is_channel[None, :], other=0.0
