@@ -29,9 +29,9 @@ MAX_QUERIES = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOG2_E = 1.4426950408889634
 # From so many rows a product on tensor cores, of 16 rows at least, takes fewer registers than a sum for each row.
-_ROWS_FOR_DOT = 8
-# Scores that a program of the composition holds, with several factors for each.
-_COMPOSE_TILE = 1024
+_ROWS_FOR_DOT = 5
+# Factors that a program of the composition holds; more did not fit into registers.
+_FACTORS_AT_ONCE = 2**14
 
 
 class DecodeConfig(NamedTuple):
@@ -40,7 +40,7 @@ class DecodeConfig(NamedTuple):
 
     Args:
         score_keys, compose_keys, value_keys (`int`): Keys that a program holds at once; powers of two, 16 at least.
-            The composition takes fewer where more than 32 heads compose together.
+            The composition takes fewer where many heads or ranks would not fit into registers.
         score_warps, compose_warps, value_warps (`int`): Warps of a program; powers of two.
         programs (`int`): Programs that a kernel should have before its keys are no longer split further; some per
             multiprocessor of the device.
@@ -179,7 +179,7 @@ def composed_decode(
     )
 
     heads_together = heads // min(1 if stage is None else stage.groups for stage in (pre, post))
-    compose_keys = min(config.compose_keys, max(8, _COMPOSE_TILE // triton.next_power_of_2(heads_together)))
+    compose_keys = _compose_keys(config, heads_together, max(_channels(stage, rows) for stage in (pre, post)))
     splits = _splits(config, batch * queries * (heads // heads_together), rows.span, compose_keys)
     maxima, sums = torch.empty(2, batch, heads, queries, splits, device=device, dtype=torch.float32)
     for stage, after_softmax in ((pre, False), (post, True)):
@@ -327,6 +327,21 @@ def _splits(config: DecodeConfig, programs: int, span: int, block_keys: int) -> 
     """Parts of the keys of a row, so that there are enough programs where each part has `programs`."""
     wanted = triton.cdiv(config.programs, programs)
     return max(1, min(wanted, config.max_splits, triton.cdiv(span, block_keys)))
+
+
+def _channels(stage: Composition | None, rows: _Rows) -> int:
+    """Factors of a head in a composition, of both sides."""
+    if stage is None:
+        return 0
+    return (0 if stage.query is None else stage.query.shape[3]) + (
+        0 if stage.key is None else _key_factor_layout(stage.key, rows)[0]
+    )
+
+
+def _compose_keys(config: DecodeConfig, heads_together: int, channels: int) -> int:
+    """Keys that a program of the composition holds at once."""
+    fitting = _FACTORS_AT_ONCE // (triton.next_power_of_2(heads_together) * max(1, channels))
+    return min(config.compose_keys, max(8, triton.next_power_of_2(fitting + 1) // 2))
 
 
 def _padded_channels(channels: int) -> int:

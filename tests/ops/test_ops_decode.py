@@ -23,8 +23,8 @@ EXACT = 2e-6
 # Outputs rounded to 11 bits, on tensor cores weights too; largest error seen 6e-4.
 SIXTEEN_BITS = 2e-3
 
-# Several blocks and parts for few keys.
-SMALL = DecodeConfig(score_keys=16, compose_keys=16, value_keys=16)
+# Several blocks and parts for few keys, and few programs, since each takes the interpreter milliseconds.
+SMALL = DecodeConfig(score_keys=16, compose_keys=16, value_keys=16, programs=8)
 
 QUERY_WISE = ("query_low_rank", "query_gate")
 KEY_WISE = ("key_low_rank", "key_gate")
@@ -58,12 +58,12 @@ class Step(NamedTuple):
 STEPS = {
     "B3-Q2-S63-H6-D80-win32": Step({"batch": 3, "heads": 6, "queries": 2, "keys": 63, "channels": 80}, 32),
     "B1-Q1-S63-H9-D32": Step({"heads": 9, "queries": 1, "keys": 63, "channels": 32}),
-    "B1-Q1-S20-H24-D16-groups3": Step({"heads": 24, "queries": 1, "keys": 20, "groups": 3}),
-    "B1-Q3-S40-H5-D128": Step({"heads": 5, "queries": 3, "keys": 40, "channels": 128}),
-    "B2-Q3-S33-H6-kv3-D24-groups2": Step(
-        {"batch": 2, "heads": 6, "key_value_heads": 3, "queries": 3, "keys": 33, "channels": 24, "groups": 2}
+    "B1-Q1-S9-H24-D16-groups3": Step({"heads": 24, "queries": 1, "keys": 9, "groups": 3}),
+    "B1-Q3-S20-H5-D128": Step({"heads": 5, "queries": 3, "keys": 20, "channels": 128}),
+    "B1-Q2-S33-H6-kv3-D24-groups2": Step(
+        {"heads": 6, "key_value_heads": 3, "queries": 2, "keys": 33, "channels": 24, "groups": 2}
     ),
-    "B1-Q8-S33-H4-kv1-D80": Step({"heads": 4, "key_value_heads": 1, "queries": 8, "keys": 33, "channels": 80}),
+    "B1-Q8-S20-H2-kv1-D80": Step({"heads": 2, "key_value_heads": 1, "queries": 8, "keys": 20, "channels": 80}),
     "B1-Q8-S40-H2-win1": Step({"heads": 2, "queries": 8, "keys": 40}, 1),
     "B1-Q2-S40-H3-win9-bidirectional": Step({"heads": 3, "queries": 2, "keys": 40}, 9, False),
     "B1-Q1-S1-H3": Step({"heads": 3, "queries": 1, "keys": 1}),
@@ -74,11 +74,11 @@ STEPS = {
     "B1-Q2-S100-H3-values5-default-tiles": Step(
         {"heads": 3, "queries": 2, "keys": 100, "channels": 3, "value_channels": 5}, config=None
     ),
-    "float16-B1-Q2-S63-H6-D80-win32": Step(
-        {"heads": 6, "queries": 2, "keys": 63, "channels": 80}, 32, dtype=torch.float16
+    "float16-B1-Q2-S63-H3-D80-win32": Step(
+        {"heads": 3, "queries": 2, "keys": 63, "channels": 80}, 32, dtype=torch.float16
     ),
-    "float16-B1-Q4-S40-H4-kv1-D32": Step(
-        {"heads": 4, "key_value_heads": 1, "queries": 4, "keys": 40, "channels": 32}, dtype=torch.float16
+    "float16-B1-Q2-S40-H4-kv1-D32": Step(
+        {"heads": 4, "key_value_heads": 1, "queries": 2, "keys": 40, "channels": 32}, dtype=torch.float16
     ),
     **{name: Step({"heads": 3, "queries": 2, "keys": 20, **switch}) for name, switch in SWITCHES.items()},
 }
@@ -146,7 +146,7 @@ def test_output_equals_the_reference(step):
 
 
 def test_queries_that_see_no_key_get_zeros():
-    inputs = inputs_of({"batch": 2, "heads": 3, "queries": 4, "keys": 20}).to(torch.float32)
+    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 4, "keys": 20}).to(torch.float32)
     padding = torch.ones(2, 20, dtype=torch.bool)
     padding[0, :18] = False
     output = decode(inputs, Mask(query_offset=16, padding=padding))
@@ -156,8 +156,8 @@ def test_queries_that_see_no_key_get_zeros():
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_any_pairs_may_be_visible(rows):
-    inputs = inputs_of({"batch": 2, "heads": 3, "queries": 3, "keys": 20}).to(torch.float32)
-    visible = torch.rand(20, rows, 1, 3, generator=torch.Generator().manual_seed(5)).movedim(0, 3) > 0.5
+    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 2, "keys": 20}).to(torch.float32)
+    visible = torch.rand(20, rows, 1, 2, generator=torch.Generator().manual_seed(5)).movedim(0, 3) > 0.5
     output = decode(inputs, Mask(is_causal=False, visible=visible))
     assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=visible))
 
@@ -183,7 +183,7 @@ def from_rows(inputs: Inputs, rows: tuple[Tensor, Tensor]) -> Inputs:
 
 @pytest.mark.parametrize("window", [None, 9], ids=["global", "win9"])
 def test_rows_of_a_cache_are_read_no_further_than_seen(window):
-    inputs = inputs_of({"batch": 3, "heads": 3, "queries": 2, "keys": 40, "pre": DYNAMIC}).to(torch.float32)
+    inputs = inputs_of({"batch": 3, "heads": 2, "queries": 2, "keys": 40, "pre": DYNAMIC}).to(torch.float32)
     lengths = torch.tensor([40, 1, 23])
     rows = in_rows(inputs, slots=50)
     for row, length in enumerate(lengths.tolist()):
@@ -200,26 +200,26 @@ def test_rows_of_a_cache_are_read_no_further_than_seen(window):
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 def test_a_ring_past_its_wrap_equals_the_whole_row(key_value_heads):
-    shape = {"batch": 3, "heads": 4, "key_value_heads": key_value_heads, "queries": 2, "keys": 47}
+    shape = {"batch": 3, "heads": 4, "key_value_heads": key_value_heads, "queries": 2, "keys": 31}
     inputs = inputs_of(shape).to(torch.float32)
-    lengths, ring_size = torch.tensor([47, 5, 20], dtype=torch.int32), 20
+    lengths, ring_size = torch.tensor([31, 5, 12], dtype=torch.int32), 12
     rings = tuple(
         cached.new_full((3, key_value_heads, ring_size, cached.shape[3]), float("nan"))
-        for cached in in_rows(inputs, slots=47)
+        for cached in in_rows(inputs, slots=31)
     )
-    for ring, cached in zip(rings, in_rows(inputs, slots=47)):
+    for ring, cached in zip(rings, in_rows(inputs, slots=31)):
         for row, length in enumerate(lengths.tolist()):
             for position in range(length):
                 ring[row, :, position % ring_size] = cached[row, :, position]
-    output = decode(from_rows(inputs, rings), Mask(sliding_window=19), key_lengths=lengths, ring_size=ring_size)
-    seen = seen_of_rows(lengths, 2, 47, 19)
+    output = decode(from_rows(inputs, rings), Mask(sliding_window=11), key_lengths=lengths, ring_size=ring_size)
+    seen = seen_of_rows(lengths, 2, 31, 11)
     assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=seen))
 
 
 @pytest.mark.parametrize(
     ("heads", "key_value_heads", "queries", "window"),
-    [(3, 3, 1, None), (6, 2, 2, 10), (4, 1, 3, None)],
-    ids=["H3-Q1", "H6-kv2-Q2-win10", "H4-kv1-Q3"],
+    [(3, 3, 1, None), (4, 2, 2, 10), (2, 1, 3, None)],
+    ids=["H3-Q1", "H4-kv2-Q2-win10", "H2-kv1-Q3"],
 )
 def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, window):
     shape = {"batch": 3, "heads": heads, "key_value_heads": key_value_heads, "queries": queries, "keys": 37}
@@ -271,8 +271,8 @@ def test_factors_of_served_heads_may_lie_as_in_the_cache():
 
 
 def test_two_runs_are_bit_identical():
-    inputs = inputs_of({"batch": 2, "heads": 3, "queries": 2, "keys": 40}).to(torch.float32)
-    assert torch.equal(*(decode(inputs, Mask(query_offset=38)) for _ in range(2)))
+    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 20}).to(torch.float32)
+    assert torch.equal(*(decode(inputs, Mask(query_offset=19)) for _ in range(2)))
 
 
 def test_keys_may_lie_more_than_two_to_the_31_elements_apart():
