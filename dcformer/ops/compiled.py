@@ -33,15 +33,18 @@ _SCORES_PER_CHUNK = 2**25
 _MOST_QUERIES = 512
 _FEWEST_QUERIES = 16
 
+# A part of a tensor that is longer by this is never contiguous, and begins where 16 bytes do if the whole does.
+_PADDING = 16
+
 # A graph for every set of inputs that are there or not, types, and batches of one; torch gives up after 8.
 _MOST_GRAPHS = 256
 
 # By the names that tensors have here: the dimension of the queries, that of the keys, and the dimensions whose sizes
 # are constants of the code; the batch and the lengths are not.
 _DIMENSIONS: dict[str, tuple[int | None, int | None, list[int]]] = {
-    "query": (2, None, [1, 3]),
-    "key": (None, 2, [1, 3]),
-    "value": (None, 2, [1, 3]),
+    "query": (3, None, [1, 2, 4]),
+    "key": (None, 1, [2]),
+    "value": (None, 1, [2]),
     "pre.query": (4, None, [0, 2, 3]),
     "pre.key": (None, 4, [0, 2, 3]),
     "pre.static": (None, None, [0, 1, 2]),
@@ -146,12 +149,18 @@ class _Call:
         self, chunk: Chunk, operands: dict[str, Tensor], generator: torch.Generator | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The parts of all tensors that belong to a chunk."""
-        parts = {name: _part(name, tensor, chunk) for name, tensor in operands.items()}
-        hidden_by = {name: _part(name, tensor, chunk) for name, tensor in self.hidden_by.items()}
+        # Compiled code is tied to what a view is a view of (`data` is no view), and to whether a tensor is contiguous:
+        # what `_laid_out` pads never is, and all else, which is small, always.
+        parts = {name: _part(name, tensor, chunk).data for name, tensor in operands.items()}
+        for name in ("query", "bias"):
+            if name in parts:
+                parts[name] = parts[name].contiguous()
+        hidden_by = {name: _part(name, tensor, chunk).contiguous().data for name, tensor in self.hidden_by.items()}
         if generator is not None:
-            query, (first, last) = parts["query"], chunk[2:]
-            keep = query.new_empty(*query.shape[:3], last - first, dtype=torch.uint8)
-            hidden_by["keep"] = keep.bernoulli_(1.0 - self.dropout, generator=generator).view(torch.bool)
+            query, keys = parts["query"], parts["key"].shape[1]
+            batch, key_value_heads, shared, queries, _ = query.shape
+            keep = query.new_empty(batch, key_value_heads * shared, queries, keys, dtype=torch.bool)
+            hidden_by["keep"] = keep.bernoulli_(1.0 - self.dropout, generator=generator)
         if self.compiles:
             for name, tensor in (*parts.items(), *hidden_by.items()):
                 torch._dynamo.mark_static(tensor, _DIMENSIONS[name][2])
@@ -161,7 +170,7 @@ class _Call:
         if not self.compiles:
             return function(*arguments)
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-            return _compiled(function)(*arguments)
+            return compiled(function)(*arguments)
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -171,9 +180,9 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         operands = _laid_out(dict(zip(call.names, tensors)))
         query, value = operands["query"], operands["value"]
-        batch, heads, queries, _ = query.shape
+        batch, key_value_heads, shared, queries, _ = query.shape
         # As models go on with it: (batch, query, heads, value channels) in memory.
-        output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+        output = query.new_empty(batch, queries, key_value_heads * shared, value.shape[2]).transpose(1, 2)
         generator = call.keeps(operands)
         for chunk in call.chunks:
             parts, hidden_by = call.chunk_of(chunk, operands, generator)
@@ -211,9 +220,9 @@ def _gradients(
     for chunk in call.chunks:
         parts, hidden_by = call.chunk_of(chunk, operands, generator)
         varied = {name: parts.pop(name) for name in names}
-        upstream = output_gradient[:, :, chunk.start : chunk.stop]
+        upstream = output_gradient[:, :, chunk.start : chunk.stop].contiguous().data
         if call.compiles:
-            torch._dynamo.mark_static(upstream, _DIMENSIONS["query"][2])
+            torch._dynamo.mark_static(upstream, [1, 3])
         shares = call.run(chunk_gradients, varied, parts, hidden_by, upstream, call.scaling, 1.0 - call.dropout)
         for name, share in shares.items():
             _part(name, sums[name], chunk).add_(share)
@@ -230,7 +239,8 @@ def _attend_in_the_open(
 ) -> Tensor:
     """The same operations as plain ones of torch, for whatever looks on: a compiler, a tracer, a transformation."""
     query, key = operands["query"], operands["key"]
-    queries, keys = query.shape[2], key.shape[2]
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
     if all(has_static_value(number) for number in (queries, keys, mask.query_offset)):
         chunks = split_into_chunks(mask, queries, keys, chunk_size or _chosen_size(query, key, mask), False)
     else:
@@ -240,8 +250,7 @@ def _attend_in_the_open(
 
     def attend(parts: dict[str, Tensor], hidden_by: dict[str, Tensor]) -> Tensor:
         if dropout > 0.0:
-            query, keys = parts["query"], parts["key"].shape[2]
-            random = torch.rand(*query.shape[:3], keys, device=query.device)
+            random = torch.rand(batch, heads, parts["query"].shape[3], parts["key"].shape[1], device=query.device)
             hidden_by = {**hidden_by, "keep": random >= dropout}
         return attend_chunk(parts, hidden_by, scaling, 1.0 - dropout)
 
@@ -287,11 +296,11 @@ def _part(name: str, tensor: Tensor, chunk: Chunk) -> Tensor:
         tensor = tensor.narrow(by_query, chunk.start, chunk.stop - chunk.start)
     if by_key is not None:
         tensor = tensor.narrow(by_key, chunk.first, chunk.last - chunk.first)
-    return tensor.view_as(tensor)
+    return tensor
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
@@ -318,7 +327,8 @@ def attend_chunk(operands: dict[str, Tensor], hidden_by: dict[str, Tensor], scal
     Equations 3 to 8 for one chunk: the output (batch, heads, query, value channels).
 
     Args:
-        operands (`dict`): query, key and value, the factors (channels, batch, groups, heads per group, length) of each
+        operands (`dict`): query (batch, key/value heads, heads that share one, query, channels), key and value (batch
+            x key/value heads, key, channels), the factors (channels, batch, groups, heads per group, length) of each
             side as `pre.query` and so on, `pre.static` and `post.static`, and the bias, as far as there are any.
         hidden_by (`dict`): `lowest` and `highest`, (query,), the first and last key that a query sees, and `position`,
             (key,); perhaps `padding`, `query_ids`, `key_ids`, `visible`, and `keep`, what dropout leaves.
@@ -338,10 +348,10 @@ def attend_chunk(operands: dict[str, Tensor], hidden_by: dict[str, Tensor], scal
     weights = compose(weights, *(operands.get(f"post.{name}") for name in ("query", "key", "static")))
     if "keep" in hidden_by:
         weights = weights * hidden_by["keep"] / kept
-    batch, heads, queries, keys = weights.shape
-    weights = weights.to(value.dtype).reshape(batch * value.shape[1], -1, keys)
-    output = torch.bmm(weights, value.reshape(batch * value.shape[1], keys, -1))
-    return output.to(query.dtype).view(batch, heads, queries, -1)
+    batch, key_value_heads, shared, queries, _ = query.shape
+    weights = weights.to(value.dtype).reshape(batch * key_value_heads, shared * queries, value.shape[1])
+    output = torch.bmm(weights, value).to(query.dtype)
+    return output.view(batch, key_value_heads * shared, queries, value.shape[2])
 
 
 def compose(attention: Tensor, query: Tensor | None, key: Tensor | None, static: Tensor | None) -> Tensor:
@@ -360,7 +370,8 @@ def compose(attention: Tensor, query: Tensor | None, key: Tensor | None, static:
         groups = static.shape[0]
     else:
         return attention
-    a = attention.unflatten(1, (groups, -1))  # (batch, group, head, query, key)
+    batch, heads, queries, keys = attention.shape
+    a = attention.view(batch, groups, heads // groups, queries, keys)  # (batch, group, head, query, key)
     composed = a
     for factors, dim in sides:
         rank, has_gate = divmod(factors.shape[0], 2)
@@ -371,21 +382,21 @@ def compose(attention: Tensor, query: Tensor | None, key: Tensor | None, static:
             composed = composed + a * rows[-1]  # A * W_g
     if static is not None:
         composed = composed + torch.einsum("bgmts,gmn->bgnts", a, static.to(a.dtype))  # A W_b
-    return composed.flatten(1, 2)
+    return composed.reshape(batch, heads, queries, keys)
 
 
 def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Scores (batch, heads, query, key) in float32, or float64 for float64 inputs."""
-    batch, heads, queries, channels = query.shape
     product_dtype = torch.promote_types(query.dtype, key.dtype)
     dtype = torch.promote_types(product_dtype, torch.float32)
     # A power of two scales the query exactly, and before the product, which could leave the range of float16.
     power_of_two = 2.0 ** (math.frexp(scaling)[1] - 1)
-    query = query.to(product_dtype) * power_of_two
-    # Queries of the heads that share a key/value head make one matrix, which spares copies of keys and values.
-    query = query.reshape(batch * key.shape[1], -1, channels)
-    key = key.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
-    scores = torch.bmm(query, key.transpose(1, 2)).view(batch, heads, queries, -1)
+    batch, key_value_heads, shared, queries, channels = query.shape
+    # Queries of the heads that share a key/value head make one matrix, which spares copies of keys and values. Sizes
+    # are written out, since whatever the compiler has to find out of symbols becomes a condition of its code.
+    query = (query.to(product_dtype) * power_of_two).reshape(batch * key_value_heads, shared * queries, channels)
+    scores = torch.bmm(query, key.to(product_dtype).transpose(1, 2))
+    scores = scores.view(batch, key_value_heads * shared, queries, key.shape[1])
     return scores.to(dtype) * (scaling / power_of_two)
 
 
@@ -421,16 +432,35 @@ def _operands(
 
 
 def _laid_out(operands: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Factors with their channels first, so that each of them lies along queries or keys; keys and values whole."""
-    return {
-        name: (tensor.movedim(-1, 0) if tensor.dim() == 5 else tensor).contiguous()
-        for name, tensor in operands.items()
-    }
+    """
+    Factors with their channels first, so that each of them lies along queries or keys; keys and values as
+    (batch x heads, key, channels), which products of matrices take as they are, whatever part of them; queries as
+    (batch, key/value heads, heads that share one, query, channels).
+    """
+
+    def laid_out(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 5:
+            return _padded(tensor.movedim(-1, 0), 4)
+        if name in ("key", "value"):
+            return _padded(tensor, 2).flatten(0, 1)
+        return tensor.unflatten(1, (key_value_heads, -1)) if name == "query" else tensor
+
+    key_value_heads = operands["key"].shape[1]
+    return {name: laid_out(name, tensor) for name, tensor in operands.items()}
+
+
+def _padded(tensor: Tensor, dim: int) -> Tensor:
+    """A copy with zeros behind its end along `dim`, for chunks to take their parts of."""
+    return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, _PADDING))
 
 
 def _as_given(name: str, gradient: Tensor, given: Tensor) -> Tensor:
     """A gradient in the layout of `_laid_out` in that of what was given, and in its type."""
-    return (gradient.movedim(0, -1) if given.dim() == 5 else gradient).to(given.dtype)
+    if given.dim() == 5:
+        return gradient[..., : given.shape[3]].movedim(0, -1).to(given.dtype)
+    if name in ("key", "value"):
+        gradient = gradient[:, : given.shape[2]]
+    return gradient.to(given.dtype).view(given.shape)
 
 
 def _hidden_by(mask: Mask, queries: int, keys: int, device: torch.device) -> dict[str, Tensor]:
