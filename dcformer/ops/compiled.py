@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as _symbols
 from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.utils.checkpoint import checkpoint
 
@@ -75,7 +76,6 @@ def compiled_attention(
     bias: Tensor | None = None,
     dropout: float = 0.0,
     chunk_size: int | None = None,
-    compiles: bool = True,
 ) -> Tensor:
     """
     Composed attention by code that torch compiles when it is first needed, some ten seconds for each kind of input.
@@ -94,8 +94,6 @@ def compiled_attention(
         dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
         chunk_size (`int`, *optional*): Queries computed at once. None: 16 to 512, so that their scores stay below
             128 MiB of float32, and in a window not much more than the window.
-        compiles (`bool`, defaults to `True`): Compile; otherwise the same operations run one by one, which is slower
-            and takes more memory, but needs no compiler.
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype. A query that sees no key gets zeros.
@@ -113,7 +111,7 @@ def compiled_attention(
     keep_seed = int(torch.randint(2**62, ()).item()) if dropout > 0.0 else None
     size = chunk_size or _chosen_size(query, key, mask)
     chunks = split_into_chunks(mask, query.shape[2], key.shape[2], size)
-    call = _Call(chunks, hidden_by, scaling, dropout, keep_seed, compiles, list(operands))
+    call = _Call(chunks, hidden_by, scaling, dropout, keep_seed, list(operands))
     output: Tensor = _ChunkedAttention.apply(call, *operands.values())
     return output
 
@@ -128,7 +126,6 @@ class _Call:
         scaling: float,
         dropout: float,
         keep_seed: int | None,
-        compiles: bool,
         names: list[str],
     ):
         self.chunks = chunks
@@ -136,7 +133,6 @@ class _Call:
         self.scaling = scaling
         self.dropout = dropout
         self.keep_seed = keep_seed
-        self.compiles = compiles
         self.names = names
 
     def keeps(self, operands: dict[str, Tensor]) -> torch.Generator | None:
@@ -161,16 +157,9 @@ class _Call:
             batch, key_value_heads, shared, queries, _ = query.shape
             keep = query.new_empty(batch, key_value_heads * shared, queries, keys, dtype=torch.bool)
             hidden_by["keep"] = keep.bernoulli_(1.0 - self.dropout, generator=generator)
-        if self.compiles:
-            for name, tensor in (*parts.items(), *hidden_by.items()):
-                torch._dynamo.mark_static(tensor, _DIMENSIONS[name][2])
+        for name, tensor in (*parts.items(), *hidden_by.items()):
+            torch._dynamo.mark_static(tensor, _DIMENSIONS[name][2])
         return parts, hidden_by
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if not self.compiles:
-            return function(*arguments)
-        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-            return compiled(function)(*arguments)
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -186,9 +175,8 @@ class _ChunkedAttention(torch.autograd.Function):
         generator = call.keeps(operands)
         for chunk in call.chunks:
             parts, hidden_by = call.chunk_of(chunk, operands, generator)
-            output[:, :, chunk.start : chunk.stop] = call.run(
-                attend_chunk, parts, hidden_by, call.scaling, 1.0 - call.dropout
-            )
+            own_output = _run(attend_chunk, parts, hidden_by, call.scaling, 1.0 - call.dropout)
+            output[:, :, chunk.start : chunk.stop] = own_output
         return output
 
     @staticmethod
@@ -221,9 +209,8 @@ def _gradients(
         parts, hidden_by = call.chunk_of(chunk, operands, generator)
         varied = {name: parts.pop(name) for name in names}
         upstream = output_gradient[:, :, chunk.start : chunk.stop].contiguous().data
-        if call.compiles:
-            torch._dynamo.mark_static(upstream, [1, 3])
-        shares = call.run(chunk_gradients, varied, parts, hidden_by, upstream, call.scaling, 1.0 - call.dropout)
+        torch._dynamo.mark_static(upstream, [1, 3])
+        shares = _run(chunk_gradients, varied, parts, hidden_by, upstream, call.scaling, 1.0 - call.dropout)
         for name, share in shares.items():
             _part(name, sums[name], chunk).add_(share)
     return {name: _as_given(name, total, inputs[name]) for name, total in sums.items()}
@@ -299,8 +286,15 @@ def _part(name: str, tensor: Tensor, chunk: Chunk) -> Tensor:
     return tensor
 
 
+def _run(function: Callable[..., Any], *arguments: Any) -> Any:
+    # Where the first chunk sees as many keys as it has queries, torch would take them to be equal for all time.
+    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), _symbols.patch(use_duck_shape=False):
+        return compiled(function)(*arguments)
+
+
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for all lengths, batches and masks of a kind; torch keeps one graph for each kind."""
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
