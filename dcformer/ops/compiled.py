@@ -228,7 +228,11 @@ def _attend_in_the_open(
     query, key = operands["query"], operands["key"]
     batch, heads, queries, _ = query.shape
     keys = key.shape[2]
-    if all(has_static_value(number) for number in (queries, keys, mask.query_offset)):
+    if not torch.compiler.is_compiling():
+        # Where torch.jit.trace looks on, sizes are tensors.
+        queries, keys, mask = int(queries), int(keys), mask._replace(query_offset=int(mask.query_offset))
+        chunks = split_into_chunks(mask, queries, keys, chunk_size or _chosen_size(query, key, mask), False)
+    elif all(has_static_value(number) for number in (queries, keys, mask.query_offset)):
         chunks = split_into_chunks(mask, queries, keys, chunk_size or _chosen_size(query, key, mask), False)
     else:
         # A graph for any length cannot hold one piece of code per chunk.
@@ -267,8 +271,8 @@ def _is_watched(query: Tensor) -> bool:
 
 def _chosen_size(query: Tensor, key: Tensor, mask: Mask) -> int:
     """Queries of a chunk whose scores stay small, and few enough that a window is most of what they see."""
-    batch, heads, _, _ = query.shape
-    most, keys = _MOST_QUERIES, key.shape[2]
+    batch, heads, keys = int(query.shape[0]), int(query.shape[1]), int(key.shape[2])
+    most = _MOST_QUERIES
     if mask.sliding_window is not None:
         most = min(most, max(128, mask.sliding_window))
         keys = min(keys, 2 * mask.sliding_window + most)
@@ -368,7 +372,7 @@ def compose(attention: Tensor, query: Tensor | None, key: Tensor | None, static:
     a = attention.view(batch, groups, heads // groups, queries, keys)  # (batch, group, head, query, key)
     composed = a
     for factors, dim in sides:
-        rank, has_gate = divmod(factors.shape[0], 2)
+        rank, has_gate = divmod(int(factors.shape[0]), 2)  # a tensor where torch.jit.trace looks on
         rows = [row.unsqueeze(dim) for row in factors.unbind(0)]  # along queries or keys, 1 along the others
         for w1, w2 in zip(rows[:rank], rows[rank : 2 * rank]):
             composed = composed + (a * w1).sum(dim=2, keepdim=True) * w2  # (A W_1) W_2

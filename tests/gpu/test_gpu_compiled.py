@@ -67,11 +67,12 @@ def test_a_floating_point_mask_that_is_written_to_hides_other_keys(not_compiled)
         assert_close(attend("compiled", *inputs, attention_mask=mask, chunk_size=8), expected, **EXACT)
 
 
-def test_a_device_without_a_compiler_is_refused_with_the_reason(monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+def test_a_machine_without_a_compiler_is_refused_with_the_reason():
     adapter._why_no_compiler.cache_clear()
-    with pytest.raises(ValueError, match=r"'compiled' cannot run here: .*no C\+\+ compiler; leave it out"):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ValueError, match=r"'compiled' cannot run here: .*no C\+\+ compiler; leave it out"),
+    ):
         attend("compiled", *make_inputs())
     adapter._why_no_compiler.cache_clear()
 
@@ -108,7 +109,7 @@ def test_gradients_equal_those_of_eager_with_and_without_checkpointing(not_compi
         model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def test_a_model_compiled_whole_takes_it_in_and_knows_all_lengths_from_the_second():
+def test_a_model_compiled_whole_takes_it_in_and_knows_all_lengths_from_the_second(not_compiled):
     graphs = []
 
     def backend(graph, _):
@@ -116,17 +117,17 @@ def test_a_model_compiled_whole_takes_it_in_and_knows_all_lengths_from_the_secon
         return graph
 
     torch._dynamo.reset()
-    model = tiny_model("dcpythia", attn_implementation=COMPILED)
+    model = tiny_model(num_hidden_layers=1, attn_implementation=COMPILED)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     counts = []
-    for length in (9, 20, 7, 50):
+    for length in (9, 20, 7):
         tokens = random_tokens(2, length)
         logits = compiled(tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-        expected = model.set_attn_implementation("dcmha_reference") or model(tokens, use_cache=False).logits
-        model.set_attn_implementation(COMPILED)
+        with torch.no_grad():
+            expected = model(tokens, use_cache=False).logits
         assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         counts.append(len(graphs))
-    assert counts == [1, 2, 2, 2]
+    assert counts == [1, 2, 2]
 
 
 def learns_in_two_processes():

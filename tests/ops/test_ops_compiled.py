@@ -41,7 +41,9 @@ def attend(query, key, value, pre, post, *, chunk_size=CHUNK, sliding_window=Non
     padding, sequence_ids = options.pop("padding", None), options.pop("sequence_ids", None)
     mask = Mask(is_causal, sliding_window, key.shape[2] - query.shape[2], padding, sequence_ids)
     arguments = (query, key, value, composition(pre), composition(post))
-    return compiled_attention(*arguments, scaling=query.shape[-1] ** -0.5, mask=mask, chunk_size=chunk_size, **options)
+    return compiled_attention(
+        *arguments, scaling=int(query.shape[-1]) ** -0.5, mask=mask, chunk_size=chunk_size, **options
+    )
 
 
 def test_one_graph_each_way_serves_all_lengths_batches_and_windows():
@@ -104,7 +106,9 @@ def test_keys_outside_the_band_and_the_document_are_not_touched(not_compiled):
         expected = attend(*inputs, **options, chunk_size=16)
         unseen = inputs.map(lambda tensor: tensor.clone())
         for tensor in (unseen.key, unseen.value, unseen.pre.key.factors, unseen.post.key.factors):
-            tensor[:, :, :48] = torch.nan  # the last two chunks see from 60 on in the window, from 48 on in the document
+            tensor[:, :, :48] = (
+                torch.nan
+            )  # the last two chunks see from 60 on in the window, from 48 on in the document
         assert_close(attend(*unseen, **options, chunk_size=16)[:, :, 64:], expected[:, :, 64:], rtol=0, atol=0)
 
 
@@ -161,6 +165,7 @@ def test_second_derivatives_are_refused(not_compiled):
         torch.autograd.grad(attend(*leaves).sum(), leaves.query, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_tracers_and_transformations_see_plain_operations():
     inputs = make_inputs(batch=1, heads=2)
     expected = composed_attention_reference(*inputs)
