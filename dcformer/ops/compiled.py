@@ -292,7 +292,8 @@ def _part(name: str, tensor: Tensor, chunk: Chunk) -> Tensor:
 
 def _run(function: Callable[..., Any], *arguments: Any) -> Any:
     # Where the first chunk sees as many keys as it has queries, torch would take them to be equal for all time.
-    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), _symbols.patch(use_duck_shape=False):
+    no_equalities = _symbols.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), no_equalities:
         return compiled(function)(*arguments)
 
 
@@ -315,7 +316,7 @@ def chunk_gradients(
     def attend(varied: dict[str, Tensor]) -> Tensor:
         return attend_chunk({**varied, **fixed}, hidden_by, scaling, kept)
 
-    _, pull_back = torch.func.vjp(attend, varied)
+    pull_back: Callable[..., Any] = torch.func.vjp(attend, varied)[1]
     gradients: dict[str, Tensor] = pull_back(output_gradient)[0]
     return gradients
 
