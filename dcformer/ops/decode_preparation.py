@@ -118,7 +118,7 @@ def join_weights(
         layout (`JoinedProjection`): What there is.
         qkv_weight (`Tensor`): (query, key and value channels, hidden).
         qkv_bias (`Tensor`, *optional*): (query, key and value channels,).
-        hidden_weight (`Tensor`, *optional*): (hidden, groups, 4, hidden channels of a low-rank map), with low-rank maps.
+        hidden_weight (`Tensor`, *optional*): (hidden, groups, 4, hidden channels of a low-rank map), with such maps.
         gate_weight (`Tensor`, *optional*): (hidden, groups, 4 x heads per group), with gates.
 
     Returns:
@@ -501,7 +501,7 @@ def _check(
     for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
         if weight is not None and (weight.shape != (layout.head_dim,) or weight.dtype != projected.dtype):
             raise ValueError(
-                f"{name} must be ({layout.head_dim},) in {projected.dtype}, got {tuple(weight.shape)} in {weight.dtype}."
+                f"{name} must be {projected.dtype} ({layout.head_dim},), got {weight.dtype} {tuple(weight.shape)}."
             )
     if cos is not None or sin is not None:
         shapes = [None if angles is None else tuple(angles.shape) for angles in (cos, sin)]
