@@ -251,7 +251,7 @@ def _run(
         )
         positions = None
     # An eager step saves the time that torch takes to find what stands behind an operator.
-    prepare = prepare_decode_step if torch.compiler.is_compiling() else run
+    prepare: Any = prepare_decode_step if torch.compiler.is_compiling() else run
     query, factors = prepare(
         projected,
         keys,

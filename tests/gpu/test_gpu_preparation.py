@@ -15,7 +15,7 @@ from dcformer import implementations, register_implementation
 
 pytest.importorskip("triton")
 
-from dcformer.gpu import preparation, preparation_ops  # noqa: E402
+from dcformer.gpu import preparation, preparation_ops
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

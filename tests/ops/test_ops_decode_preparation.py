@@ -10,7 +10,7 @@ from dcformer.modeling_dcformer import DCFormerAttention
 
 pytest.importorskip("triton")
 
-from dcformer.ops.decode_preparation import JoinedProjection, join_weights, prepare_step  # noqa: E402
+from dcformer.ops.decode_preparation import JoinedProjection, join_weights, prepare_step
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
