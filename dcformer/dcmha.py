@@ -38,6 +38,7 @@ __all__ = [
     "composed_attention_reference",
     "explain_choice",
     "implementations",
+    "preparation_of",
     "register_implementation",
 ]
 
@@ -61,6 +62,10 @@ class Implementation:
             not, as the end of a sentence.
         purpose (`str`): What it is for, in a phrase.
         is_automatic (`bool`): Whether it may be chosen without being asked for.
+        prepare (`Callable`, *optional*): `prepare(attention, hidden_states, position_embeddings, past_key_values)`,
+            which a model's attention layer asks first where the implementation was asked for by name. Its result is
+            the query, key and value and the compose weights `pre` and `post`, (batch, heads, length, ...), those of
+            all keys after the cache was updated; or None, with nothing done, for the layer to compute them itself.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Implementation:
     supports: Callable[..., str | None]
     purpose: str
     is_automatic: bool = True
+    prepare: Callable[..., Any] | None = None
 
 
 _TABLE: dict[str, Implementation] = {}
@@ -79,16 +85,17 @@ def register_implementation(
     supports: Callable[..., str | None] = lambda *arguments, **options: None,
     purpose: str = "",
     is_automatic: bool = False,
+    prepare: Callable[..., Any] | None = None,
 ) -> None:
     """
     Add an implementation to the table, or replace the one of its name. Models then take it as their
     `attn_implementation`, by the name with `dcmha_` before it.
 
     Args:
-        name, forward, supports, purpose, is_automatic: Of [`Implementation`]. What is added later is tried earlier if
-            it is automatic.
+        name, forward, supports, purpose, is_automatic, prepare: Of [`Implementation`]. What is added later is tried
+            earlier if it is automatic.
     """
-    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic)
+    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic, prepare)
     forward_of_models = functools.partial(composed_attention_forward, implementation=name)
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
@@ -292,6 +299,12 @@ def checked_implementation(name: str) -> str:
         f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
         "once; use attn_implementation='eager' (the default) or switch composition off."
     )
+
+
+def preparation_of(name: str) -> Callable[..., Any] | None:
+    """`prepare` of the [`Implementation`] that this attention implementation names, if it has one."""
+    chosen = _TABLE.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    return None if chosen is None else chosen.prepare
 
 
 def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:

@@ -12,6 +12,8 @@ the other, in the layout that they have everywhere (`ComposeSide.factors`): stor
 every head has keys of its own, reading is a view.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -83,6 +85,14 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
     served = heads // packed.shape[1]
     stop = channels + served * like.factors.shape[-1]
     return packed[..., :channels], ComposeSide(factors=_part_served_heads(packed[..., channels:stop], served))
+
+
+def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
+    """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
+        return 0, 0
+    return layer.keys.shape[-1], layer.values.shape[-1]
 
 
 def _join_served_heads(rows: Tensor, key_value_heads: int) -> Tensor:

@@ -36,8 +36,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .composing_dcformer import ComposingModel
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import checked_implementation, composed_attention_forward
-from .dcmha_cache import pack, unpack
+from .dcmha import checked_implementation, composed_attention_forward, preparation_of
+from .dcmha_cache import allocated_widths, pack, unpack
 from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose, make_compose
@@ -204,26 +204,11 @@ class DCFormerAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        input_shape = hidden_states.shape[:-1]
-        query, key, value = (
-            states.view(*input_shape, -1, self.head_dim)
-            for states in self.qkv_proj(hidden_states).split(self.qkv_sizes, dim=-1)
-        )  # (batch, length, heads, channels)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is not None and k_norm is not None:
-            query, key = q_norm(query), k_norm(key)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if position_embeddings is not None:
-            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
-        pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
-        if past_key_values is not None:
-            key_length = None
-            if self.sliding_window == 1:
-                # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
-                key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
-            key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
-            if key_length is not None and (unseen := key.shape[2] - key_length) > 0:
-                key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
+        prepare = preparation_of(self.config._attn_implementation)
+        prepared = None if prepare is None else prepare(self, hidden_states, position_embeddings, past_key_values)
+        if prepared is None:
+            prepared = self._prepare(hidden_states, position_embeddings, past_key_values)
+        query, key, value, pre, post = prepared
 
         eager: Callable = eager_attention_forward
         if self.compose is not None:
@@ -245,12 +230,41 @@ class DCFormerAttention(nn.Module):
         )
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
+    def _prepare(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        past_key_values: Cache | None,
+    ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
+        """Query, key and value with their compose weights, (batch, heads, length, ...); of all keys with a cache."""
+        input_shape = hidden_states.shape[:-1]
+        query, key, value = (
+            states.view(*input_shape, -1, self.head_dim)
+            for states in self.qkv_proj(hidden_states).split(self.qkv_sizes, dim=-1)
+        )  # (batch, length, heads, channels)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:
+            query, key = q_norm(query), k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if position_embeddings is not None:
+            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
+        pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
+        if past_key_values is not None:
+            key_length = None
+            if self.sliding_window == 1:
+                # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
+                key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
+            key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
+            if key_length is not None and (unseen := key.shape[2] - key_length) > 0:
+                key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
+        return query, key, value, pre, post
+
     def _update_cache(
         self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
     ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Store this call's keys and values with their compose weights; return those of all cached keys."""
         pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
-        key_width, value_width = _allocated_widths(cache, self.layer_idx)
+        key_width, value_width = allocated_widths(cache, self.layer_idx)
         key, value = pack(key, pre_side, key_width), pack(value, post_side, value_width)
         key, value = cache.update(key, value, self.layer_idx)
         key, pre_side = unpack(key, self.head_dim, pre_side, self.num_heads)
@@ -259,14 +273,6 @@ class DCFormerAttention(nn.Module):
             None if stage is None else stage._replace(key=side) for stage, side in ((pre, pre_side), (post, post_side))
         )
         return key, value, pre, post
-
-
-def _allocated_widths(cache: Cache, layer_idx: int) -> tuple[int, int]:
-    """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
-    layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
-        return 0, 0
-    return layer.keys.shape[-1], layer.values.shape[-1]
 
 
 def _drop_first_keys(
