@@ -31,6 +31,7 @@ __all__ = [
     "ComposeWeights",
     "Implementation",
     "Visibility",
+    "candidates",
     "checked_implementation",
     "compose",
     "composed_attention_forward",
@@ -61,6 +62,9 @@ class Implementation:
             not, as the end of a sentence.
         purpose (`str`): What it is for, in a phrase.
         is_automatic (`bool`): Whether it may be chosen without being asked for.
+        automatic_on (`str`, *optional*): The type of the devices, such as "cuda", on which alone that may be. None: all.
+        why_not_automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody asked for this
+            implementation: it may know reasons that do not hinder an explicit choice. None: there are no others.
     """
 
     name: str
@@ -68,6 +72,8 @@ class Implementation:
     supports: Callable[..., str | None]
     purpose: str
     is_automatic: bool = True
+    automatic_on: str | None = None
+    why_not_automatic: Callable[..., str | None] | None = None
 
 
 _TABLE: dict[str, Implementation] = {}
@@ -79,16 +85,18 @@ def register_implementation(
     supports: Callable[..., str | None] = lambda *arguments, **options: None,
     purpose: str = "",
     is_automatic: bool = False,
+    automatic_on: str | None = None,
+    why_not_automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
     Add an implementation to the table, or replace the one of its name. Models then take it as their
     `attn_implementation`, by the name with `dcmha_` before it.
 
     Args:
-        name, forward, supports, purpose, is_automatic: Of [`Implementation`]. What is added later is tried earlier if
-            it is automatic.
+        name, forward, supports, purpose, is_automatic, automatic_on, why_not_automatic: Of [`Implementation`]. What is
+            added later is tried earlier if it is automatic.
     """
-    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic)
+    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic, automatic_on, why_not_automatic)
     forward_of_models = functools.partial(composed_attention_forward, implementation=name)
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
@@ -115,17 +123,23 @@ def explain_choice(
     check_arguments(query, key, value, pre, post)
     mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
     tried = []
-    for candidate in _automatic():
-        reason = candidate.supports(query, key, value, pre, post, mask=mask, dropout=dropout)
+    for candidate in candidates(query.device.type):
+        reason = _why_not(candidate, query, key, value, pre, post, mask=mask, dropout=dropout)
         tried.append((candidate.name, reason or candidate.purpose))
         if reason is None:
             break
     return tried
 
 
-def _automatic() -> list[Implementation]:
-    """What may be chosen without being asked for, in the order in which it is tried."""
-    return [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
+def candidates(device_type: str) -> list[Implementation]:
+    """What may be chosen without being asked for on such a device, in the order in which it is tried."""
+    automatic = [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
+    return [candidate for candidate in automatic if candidate.automatic_on in (None, device_type)]
+
+
+def _why_not(candidate: Implementation, *arguments: Any, **options: Any) -> str | None:
+    """Why the automatic choice passes over a candidate; None if it does not."""
+    return (candidate.why_not_automatic or candidate.supports)(*arguments, **options)
 
 
 def _without_autocast(attention: _Attention) -> _Attention:
@@ -296,7 +310,8 @@ def checked_implementation(name: str) -> str:
 
 def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:
     if name is None:
-        return next(candidate for candidate in _automatic() if candidate.supports(*arguments, **options) is None)
+        automatic = candidates(arguments[0].device.type)
+        return next(candidate for candidate in automatic if _why_not(candidate, *arguments, **options) is None)
     if name not in _TABLE:
         raise ValueError(f"implementation must be one of {', '.join(_TABLE)}, got {name!r}.")
     if (reason := _TABLE[name].supports(*arguments, **options)) is not None:
