@@ -4,7 +4,6 @@ An operator of torch takes tensors and numbers side by side, so compositions and
 gathered again where the kernels are called. Triton is imported when the first of them runs.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -133,8 +132,8 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 def _decode(*arguments: Any) -> Tensor:
     from ..ops.decode import composed_decode
 
-    call = FlatCall(*arguments[: len(FlatCall._fields)])
-    key_lengths, block_table, block_size, ring_size = arguments[len(FlatCall._fields) :]
+    *flat, key_lengths, block_table, block_size, ring_size = arguments
+    call = FlatCall(*flat)
     with _on_device_of(call.query):
         output = composed_decode(
             *call.states,
@@ -162,8 +161,8 @@ decode_op = torch.library.custom_op(
     "dcformer::composed_decode",
     _decode,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor? key_lengths=None, Tensor? block_table=None, SymInt? block_size=None, "
-    "SymInt? ring_size=None) -> Tensor",
+    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? block_size, "
+    "SymInt? ring_size) -> Tensor",
 )
 
 
@@ -210,6 +209,17 @@ forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
 backward_op.register_autograd(_refuse_second_derivatives)
 
 
+def decode(
+    call: FlatCall,
+    key_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    block_size: int | None = None,
+    ring_size: int | None = None,
+) -> Tensor:
+    """The operator of decoding, whose arguments about the cache are those of `composed_decode`."""
+    return decode_op(*call, key_lengths, block_table, block_size, ring_size)
+
+
 def _on_device_of(tensor: Tensor) -> AbstractContextManager:
     """Triton launches kernels on the current device, which need not be that of the tensors."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
@@ -224,4 +234,4 @@ def _heads_inside(output: Tensor) -> Tensor:
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-__all__: Sequence[str] = ("FlatCall", "backward_op", "decode_op", "forward_op")
+__all__ = ["FlatCall", "backward_op", "decode", "decode_op", "forward_op"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
 from .adapters import to_composition, to_mask, why_no_mask
-from .custom_ops import FlatCall, decode_op, forward_op
+from .custom_ops import FlatCall, decode, forward_op
 
 
 # What the kernel of decoding holds of a call at once.
@@ -37,7 +37,7 @@ def triton_attention(
     """As every implementation in the table, without dropout; chunks are as large as the workspace allows."""
     call = FlatCall.of(query, key, value, to_composition(pre), to_composition(post), to_mask(mask), scaling)
     if is_decoding(query, key, value, pre, post, mask):
-        return decode_op(*call)
+        return decode(call)
     return forward_op(*call)[0]
 
 
