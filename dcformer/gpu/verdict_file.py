@@ -128,7 +128,11 @@ def _entry_to_json(machine: Machine, case: Case, verdict: Verdict) -> dict[str, 
 def _entry_from_json(entry: dict[str, Any]) -> tuple[tuple[Machine, Case], Verdict]:
     case = Case(**entry["case"])
     case = case._replace(pre=StageSwitches(**case.pre), post=StageSwitches(**case.post))
-    return (Machine(**entry["machine"]), case), Verdict(**entry["verdict"])
+    verdict = Verdict(**entry["verdict"])
+    numbers = (verdict.error, verdict.allowed, verdict.milliseconds, verdict.torch_milliseconds)
+    if not isinstance(verdict.problem, str | None) or not all(isinstance(number, float | None) for number in numbers):
+        raise TypeError("a verdict holds something else than a reason and numbers")
+    return (Machine(**entry["machine"]), case), verdict
 
 
 @functools.cache
