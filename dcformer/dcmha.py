@@ -62,7 +62,7 @@ class Implementation:
             not, as the end of a sentence.
         purpose (`str`): What it is for, in a phrase.
         is_automatic (`bool`): Whether it may be chosen without being asked for.
-        automatic_on (`str`, *optional*): The type of the devices, such as "cuda", on which alone that may be. None: all.
+        automatic_on (`str`, *optional*): The only type of device, such as "cuda", on which it may. None: all.
         why_not_automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody asked for this
             implementation: it may know reasons that do not hinder an explicit choice. None: there are no others.
     """

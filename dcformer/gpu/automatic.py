@@ -74,7 +74,7 @@ def why_not_chosen(
     case = case_of(query, key, value, pre, post, mask)
     index = query.device.index
     if is_tracing(query) or torch._C._current_graph_task_id() != -1:
-        return _known_problem(index, case)
+        return _known_problem(index, *case.flat())
     verdict = find_out(index, case)
     if case.kind == PREFILL:
         find_out(index, case.as_decoding())
@@ -91,8 +91,9 @@ def find_out(device_index: int | None, case: Case) -> Verdict:
 
 
 @torch.compiler.assume_constant_result
-def _known_problem(device_index: int | None, case: Case) -> str | None:
+def _known_problem(device_index: int | None, *flat_case: Any) -> str | None:
     """What is known where nothing can be found out: kernels cannot be timed while a graph is made."""
+    case = Case.of_flat(*flat_case)  # a graph hands on plain values only
     verdict = verdicts.known(machine(device_index), case)
     if verdict is not None:
         return verdict.problem

@@ -1,6 +1,7 @@
 """Kinds of calls that share a verdict: the same kernels at the same sizes, whatever the lengths."""
 
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -52,6 +53,19 @@ class Case(NamedTuple):
     is_causal: bool = True
     has_window: bool = False
 
+    def flat(self) -> tuple[str | int, ...]:
+        """Its strings and numbers, side by side."""
+        return *self[:7], *self.pre, *self.post, *self[9:]
+
+    @classmethod
+    def of_flat(cls, *values: Any) -> "Case":
+        """The case whose `flat` this is."""
+        first, second = 7, 7 + len(StageSwitches._fields)
+        third = second + len(StageSwitches._fields)
+        return cls(
+            *values[:first], StageSwitches(*values[first:second]), StageSwitches(*values[second:third]), *values[third:]
+        )
+
     def as_decoding(self) -> "Case":
         """The decoding of a model whose prefill this is."""
         return self._replace(kind=DECODE, is_causal=True, has_window=False)
@@ -65,15 +79,15 @@ def case_of(
     post: ComposeWeights | None,
     mask: Visibility,
 ) -> Case:
-    """The case of one call. Its sizes become numbers, even in a graph that is traced for any size."""
+    """The case of one call. A graph that is traced for any size is tied to heads and channels by this."""
     stage = pre or post
     case = Case(
         PREFILL,
         str(query.dtype).removeprefix("torch."),
-        int(query.shape[1]),
-        int(key.shape[1]),
-        int(query.shape[3]),
-        int(value.shape[3]),
+        index(query.shape[1]),
+        index(key.shape[1]),
+        index(query.shape[3]),
+        index(value.shape[3]),
         1 if stage is None else stage.groups,
         StageSwitches.of(pre),
         StageSwitches.of(post),
@@ -86,4 +100,7 @@ def case_of(
 
 
 def _channels(side: ComposeSide | None) -> tuple[int, bool]:
-    return (0, False) if side is None else (side.rank, side.factors.shape[-1] % 2 == 1)
+    if side is None:
+        return 0, False
+    channels = index(side.factors.shape[-1])
+    return channels // 2, channels % 2 == 1

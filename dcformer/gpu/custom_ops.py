@@ -161,8 +161,7 @@ decode_op = torch.library.custom_op(
     "dcformer::composed_decode",
     _decode,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? block_size, "
-    "SymInt? ring_size) -> Tensor",
+    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? block_size, SymInt? ring_size) -> Tensor",
 )
 
 

@@ -27,7 +27,7 @@ def explain_lines(
     needs_gradient: bool,
 ) -> list[str]:
     """
-    What composed attention chooses for one row of a batch, with the compositions that models have unless told otherwise.
+    What composed attention chooses for one row of a batch, with the compositions that models have by default.
 
     On a GPU this finds out the verdict on the Triton form if there is none yet.
 

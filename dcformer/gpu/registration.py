@@ -41,4 +41,3 @@ def register() -> None:
         automatic_on="cuda",
         why_not_automatic=why_not_chosen,
     )
-

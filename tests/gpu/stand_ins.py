@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dcformer import ComposeSide, ComposeWeights, Visibility
+from dcformer.dcmha_chunked import chunked_attention
 from dcformer.dcmha_reference import reference_attention, reference_compose
 from dcformer.gpu.verdicts import in_fresh_thread
 from dcformer.ops.arguments import Composition
@@ -115,7 +116,7 @@ def composed_decode(query, key, value, pre, post, *, scaling, mask, config=None,
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Puts these in the place of the kernels, and counts their calls."""
+    """Puts these in the place of the kernels, and the chunked form in that of the compiled one, and counts calls."""
     calls = SimpleNamespace(forward=0, backward=0, decode=0)
 
     def counted(name, function):
@@ -130,5 +131,9 @@ def stand_ins(monkeypatch):
         module = ModuleType(f"dcformer.ops.{name}")
         setattr(module, f"composed_{name}", counted(name, function))
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    compiled = ModuleType("dcformer.gpu.compiled")
+    compiled.compiled_forward = chunked_attention
+    compiled.why_not_compiled = lambda *arguments, **options: None
+    monkeypatch.setitem(sys.modules, compiled.__name__, compiled)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return calls

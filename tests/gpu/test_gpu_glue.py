@@ -274,7 +274,9 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(stand_ins):
 
 
 def test_a_misspelt_form_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"implementation must be one of reference, .*compiled, triton.* got 'trition'"):
+    with pytest.raises(
+        ValueError, match=r"implementation must be one of reference, .*compiled, triton.* got 'trition'"
+    ):
         composed_attention(*make_inputs(10), implementation="trition")
     with pytest.raises(ValueError, match="attn_implementation='dcmha_trition' is not an attention implementation"):
         tiny_model(attn_implementation="dcmha_trition")
@@ -282,7 +284,9 @@ def test_a_misspelt_form_is_refused_with_those_there_are():
 
 def test_operators_can_be_published_alone(tmp_path):
     """A copy of their folder imports neither this package nor Transformers."""
-    shutil.copytree(Path(dcformer.__file__).parent / "ops", tmp_path / "kernels", ignore=shutil.ignore_patterns("__*__"))
+    shutil.copytree(
+        Path(dcformer.__file__).parent / "ops", tmp_path / "kernels", ignore=shutil.ignore_patterns("__*__")
+    )
     (tmp_path / "kernels" / "__init__.py").touch()
     code = """
 import importlib, pkgutil, sys
@@ -293,8 +297,13 @@ for name in names:
 assert "arguments" in names
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"dcformer", "transformers"}))
 """
-    run = subprocess.run([sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + code],
-                         capture_output=True, text=True, cwd=tmp_path, check=False)
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert (run.stdout.strip(), run.returncode) == ("[]", 0), run.stderr
 
 

@@ -393,7 +393,7 @@ def test_a_graph_without_a_verdict_runs_without_the_form_and_says_so_once(as_on_
 
 
 def test_a_check_runs_outside_of_what_surrounds_the_call(as_on_a_gpu, monkeypatch, stand_ins):
-    """Else gradient checkpointing would count the tensors that the check saves, and no_grad switch its gradients off."""
+    """Else gradient checkpointing would count the tensors that the check saves."""
     modes = []
 
     def check(case):
@@ -442,11 +442,11 @@ def test_the_driver_version_is_read_from_its_file(tmp_path, monkeypatch):
         assert automatic._driver_version() == "535.129.03"
 
 
-def test_the_choice_on_a_cpu_is_explained_in_lines():
+def test_the_choice_on_a_cpu_is_explained_in_lines(stand_ins):
     lines = explain_lines(4, 2, 8, 20, 20, 7, torch.float32, "cpu", False)
     assert lines[0] == (
-        "20 queries and 20 keys, 4 heads of 8 channels (2 of keys and values), a window of 7, float32, no gradients, on "
-        "cpu"
+        "20 queries and 20 keys, 4 heads of 8 channels (2 of keys and values), a window of 7, float32, no gradients, "
+        "on cpu"
     )
     assert lines[1] == "chosen: cpu"
     assert lines[2].startswith("  one_query: not chosen, it takes a single query")
