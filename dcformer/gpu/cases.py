@@ -88,7 +88,7 @@ def case_of(
         index(key.shape[1]),
         index(query.shape[3]),
         index(value.shape[3]),
-        1 if stage is None else stage.groups,
+        1 if stage is None else index(stage.groups),
         StageSwitches.of(pre),
         StageSwitches.of(post),
         mask.is_causal,
