@@ -31,6 +31,7 @@ __all__ = [
     "ComposeWeights",
     "Implementation",
     "Visibility",
+    "candidates",
     "checked_implementation",
     "compose",
     "composed_attention_forward",
@@ -66,6 +67,9 @@ class Implementation:
             which a model's attention layer asks first where the implementation was asked for by name. Its result is
             the query, key and value and the compose weights `pre` and `post`, (batch, heads, length, ...), those of
             all keys after the cache was updated; or None, with nothing done, for the layer to compute them itself.
+        automatic_on (`str`, *optional*): The only type of device, such as "cuda", on which it may. None: all.
+        why_not_automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody asked for this
+            implementation: it may know reasons that do not hinder an explicit choice. None: there are no others.
     """
 
     name: str
@@ -74,6 +78,8 @@ class Implementation:
     purpose: str
     is_automatic: bool = True
     prepare: Callable[..., Any] | None = None
+    automatic_on: str | None = None
+    why_not_automatic: Callable[..., str | None] | None = None
 
 
 _TABLE: dict[str, Implementation] = {}
@@ -86,16 +92,20 @@ def register_implementation(
     purpose: str = "",
     is_automatic: bool = False,
     prepare: Callable[..., Any] | None = None,
+    automatic_on: str | None = None,
+    why_not_automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
     Add an implementation to the table, or replace the one of its name. Models then take it as their
     `attn_implementation`, by the name with `dcmha_` before it.
 
     Args:
-        name, forward, supports, purpose, is_automatic, prepare: Of [`Implementation`]. What is added later is tried
-            earlier if it is automatic.
+        name, forward, supports, purpose, is_automatic, prepare, automatic_on, why_not_automatic: Of
+            [`Implementation`]. What is added later is tried earlier if it is automatic.
     """
-    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic, prepare)
+    _TABLE[name] = Implementation(
+        name, forward, supports, purpose, is_automatic, prepare, automatic_on, why_not_automatic
+    )
     forward_of_models = functools.partial(composed_attention_forward, implementation=name)
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
@@ -122,17 +132,23 @@ def explain_choice(
     check_arguments(query, key, value, pre, post)
     mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
     tried = []
-    for candidate in _automatic():
-        reason = candidate.supports(query, key, value, pre, post, mask=mask, dropout=dropout)
+    for candidate in candidates(query.device.type):
+        reason = _why_not(candidate, query, key, value, pre, post, mask=mask, dropout=dropout)
         tried.append((candidate.name, reason or candidate.purpose))
         if reason is None:
             break
     return tried
 
 
-def _automatic() -> list[Implementation]:
-    """What may be chosen without being asked for, in the order in which it is tried."""
-    return [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
+def candidates(device_type: str) -> list[Implementation]:
+    """What may be chosen without being asked for on such a device, in the order in which it is tried."""
+    automatic = [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
+    return [candidate for candidate in automatic if candidate.automatic_on in (None, device_type)]
+
+
+def _why_not(candidate: Implementation, *arguments: Any, **options: Any) -> str | None:
+    """Why the automatic choice passes over a candidate; None if it does not."""
+    return (candidate.why_not_automatic or candidate.supports)(*arguments, **options)
 
 
 def _without_autocast(attention: _Attention) -> _Attention:
@@ -309,7 +325,8 @@ def preparation_of(name: str) -> Callable[..., Any] | None:
 
 def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:
     if name is None:
-        return next(candidate for candidate in _automatic() if candidate.supports(*arguments, **options) is None)
+        automatic = candidates(arguments[0].device.type)
+        return next(candidate for candidate in automatic if _why_not(candidate, *arguments, **options) is None)
     if name not in _TABLE:
         raise ValueError(f"implementation must be one of {', '.join(_TABLE)}, got {name!r}.")
     if (reason := _TABLE[name].supports(*arguments, **options)) is not None:

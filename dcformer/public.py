@@ -20,6 +20,7 @@ from .dcmha import (
 )
 from .dcmha_cache import cache_bytes_per_token
 from .dcmha_mask import Visibility
+from .gpu.registration import register as register_forms_for_gpus
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -34,10 +35,12 @@ from .modeling_dcformer import (
 )
 from .modeling_dcvit import DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
+from .ops.workspace import set_workspace_bytes
 from .pretrained import pretrained_path
 from .sharing_dcformer import AUTO_CLASSES
 
 
+register_forms_for_gpus()
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 for _config in (DCFormerConfig, DCPythiaConfig):
@@ -75,6 +78,7 @@ __all__ = [
     "implementations",
     "pretrained_path",
     "register_implementation",
+    "set_workspace_bytes",
 ]
 
 _public: list[Any] = [globals()[_name] for _name in __all__]
