@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..dcmha import register_implementation
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
-from ..ops.arguments import Composition, Mask
+from ..ops.arguments import Mask
 from ..ops.compiled import compiled_attention
+from .adapters import to_composition
 
 
 # The boolean form of floating point masks, which all layers of a model share, with the masks' versions.
@@ -36,8 +36,8 @@ def compiled_forward(
         query,
         key,
         value,
-        _composition(pre),
-        _composition(post),
+        to_composition(pre),
+        to_composition(post),
         scaling=scaling,
         mask=Mask(
             mask.is_causal, mask.sliding_window, mask.query_offset, mask.padding, mask.sequence_ids, visible=visible
@@ -54,13 +54,6 @@ def why_not_compiled(query: Tensor, *_: Tensor | ComposeWeights | None, mask: Vi
     if torch.compiler.is_compiling() or query.is_meta:
         return None
     return _why_no_compiler(query.device.type, query.device.index)
-
-
-def register_compiled() -> None:
-    """Add `compiled` to the operator's implementations, as `attn_implementation="dcmha_compiled"`; on request alone."""
-    register_implementation(
-        "compiled", compiled_forward, why_not_compiled, "chunks whose compositions torch.compile fuses, with gradients"
-    )
 
 
 @functools.cache
@@ -84,13 +77,6 @@ def _why_no_compiler(device: str, index: int | None) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(index) < (7, 0):
         return "torch.compile needs a GPU of compute capability 7.0 or later"
     return None
-
-
-def _composition(weights: ComposeWeights | None) -> Composition | None:
-    if weights is None:
-        return None
-    query, key = (None if side is None else side.factors for side in (weights.query, weights.key))
-    return Composition(query, key, weights.static, weights.groups)
 
 
 def _dense_parts(dense: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

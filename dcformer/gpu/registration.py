@@ -1,24 +1,10 @@
 """The forms for GPUs in the operator's table. On CUDA devices Triton's is tried first, then the compiled one."""
 
-from typing import Any
-
-from torch import Tensor
-
 from ..dcmha import register_implementation
 from .automatic import why_not_chosen
+from .compiled import compiled_forward, why_not_compiled
+from .preparation import prepare_step
 from .triton_form import triton_attention, why_not_triton
-
-
-def _compiled(*arguments: Any, **options: Any) -> Tensor:
-    from .compiled import compiled_forward
-
-    return compiled_forward(*arguments, **options)
-
-
-def _why_not_compiled(*arguments: Any, **options: Any) -> str | None:
-    from .compiled import why_not_compiled
-
-    return why_not_compiled(*arguments, **options)
 
 
 def register() -> None:
@@ -26,9 +12,9 @@ def register() -> None:
     # What is added later is tried earlier.
     register_implementation(
         "compiled",
-        _compiled,
-        _why_not_compiled,
-        "any GPU, by torch.compile",
+        compiled_forward,
+        why_not_compiled,
+        "chunks whose compositions torch.compile fuses, with gradients",
         is_automatic=True,
         automatic_on="cuda",
     )
@@ -38,6 +24,7 @@ def register() -> None:
         why_not_triton,
         "fused kernels for training, prefill and decoding on GPUs",
         is_automatic=True,
+        prepare=prepare_step,
         automatic_on="cuda",
         why_not_automatic=why_not_chosen,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
+from ..ops.folding import can_fold, fold
 from .adapters import to_composition, to_mask, why_no_mask
 from .custom_ops import FlatCall, decode, forward_op
 
@@ -35,10 +36,15 @@ def triton_attention(
     chunk_size: int | None = None,
 ) -> Tensor:
     """As every implementation in the table, without dropout; chunks are as large as the workspace allows."""
-    call = FlatCall.of(query, key, value, to_composition(pre), to_composition(post), to_mask(mask), scaling)
-    if is_decoding(query, key, value, pre, post, mask):
-        return decode(call)
-    return forward_op(*call)[0]
+    before, after = to_composition(pre), to_composition(post)
+    sizes = query.shape[1], key.shape[1], key.shape[2], query.shape[3]
+    decodes = is_decoding(query, key, value, pre, post, mask)
+    if before is not None and can_fold(before, *sizes):
+        query, before = fold(query, before), None
+    folds_after = after is not None and can_fold(after, *sizes)
+    call = FlatCall.of(query, key, value, before, None if folds_after else after, to_mask(mask), scaling)
+    output = decode(call) if decodes else forward_op(*call)[0]
+    return fold(output, after) if after is not None and folds_after else output
 
 
 def is_decoding(

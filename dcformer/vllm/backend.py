@@ -4,8 +4,9 @@ A cached row is laid out as in a Transformers cache: per key/value head the key 
 composition before the softmax, then the value states and the factors of that after it. So one token takes the same
 bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
 
-A step's sequences have queries and keys of various lengths. They are sorted into few padded batches, each is gathered
-from its blocks and handed to `composed_attention`.
+A step's sequences have queries and keys of various lengths. They are sorted into few padded batches. Each is gathered
+from its blocks and handed to `composed_attention`; but where the Triton form is chosen, on a GPU, its kernels of
+decoding read the blocks of a batch of few queries as they lie in the cache.
 """
 
 import itertools
@@ -37,6 +38,10 @@ from ..dcmha_cache import unpack
 from ..dcmha_factors import ComposeSide, ComposeWeights
 from ..dcmha_mask import Visibility
 from ..dcmha_projection import DCFormerCompose
+from ..gpu.automatic import why_not_chosen
+from ..gpu.custom_ops import FlatCall, decode
+from ..gpu.triton_form import MOST_DECODE_QUERIES
+from ..ops.arguments import Composition, Mask
 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -95,6 +100,8 @@ class PaddedBatch:
         mask (`Visibility`): Causality, the window, and the padding of the keys.
         rows (`Tensor`, *optional*): (sequences, key/value heads, keys) where their keys are, in the cache as a table of
             rows. None: all keys are of this step, and in the order of `tokens`.
+        block_table, lengths (`Tensor`, *optional*): (sequences, blocks) block of each stretch of a sequence, and
+            (sequences,) keys that each has there. None: there are no keys in the cache, or queries are padding.
     """
 
     tokens: Tensor | slice
@@ -102,6 +109,8 @@ class PaddedBatch:
     queries: int
     mask: Visibility
     rows: Tensor | None = None
+    block_table: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 @dataclass
@@ -159,11 +168,13 @@ class ComposedAttentionMetadata(AttentionMetadata):
         heads, block_size = cache.shape[1:3]
         # Padding repeats a key of the sequence: what is hidden must still be a number.
         positions = ends - torch.minimum(back, lengths)
-        table = self.block_table[torch.tensor(own, device=ends.device)].long()
-        blocks = table.gather(1, positions // block_size)
+        table = self.block_table[torch.tensor(own, device=ends.device)]
+        blocks = table.long().gather(1, positions // block_size)
         rows = blocks[:, None] * heads + torch.arange(heads, device=ends.device)[:, None]
         rows = rows * block_size + (positions % block_size)[:, None]  # (sequences, heads, keys)
-        return PaddedBatch(tokens, is_query, queries, mask, rows)
+        if is_query is not None:
+            return PaddedBatch(tokens, is_query, queries, mask, rows)
+        return PaddedBatch(tokens, None, queries, mask, rows, table, ends.flatten())
 
     def _tokens(self, own: list[int], queries: int) -> tuple[Tensor | slice, Tensor | None]:
         """`tokens` and `is_query` of a padded batch."""
@@ -265,6 +276,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         channels = factor_channels(compose) if 1 in compose.sides else 0
         # `unpack` reads the number of channels off it.
         self.like_a_key = ComposeSide(factors=torch.empty(1, 1, 0, channels)) if channels > 0 else None
+        # By the number of queries of each sequence, whether the operator would choose its Triton form.
+        self._chosen: dict[int, bool] = {}
 
     def forward(
         self,
@@ -298,13 +311,19 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
         for batch in attn_metadata.batches(self.sliding_window, kv_cache):
-            if batch.rows is None:
-                own_keys, own_values = (self._by_sequence(states[batch.tokens], batch) for states in (key, value))
-            else:
-                cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
-                own_keys, own_values = cached.split([key_width, value.shape[2]], dim=-1)
             own_query = self._by_sequence(query[batch.tokens], batch)
-            attended = self._attend(own_query, own_keys, own_values, batch.mask).transpose(1, 2).flatten(0, 1)
+            if batch.block_table is not None and self._reads_blocks(own_query, kv_cache, key_width):
+                attended = self._attend_in_blocks(own_query, kv_cache, key_width, batch)
+            else:
+                if batch.rows is None:
+                    own_keys, own_values = (self._by_sequence(states[batch.tokens], batch) for states in (key, value))
+                else:
+                    cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
+                    own_keys, own_values = cached.split([key_width, value.shape[2]], dim=-1)
+                attended = composed_attention(
+                    *self._operands(own_query, own_keys, own_values), scaling=self.scale, attention_mask=batch.mask
+                )
+            attended = attended.transpose(1, 2).flatten(0, 1)  # (sequences x queries, heads, channels)
             if batch.is_query is None:
                 output[batch.tokens] = attended.to(output.dtype)
             else:
@@ -317,17 +336,55 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         """(sequences x queries, heads, channels) -> (sequences, heads, queries, channels)."""
         return states.unflatten(0, (-1, batch.queries)).transpose(1, 2)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Visibility) -> Tensor:
-        """(sequences, heads, queries, channels) of one padded batch, from rows with factors."""
+    def _operands(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
+        """Query, key and value (sequences, heads, length, channels) and their compose weights, of rows with factors."""
         query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
         stages: list[ComposeWeights | None] = [None, None]
         states = [key, value]
+        for stage in (0, 1):
+            states[stage], key_side = unpack(states[stage], self.head_dim, self._like_a_key(stage), self.num_heads)
+            if stage in self.compose.stages:
+                query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
+                stages[stage] = ComposeWeights(query_side, key_side, self._static(stage), self.compose.groups)
+        return query, *states, *stages
+
+    def _like_a_key(self, stage: int) -> ComposeSide | None:
+        return self.like_a_key if stage in self.compose.stages else None
+
+    def _static(self, stage: int) -> Tensor | None:
+        return None if self.compose.static_weight is None else self.compose.static_weight[stage]
+
+    def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int) -> bool:
+        """Whether the kernel of decoding takes these queries: it does where the operator would choose its form."""
+        queries = query.shape[2]
+        if query.device.type != "cuda" or queries > MOST_DECODE_QUERIES or query.dtype != cache.dtype:
+            return False
+        if queries not in self._chosen:
+            rows = cache[:1]
+            operands = self._operands(query[:1], rows[..., :key_width], rows[..., key_width:])
+            mask = Visibility(queries, cache.shape[2], sliding_window=self.sliding_window)
+            self._chosen[queries] = why_not_chosen(*operands, mask=mask) is None
+        return self._chosen[queries]
+
+    def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
+        """(sequences, heads, queries, channels), of keys and values that stay where they are in the cache."""
+        query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
+        rows = cache[..., :key_width], cache[..., key_width:]
+        stages: list[Composition | None] = [None, None]
         for stage in self.compose.stages:
-            query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
-            states[stage], key_side = unpack(states[stage], self.head_dim, self.like_a_key, self.num_heads)
-            static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
-            stages[stage] = ComposeWeights(query_side, key_side, static, self.compose.groups)
-        return composed_attention(query, *states, *stages, scaling=self.scale, attention_mask=mask)
+            key_factors = None
+            if self.like_a_key is not None:
+                served = self.num_heads // self.num_kv_heads
+                stop = self.head_dim + served * self.like_a_key.factors.shape[-1]
+                key_factors = rows[stage][..., self.head_dim : stop]
+            own_factors = query_factors[stage] if self.query_channels[stage] > 0 else None
+            stages[stage] = Composition(own_factors, key_factors, self._static(stage), self.compose.groups)
+        key, value = (states[..., : self.head_dim] for states in rows)
+        mask = Mask(sliding_window=self.sliding_window)
+        call = FlatCall.of(query, key, value, *stages, mask, self.scale)
+        return decode(call, key_lengths=batch.lengths, block_table=batch.block_table, block_size=cache.shape[2])
 
 
 def factor_channels(compose: DCFormerCompose) -> int:

@@ -24,7 +24,6 @@ from torch.testing import assert_close
 
 from dcformer.dcmha import composed_attention_reference
 from dcformer.gpu import compiled as adapter
-from dcformer.gpu.compiled import register_compiled
 from dcformer.ops import compiled as compiled_module
 
 
@@ -33,8 +32,6 @@ EXACT = {"rtol": 1e-11, "atol": 1e-11}
 CASES = MASKED_CASES | SHAPED_CASES | VECTORISED_CASES
 CASES |= {f"one_query_{name}": case for name, case in ONE_QUERY_CASES.items()}
 COMPILED = "dcmha_compiled"
-
-register_compiled()
 
 
 @pytest.fixture
