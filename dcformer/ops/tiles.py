@@ -46,6 +46,36 @@ def key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS
 
 
 @triton.jit
+def query_range(
+    s,
+    query_start,
+    queries,
+    keys,
+    rows,
+    query_offset,
+    window,
+    FIRST_KEYS,
+    LAST_KEYS,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The rows of a chunk, from a multiple of BLOCK_ROWS to before the second, that may see a block of keys."""
+    begin = query_start
+    end = tl.minimum(query_start + rows, queries)
+    if IS_CAUSAL:
+        begin = tl.maximum(begin, tl.min(s) - query_offset)
+    if window is not None:
+        end = tl.minimum(end, tl.minimum(tl.max(s), keys - 1) - query_offset + window)
+        if not IS_CAUSAL:
+            begin = tl.maximum(begin, tl.min(s) - query_offset - window + 1)
+    if FIRST_KEYS is not None:
+        # Queries and keys are the same tokens, so whom a token sees are those who see it.
+        begin = tl.maximum(begin, tl.min(tl.load(FIRST_KEYS + s, mask=s < keys, other=keys)))
+        end = tl.minimum(end, tl.max(tl.load(LAST_KEYS + s, mask=s < keys, other=-1)) + 1)
+    return (begin - query_start) // BLOCK_ROWS * BLOCK_ROWS, end - query_start
+
+
+@triton.jit
 def sees_any(first, last, first_key, BLOCK_KEYS: tl.constexpr):
     """Whether any of these queries may see any key of a block, by their ranges."""
     return (tl.min(first) < first_key + BLOCK_KEYS) & (tl.max(last) >= first_key)
