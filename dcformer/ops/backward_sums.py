@@ -1,4 +1,4 @@
-"""Sums of the backward pass over what blocks have added: one program owns what it sums, in an order that never varies."""
+"""Sums of the backward pass over what blocks have added, each by the one program that owns it, always in one order."""
 
 import torch
 import triton
@@ -8,6 +8,10 @@ from torch import Tensor
 from .config import BackwardConfig
 from .plan import Chunk, Problem
 from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, query_range
+
+
+_JOINED_ROWS = 32  # channels and heads that one program sums
+_STATIC_ROWS = 16  # queries of one program; divides a block of queries
 
 
 def launch_join_queries(
@@ -22,19 +26,22 @@ def launch_join_queries(
     """
     number, blocks, channels, heads, rows = partial.shape
     gradients = gradients[chunk.batch]
-    _join_queries_kernel[(rows // config.compose_rows, channels * heads, number)](
+    grid = (rows // config.compose_rows, -(-channels * heads // _JOINED_ROWS), number)
+    _join_queries_kernel[grid](
         partial,
         gradients,
         *gradients.stride(),
         blocks,
         factor,
         **problem.range_arguments(chunk),
+        CHANNELS=channels,
         HEADS=heads,
         ROWS=rows,
+        BLOCK=_JOINED_ROWS,
         BLOCK_ROWS=config.block_rows,
         BLOCK_QUERIES=config.compose_rows,
         BLOCK_KEYS=config.block_keys,
-        num_warps=1,
+        num_warps=4,
         enable_fp_fusion=True,
     )
 
@@ -59,13 +66,16 @@ def _join_queries_kernel(
     LAST_KEYS,
     sequence_stride,
     IS_CAUSAL: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     b = tl.program_id(2).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # channel * HEADS + head
     row = tl.program_id(0) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     t = query_start + row
     if FIRST_KEYS is not None:
@@ -76,16 +86,17 @@ def _join_queries_kernel(
     base = first_key_of_block(block_row, query_start, query_offset, window, BLOCK_ROWS)
     begin = (tl.min(first) - base) // BLOCK_KEYS
     end = (tl.max(last) - base + BLOCK_KEYS) // BLOCK_KEYS
-    stride = tl.num_programs(1) * ROWS
-    places = PARTIAL + ((b * blocks + begin) * stride + tl.program_id(1) * ROWS) + row
-    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    stride = CHANNELS * HEADS * ROWS
+    places = PARTIAL + (b * blocks + begin) * stride + (c[:, None] * ROWS + row[None, :])
+    inside = (c < CHANNELS * HEADS)[:, None] & (t < queries)[None, :]
+    total = tl.zeros([BLOCK, BLOCK_QUERIES], tl.float32)
     for _ in range(begin, end):
-        total += tl.load(places)
+        total += tl.load(places, mask=inside, other=0.0)
         places += stride
-    GRADIENTS += b * batch_stride + (tl.program_id(1) % HEADS).to(tl.int64) * head_stride
-    GRADIENTS += tl.program_id(1) // HEADS * channel_stride
-    total = (total * factor).to(GRADIENTS.dtype.element_ty)
-    tl.store(GRADIENTS + t.to(tl.int64) * query_stride, total, mask=t < queries)
+    GRADIENTS += b * batch_stride
+    heads = (c % HEADS).to(tl.int64) * head_stride + c // HEADS * channel_stride
+    places = GRADIENTS + (heads[:, None] + t.to(tl.int64)[None, :] * query_stride)
+    tl.store(places, (total * factor).to(GRADIENTS.dtype.element_ty), mask=inside)
 
 
 def launch_join_keys(
@@ -101,19 +112,22 @@ def launch_join_keys(
     number, _, channels, heads, _ = partial.shape
     gradients = gradients[chunk.batch]
     block = 64
-    _join_keys_kernel[(-(-problem.keys // block), channels * heads, number)](
+    grid = (-(-problem.keys // block), -(-channels * heads // _JOINED_ROWS), number)
+    _join_keys_kernel[grid](
         partial,
         gradients,
         *gradients.stride(),
         factor,
         **problem.range_arguments(chunk),
+        CHANNELS=channels,
         HEADS=heads,
         ROWS=partial.shape[1] * config.compose_rows,
-        BLOCK=block,
+        BLOCK=_JOINED_ROWS,
+        KEYS=block,
         BLOCK_ROWS=config.block_rows,
         BLOCK_QUERIES=config.compose_rows,
         BLOCK_KEYS=config.block_keys,
-        num_warps=1,
+        num_warps=4,
         enable_fp_fusion=True,
     )
 
@@ -137,24 +151,27 @@ def _join_keys_kernel(
     LAST_KEYS,
     sequence_stride,
     IS_CAUSAL: tl.constexpr,
+    CHANNELS: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS,
     BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     b = tl.program_id(2).to(tl.int64)
-    s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # channel * HEADS + head
+    s = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     if FIRST_KEYS is not None:
         FIRST_KEYS += b * sequence_stride
         LAST_KEYS += b * sequence_stride
     begin, end = query_range(
         s, query_start, queries, keys, ROWS, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL, BLOCK_QUERIES
     )
-    stride = tl.num_programs(1) * columns
-    places = PARTIAL + ((b * (ROWS // BLOCK_QUERIES) + begin // BLOCK_QUERIES) * stride + tl.program_id(1) * columns)
-    total = tl.zeros([BLOCK], tl.float32)
+    stride = CHANNELS * HEADS * columns
+    PARTIAL += (b * (ROWS // BLOCK_QUERIES) + begin // BLOCK_QUERIES) * stride
+    total = tl.zeros([BLOCK, KEYS], tl.float32)
     for start in range(begin, end, BLOCK_QUERIES):
         t = query_start + start + tl.arange(0, BLOCK_QUERIES)
         first, last = key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL)
@@ -164,13 +181,15 @@ def _join_keys_kernel(
         tile_key = base + column // BLOCK_KEYS * BLOCK_KEYS
         is_there = (column >= 0) & (column < columns) & (s < keys)
         is_there = is_there & (tl.min(first) < tile_key + BLOCK_KEYS) & (tl.max(last) >= tile_key)
-        total += tl.load(places + column, mask=is_there, other=0.0)
-        places += stride
-    GRADIENTS += b * batch_stride + (tl.program_id(1) % HEADS).to(tl.int64) * head_stride
-    GRADIENTS += tl.program_id(1) // HEADS * channel_stride
-    places = GRADIENTS + s.to(tl.int64) * key_stride
-    old = tl.load(places, mask=s < keys, other=0.0)
-    tl.store(places, old + total * factor, mask=s < keys)
+        inside = (c < CHANNELS * HEADS)[:, None] & is_there[None, :]
+        total += tl.load(PARTIAL + (c[:, None] * columns + column[None, :]), mask=inside, other=0.0)
+        PARTIAL += stride
+    if begin < end:
+        GRADIENTS += b * batch_stride
+        heads = (c % HEADS).to(tl.int64) * head_stride + c // HEADS * channel_stride
+        places = GRADIENTS + (heads[:, None] + s.to(tl.int64)[None, :] * key_stride)
+        inside = (c < CHANNELS * HEADS)[:, None] & (s < keys)[None, :]
+        tl.store(places, tl.load(places, mask=inside, other=0.0) + total * factor, mask=inside)
 
 
 def launch_static_gradients(
@@ -180,7 +199,7 @@ def launch_static_gradients(
     What a chunk adds to the gradient of a static map, (groups, in, out) in float32: for heads j and h of a group, the
     sum over queries and keys of input j and gradient h.
     """
-    number, _, rows, columns = inputs.shape
+    number, _, rows, _ = inputs.shape
     heads = problem.heads // problem.groups
     partial = inputs.new_empty(number, rows // _STATIC_ROWS, problem.groups, heads, heads, dtype=torch.float32)
     _static_gradients_kernel[(rows // _STATIC_ROWS, number * problem.groups)](
@@ -201,9 +220,6 @@ def launch_static_gradients(
         enable_fp_fusion=True,
     )
     return partial.sum((0, 1))
-
-
-_STATIC_ROWS = 16  # of one program; divides a block of rows
 
 
 @triton.jit(do_not_specialize=LENGTHS + STRIDES)

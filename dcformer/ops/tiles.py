@@ -28,6 +28,23 @@ def first_key_of_block(row_block, query_start, query_offset, window, BLOCK_ROWS:
 
 
 @triton.jit
+def place_of_program(
+    query_start,
+    query_offset,
+    window,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Of the tile of a program with a grid of (columns, rows, ..): its rows, its columns, and its first key."""
+    row = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    column = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
+    first_key = first_key_of_block(block_row, query_start, query_offset, window, BLOCK_ROWS)
+    return row, column, first_key + tl.program_id(0) * BLOCK_KEYS
+
+
+@triton.jit
 def key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL: tl.constexpr):
     """First and last key that each query may see by causality, window and document; none for queries past the end."""
     position = t + query_offset
