@@ -65,6 +65,16 @@ class Stage(NamedTuple):
             f"{name}_KEY_GATE": self.key_gate,
         }
 
+    def arguments(self, batch: slice, name: str) -> dict[str, Any]:
+        """The arguments of a kernel about the factors of these rows of the batch, whose names begin with `name`."""
+        numbers = ("query_batch_stride", "query_stride", "key_batch_stride", "key_stride")
+        return {
+            f"{name}_QUERY": self.query[batch],
+            f"{name}_KEY": self.key[batch],
+            **{f"{name.lower()}_{number}": stride for number, stride in zip(numbers, self.strides())},
+            **self.flags(name),
+        }
+
 
 class Chunk(NamedTuple):
     """Rows `batch` of the batch and queries start..stop, over so many columns of the workspace."""

@@ -1,16 +1,16 @@
-"""The two matrix products of attention over a workspace of scores, only where a query sees a key."""
+"""The matrix products of attention over a workspace of scores, only where a query sees a key."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ForwardConfig
+from .config import Config
 from .plan import Chunk, Problem
-from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, sees_any
+from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, query_range, sees_any
 
 
 def launch_products(
-    problem: Problem, chunk: Chunk, config: ForwardConfig, query: Tensor, key: Tensor, products: Tensor, factor: float
+    problem: Problem, chunk: Chunk, config: Config, query: Tensor, key: Tensor, products: Tensor, factor: float
 ) -> None:
     """products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights."""
     number, heads, rows, columns = products.shape
@@ -105,7 +105,7 @@ def _products_kernel(
 
 
 def launch_output(
-    problem: Problem, chunk: Chunk, config: ForwardConfig, weights: Tensor, value: Tensor, output: Tensor
+    problem: Problem, chunk: Chunk, config: Config, weights: Tensor, value: Tensor, output: Tensor
 ) -> None:
     """output = weights . value for the queries of a chunk."""
     number, heads, rows, _ = weights.shape
@@ -188,3 +188,112 @@ def _output_kernel(
     OUTPUT += b * output_batch_stride + h.to(tl.int64) * output_head_stride
     places = t.to(tl.int64)[:, None] * output_stride + d[None, :]
     tl.store(OUTPUT + places, output.to(OUTPUT.dtype.element_ty), mask=(t < queries)[:, None] & (d < CHANNELS)[None, :])
+
+
+def launch_key_products(
+    problem: Problem, chunk: Chunk, config: Config, weights: Tensor, query: Tensor, gradients: Tensor
+) -> None:
+    """
+    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves.
+
+    Args:
+        weights (`Tensor`): (batch, heads, row, column): of the output's gradient, or of the queries.
+        query (`Tensor`): (batch, heads, query, channels).
+        gradients (`Tensor`): (batch, key/value heads, key, channels), float32.
+    """
+    number, heads, rows, _ = weights.shape
+    channels = query.shape[3]
+    block = min(128, max(16, triton.next_power_of_2(channels)))
+    query, gradients = query[chunk.batch], gradients[chunk.batch]
+    grid = (-(-channels // block), -(-problem.keys // config.block_keys), number * problem.key_value_heads)
+    _key_products_kernel[grid](
+        weights,
+        query,
+        gradients,
+        *query.stride()[:3],
+        *gradients.stride()[:3],
+        weights.stride(1),
+        **problem.range_arguments(chunk),
+        HEADS=heads,
+        SERVED=heads // problem.key_value_heads,
+        CHANNELS=channels,
+        ROWS=rows,
+        BLOCK_CHANNELS=block,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_KEYS=config.block_keys,
+        PRECISION="ieee",
+        num_warps=config.product_warps,
+        num_stages=config.product_stages,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=LENGTHS + STRIDES)
+def _key_products_kernel(
+    WEIGHTS,
+    QUERY,
+    GRADIENTS,
+    query_batch_stride,
+    query_head_stride,
+    query_stride,
+    gradient_batch_stride,
+    gradient_head_stride,
+    gradient_stride,
+    head_stride,
+    query_start,
+    queries,
+    keys,
+    columns,
+    query_offset,
+    window,
+    FIRST_KEYS,
+    LAST_KEYS,
+    sequence_stride,
+    IS_CAUSAL: tl.constexpr,
+    HEADS: tl.constexpr,
+    SERVED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS,
+    BLOCK_CHANNELS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    KEY_VALUE_HEADS: tl.constexpr = HEADS // SERVED
+    b = (tl.program_id(2) // KEY_VALUE_HEADS).to(tl.int64)
+    head = (tl.program_id(2) % KEY_VALUE_HEADS).to(tl.int64)
+    d = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    s = tl.program_id(1) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    if FIRST_KEYS is not None:
+        FIRST_KEYS += b * sequence_stride
+        LAST_KEYS += b * sequence_stride
+    begin, end = query_range(
+        s, query_start, queries, keys, ROWS, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL, BLOCK_ROWS
+    )
+    WEIGHTS += (b * HEADS + head * SERVED) * head_stride
+    QUERY += b * query_batch_stride + head * SERVED * query_head_stride
+    gradients = tl.zeros([BLOCK_KEYS, BLOCK_CHANNELS], tl.float32)
+    for _ in range(SERVED):
+        for start in range(begin, end, BLOCK_ROWS):
+            row = start + tl.arange(0, BLOCK_ROWS)
+            t = query_start + row
+            first, last = key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL)
+            base = first_key_of_block(start // BLOCK_ROWS, query_start, query_offset, window, BLOCK_ROWS)
+            column = s - base
+            inside = (row < ROWS)[:, None] & ((column >= 0) & (column < columns))[None, :]
+            places = WEIGHTS + (row[:, None] * columns + column[None, :])
+            weights = tl.load(places, mask=inside, other=0.0)  # [BLOCK_ROWS, BLOCK_KEYS]
+            # A block of keys may lie across two tiles of columns; one that no query sees was never written. Loading
+            # with this mask would be slower: it has no multiples of 16.
+            seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
+            weights = tl.where(seen, weights, 0.0).to(QUERY.dtype.element_ty)
+            places = QUERY + (t.to(tl.int64)[:, None] * query_stride + d[None, :])
+            query = tl.load(places, mask=(t < queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+            gradients = tl.dot(tl.trans(weights), query, gradients, input_precision=PRECISION)
+        WEIGHTS += head_stride
+        QUERY += query_head_stride
+    if begin < end:
+        GRADIENTS += b * gradient_batch_stride + head * gradient_head_stride
+        places = GRADIENTS + (s.to(tl.int64)[:, None] * gradient_stride + d[None, :])
+        inside = (s < keys)[:, None] & (d < CHANNELS)[None, :]
+        tl.store(places, tl.load(places, mask=inside, other=0.0) + gradients, mask=inside)

@@ -28,6 +28,23 @@ def first_key_of_block(row_block, query_start, query_offset, window, BLOCK_ROWS:
 
 
 @triton.jit
+def place_of_program(
+    query_start,
+    query_offset,
+    window,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Of the tile of a program with a grid of (columns, rows, ..): its rows, its columns, and its first key."""
+    row = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    column = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
+    first_key = first_key_of_block(block_row, query_start, query_offset, window, BLOCK_ROWS)
+    return row, column, first_key + tl.program_id(0) * BLOCK_KEYS
+
+
+@triton.jit
 def key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL: tl.constexpr):
     """First and last key that each query may see by causality, window and document; none for queries past the end."""
     position = t + query_offset
@@ -43,6 +60,36 @@ def key_ranges(t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS
         first = tl.maximum(first, tl.load(FIRST_KEYS + t, mask=t < queries, other=0))
         last = tl.minimum(last, tl.load(LAST_KEYS + t, mask=t < queries, other=0))
     return tl.where(t < queries, first, keys), tl.where(t < queries, last, -1)
+
+
+@triton.jit
+def query_range(
+    s,
+    query_start,
+    queries,
+    keys,
+    rows,
+    query_offset,
+    window,
+    FIRST_KEYS,
+    LAST_KEYS,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """The rows of a chunk, from a multiple of BLOCK_ROWS to before the second, that may see a block of keys."""
+    begin = query_start
+    end = tl.minimum(query_start + rows, queries)
+    if IS_CAUSAL:
+        begin = tl.maximum(begin, tl.min(s) - query_offset)
+    if window is not None:
+        end = tl.minimum(end, tl.minimum(tl.max(s), keys - 1) - query_offset + window)
+        if not IS_CAUSAL:
+            begin = tl.maximum(begin, tl.min(s) - query_offset - window + 1)
+    if FIRST_KEYS is not None:
+        # Queries and keys are the same tokens, so whom a token sees are those who see it.
+        begin = tl.maximum(begin, tl.min(tl.load(FIRST_KEYS + s, mask=s < keys, other=keys)))
+        end = tl.minimum(end, tl.max(tl.load(LAST_KEYS + s, mask=s < keys, other=-1)) + 1)
+    return (begin - query_start) // BLOCK_ROWS * BLOCK_ROWS, end - query_start
 
 
 @triton.jit
