@@ -90,7 +90,9 @@ def prepare_step(
             joined = None
         few = hidden_states.shape[1] <= MOST_QUERIES
         # A static cache is there to be decoded from by a compiled step, which cannot derive anything.
-        if joined is None and (few or getattr(past_key_values, "is_compileable", False)):
+        wanted = few or getattr(past_key_values, "is_compileable", False)
+        # What is made during the capture of a CUDA graph belongs to the graph.
+        if joined is None and wanted and not (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
             joined = _derive(attention)
     if joined is None or hidden_states.shape[1] > MOST_QUERIES:
         return None

@@ -190,6 +190,9 @@ def test_compiled_step_is_one_graph_and_writes_the_static_cache(launches):
         assert error(value, expected) <= 2e-6
     assert error(caches[0].layers[0].keys, caches[1].layers[0].keys) <= 2e-6
     assert caches[0].layers[0].cumulative_length == 12
+    preparation.drop(attention)
+    step(compiled, caches[0], 11, 12)
+    assert launches == []  # nothing compiled holds on to the weight
 
 
 @torch.no_grad()
