@@ -1,7 +1,5 @@
 """The arguments of composed attention as the operators of `dcformer.ops` take them; nothing is copied."""
 
-import torch
-
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
 from ..ops.arguments import Composition, Mask
@@ -20,7 +18,7 @@ def to_mask(visibility: Visibility) -> Mask:
     A mask.
 
     Raises:
-        ValueError: if it adds to the scores or differs between heads.
+        ValueError: if it has a gradient or differs between heads.
     """
     if (reason := why_no_mask(visibility)) is not None:
         raise ValueError(f"This mask is not for the operators of dcformer.ops: {reason}.")
@@ -30,7 +28,7 @@ def to_mask(visibility: Visibility) -> Mask:
         visibility.query_offset,
         visibility.padding,
         visibility.sequence_ids,
-        None if visibility.dense is None else visibility.dense.to(torch.bool),
+        visibility.dense,
     )
 
 
@@ -38,8 +36,6 @@ def why_no_mask(visibility: Visibility) -> str | None:
     """Why a mask cannot be one of the operators', as the end of a sentence; None if it can."""
     if visibility.requires_grad:
         return "the mask has a gradient"
-    if visibility.dense is not None and visibility.dense.dtype.is_floating_point:
-        return "the mask is added to the scores"
     if not visibility.same_for_all_heads:
         return "the mask differs between heads"
     return None

@@ -2,7 +2,11 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+LOG2_E = 1.4426950408889634
 
 
 class Composition(NamedTuple):
@@ -37,7 +41,8 @@ class Mask(NamedTuple):
         padding (`Tensor`, *optional*): (batch or 1, key) boolean, True for real tokens.
         sequence_ids (`Tensor`, *optional*): (batch or 1, length) integers that never fall along a row; a token sees
             tokens of its own number only. Queries and keys are the same tokens then.
-        visible (`Tensor`, *optional*): (batch or 1, 1, query, key) boolean, True for visible.
+        visible (`Tensor`, *optional*): (batch or 1, 1, query, key), boolean with True for visible, or floating point,
+            added to the composed scores; at or below half the smallest number of its type it hides.
     """
 
     is_causal: bool = True
@@ -46,6 +51,14 @@ class Mask(NamedTuple):
     padding: Tensor | None = None
     sequence_ids: Tensor | None = None
     visible: Tensor | None = None
+
+
+def dense_mask(visible: Tensor) -> Tensor:
+    """`Mask.visible` as kernels read it: bytes, or float32 to be added to scores to base 2, -inf where it hides."""
+    if not visible.dtype.is_floating_point:
+        return visible.to(torch.bool).view(torch.int8)
+    hidden = visible <= torch.finfo(visible.dtype).min / 2
+    return (visible.float() * LOG2_E).masked_fill(hidden, float("-inf"))
 
 
 def channels_of(factors: Tensor | None) -> tuple[int, bool]:

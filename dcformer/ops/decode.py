@@ -21,13 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from .arguments import Composition, Mask
+from .arguments import LOG2_E, Composition, Mask, dense_mask
 from .decode_kernels import compose_kernel, join_kernel, scores_kernel, values_kernel
 
 
 MAX_QUERIES = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOG2_E = 1.4426950408889634
 # From so many rows a product on tensor cores, of 16 rows at least, takes fewer registers than a sum for each row.
 _ROWS_FOR_DOT = 5
 # Factors that a program of the composition holds; more did not fit into registers.
@@ -247,7 +246,8 @@ def _launch_compose(
     key_channels, key_strides = 0, (0,) * 5
     if key is not None:
         key_channels, key_strides = _key_factor_layout(key, rows)
-    padding, visible = (None if seen is None else seen.view(torch.uint8) for seen in (mask.padding, mask.visible))
+    padding = None if mask.padding is None else mask.padding.view(torch.uint8)
+    visible = None if mask.visible is None or after_softmax else dense_mask(mask.visible)
     compose_kernel[(splits, stage.groups * rows.queries, rows.batch)](
         scores,
         maxima,
@@ -257,7 +257,7 @@ def _launch_compose(
         None if stage.static is None else stage.static.contiguous(),
         # The mask is done with once the softmax is.
         None if after_softmax else padding,
-        None if after_softmax else visible,
+        visible,
         splits=splits,
         query_batch_stride=0 if query is None else query.stride(0),
         query_head_stride=0 if query is None else query.stride(1),
@@ -427,15 +427,14 @@ def _check(
             f"{mask.padding.dtype} {tuple(mask.padding.shape)}."
         )
     if mask.visible is not None and (
-        mask.visible.dtype != torch.bool
-        or mask.visible.dim() != 4
+        mask.visible.dim() != 4
         or mask.visible.shape[0] not in (1, batch)
         or mask.visible.shape[1:3] != (1, queries)
         or mask.visible.shape[3] < slots
     ):
         raise ValueError(
-            f"visible must be boolean (batch or 1, 1, queries, keys) for a batch of {batch}, {queries} queries and "
-            f"{slots} keys, got {mask.visible.dtype} {tuple(mask.visible.shape)}."
+            f"visible must be (batch or 1, 1, queries, keys) for a batch of {batch}, {queries} queries and "
+            f"{slots} keys, got {tuple(mask.visible.shape)}."
         )
 
 

@@ -357,7 +357,10 @@ def compose_kernel(
                     mask=inside,
                     other=0,
                 )
-                seen = seen & (shown != 0)
+                if visible.dtype.element_ty == tl.float32:
+                    a += shown[None, :]
+                else:
+                    seen = seen & (shown != 0)
             a = tl.where(seen[None, :], a, float("-inf"))
             highest = tl.maximum(maximum, tl.max(a, 1))
             base = tl.where(highest == float("-inf"), 0.0, highest)

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Composition, Mask, channels_of
+from .arguments import Composition, Mask, channels_of, dense_mask
 
-
-LOG2_E = 1.4426950408889634
 
 # Scores of float32 inputs stay in float32; those of 16-bit inputs have their range of exponents from the composition's
 # small numbers, so what counts is the mantissa: float16 errs an eighth as much as bfloat16.
@@ -213,7 +211,7 @@ def prepare_mask(mask: Mask) -> MaskTensors:
         sequences,
         first_keys,
         last_keys,
-        None if mask.visible is None else mask.visible.to(torch.int8).contiguous(),
+        None if mask.visible is None else dense_mask(mask.visible).contiguous(),
     )
 
 

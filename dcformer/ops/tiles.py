@@ -100,18 +100,23 @@ def sees_any(first, last, first_key, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def visible_bias(t, s, first, last, queries, keys, PADDING, SEQUENCES, VISIBLE, visible_stride):
-    """0 where a query sees a key and -inf where it does not, to be added to composed scores."""
+    """What a mask adds to composed scores: -inf where a query does not see a key, mostly 0 elsewhere."""
     visible = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])  # [BLOCK_QUERIES, BLOCK_KEYS]
     if PADDING is not None:
         visible = visible & (tl.load(PADDING + s, mask=s < keys, other=0) != 0)[None, :]
     if SEQUENCES is not None:
         own = tl.load(SEQUENCES + t, mask=t < queries, other=-1)
         visible = visible & (own[:, None] == tl.load(SEQUENCES + s, mask=s < keys, other=-2)[None, :])
-    if VISIBLE is not None:
+    if VISIBLE is None:
+        return tl.where(visible, 0.0, -float("inf"))
+    else:
         places = VISIBLE + t.to(tl.int64)[:, None] * visible_stride + s[None, :]
         inside = (t < queries)[:, None] & (s < keys)[None, :]
-        visible = visible & (tl.load(places, mask=inside, other=0) != 0)
-    return tl.where(visible, 0.0, -float("inf"))
+        dense = tl.load(places, mask=inside, other=0)
+        if VISIBLE.dtype.element_ty == tl.float32:
+            return tl.where(visible, dense, -float("inf"))
+        else:
+            return tl.where(visible & (dense != 0), 0.0, -float("inf"))
 
 
 @triton.jit

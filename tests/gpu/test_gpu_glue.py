@@ -179,7 +179,11 @@ REFUSALS = {
     "dropout": (None, {"dropout": 0.1}, "it has no dropout"),
     "groups": (wrong_groups, {}, "1 groups of heads before the softmax and 2 after it"),
     "channels": (lambda inputs: make_inputs(10, channels=257), {}, "256 channels at most"),
-    "float-mask": (None, {"attention_mask": torch.zeros(1, 1, 10, 10)}, "the mask is added to the scores"),
+    "learned-mask": (
+        None,
+        {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)},
+        "the mask has a gradient",
+    ),
     "mask-per-head": (None, {"attention_mask": torch.ones(1, 4, 10, 10).bool()}, "the mask differs between heads"),
     "learned-mask": (
         None,
