@@ -15,18 +15,17 @@ Nothing waits for the device: the grids are sized by the keys that a row can hol
 does hold. Results are the same bit by bit from run to run.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from .arguments import LOG2_E, Composition, Mask, dense_mask
+from .decode_checks import check_call, check_composition
 from .decode_kernels import compose_kernel, join_kernel, scores_kernel, values_kernel
 
 
-MAX_QUERIES = 8
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # From so many rows a product on tensor cores, of 16 rows at least, takes fewer registers than a sum for each row.
 _ROWS_FOR_DOT = 5
 # Factors that a program of the composition holds; more did not fit into registers.
@@ -116,17 +115,17 @@ def composed_decode(
         ValueError: if the arguments do not fit together.
     """
     config = DecodeConfig() if config is None else config
-    _check(query, key, value, mask, key_lengths, block_table, block_size, ring_size)
+    check_call(query, key, value, mask, key_lengths, block_table, block_size, ring_size)
     rows = _rows(query, key, mask, key_lengths, block_table, ring_size)
     batch, heads, queries, key_heads = rows.batch, rows.heads, rows.queries, rows.key_heads
     for name, stage in (("pre", pre), ("post", post)):
         if stage is not None:
-            _check_composition(name, stage, rows, key, block_table is not None)
+            check_composition(name, stage, query, key, block_table is not None)
     if query.shape[3] > 1 and query.stride(3) != 1:
         query = query.contiguous()
     served = heads // key_heads
     device = query.device
-    geometry = {
+    geometry: dict[str, Any] = {
         "lengths": key_lengths,
         "table": block_table,
         "keys": rows.slots,
@@ -136,7 +135,7 @@ def composed_decode(
         "span": rows.span,
         "table_stride": 0 if block_table is None else block_table.stride(0),
     }
-    constants = {
+    constants: dict[str, Any] = {
         "HEADS": heads,
         "QUERIES": queries,
         "SERVED": served,
@@ -146,7 +145,7 @@ def composed_decode(
         "RING": ring_size is not None,
     }
     lines = served * queries
-    tile = {
+    tile: dict[str, Any] = {
         "DOT": lines >= _ROWS_FOR_DOT,
         "ROWS_PADDED": max(16, triton.next_power_of_2(lines)),
     }
@@ -235,17 +234,15 @@ def _launch_compose(
     splits: int,
     compose_keys: int,
     rows: _Rows,
-    geometry: dict[str, object],
-    constants: dict[str, object],
+    geometry: dict[str, Any],
+    constants: dict[str, Any],
     config: DecodeConfig,
 ) -> None:
     """Compose `scores` in place, before the softmax or after it; without a stage only mask or normalise."""
     stage = Composition() if stage is None else stage
     group_heads = rows.heads // stage.groups
     query, key = stage.query, stage.key
-    key_channels, key_strides = 0, (0,) * 5
-    if key is not None:
-        key_channels, key_strides = _key_factor_layout(key, rows)
+    key_channels, key_strides = (0, (0,) * 5) if key is None else _key_factor_layout(key, rows)
     padding = None if mask.padding is None else mask.padding.view(torch.uint8)
     visible = None if mask.visible is None or after_softmax else dense_mask(mask.visible)
     compose_kernel[(splits, stage.groups * rows.queries, rows.batch)](
@@ -357,110 +354,3 @@ def _unit(states: Tensor) -> int:
 
 def _batch_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    key_lengths: Tensor | None,
-    block_table: Tensor | None,
-    block_size: int | None,
-    ring_size: int | None,
-) -> None:
-    """Raise ValueError if the shapes and types of one call do not fit together."""
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        raise ValueError(
-            "query, key and value must have four dimensions, got shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
-        )
-    batch, heads, queries, channels = query.shape
-    if not 1 <= queries <= MAX_QUERIES:
-        raise ValueError(f"Decoding takes 1 to {MAX_QUERIES} queries, got {queries}.")
-    for name, states in (("query", query), ("key", key), ("value", value)):
-        if states.dtype not in DTYPES:
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {states.dtype}.")
-    if key.shape[3] != channels or value.shape[:3] != key.shape[:3] or key.shape[1] == 0 or heads % key.shape[1] != 0:
-        raise ValueError(
-            "key must share query's channels and its heads divide query's, and value must share key's sizes, got "
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
-        )
-    for name, states in (("key", key), ("value", value)):
-        if states.shape[3] > 1 and states.stride(3) != 1:
-            raise ValueError(f"The channels of {name} must lie side by side, got strides {states.stride()}.")
-    if mask.sequence_ids is not None:
-        raise ValueError("Decoding knows no packed sequences; give a mask without sequence_ids.")
-    if mask.sliding_window is not None and mask.sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {mask.sliding_window}; use None for all keys.")
-    if block_table is None:
-        if block_size is not None:
-            raise ValueError(f"block_size {block_size} is of a paged cache; give its block_table too.")
-        if key.shape[0] != batch:
-            raise ValueError(f"key must have query's {batch} rows, got {key.shape[0]}.")
-        slots = key.shape[2]
-    else:
-        if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.stride(1) != 1:
-            raise ValueError(
-                f"block_table must be (batch, blocks of a row) for a batch of {batch}, contiguous in each row, got "
-                f"shape {tuple(block_table.shape)}, strides {block_table.stride()}."
-            )
-        if block_size is not None and block_size != key.shape[2]:
-            raise ValueError(f"block_size is {block_size}, but the blocks of key hold {key.shape[2]} keys.")
-        slots = block_table.shape[1] * key.shape[2]
-    if key_lengths is not None and key_lengths.shape != (batch,):
-        raise ValueError(f"key_lengths must be (batch,) = ({batch},), got {tuple(key_lengths.shape)}.")
-    if ring_size is not None:
-        if key_lengths is None:
-            raise ValueError("A ring needs key_lengths, which say where its newest key is.")
-        if not 1 <= ring_size <= slots:
-            raise ValueError(f"ring_size must be from 1 to the {slots} places of a row, got {ring_size}.")
-        slots = ring_size
-    if mask.padding is not None and (
-        mask.padding.dtype != torch.bool
-        or mask.padding.dim() != 2
-        or mask.padding.shape[0] not in (1, batch)
-        or mask.padding.shape[1] < slots
-    ):
-        raise ValueError(
-            f"padding must be boolean (batch or 1, keys) for a batch of {batch} and {slots} keys, got "
-            f"{mask.padding.dtype} {tuple(mask.padding.shape)}."
-        )
-    if mask.visible is not None and (
-        mask.visible.dim() != 4
-        or mask.visible.shape[0] not in (1, batch)
-        or mask.visible.shape[1:3] != (1, queries)
-        or mask.visible.shape[3] < slots
-    ):
-        raise ValueError(
-            f"visible must be (batch or 1, 1, queries, keys) for a batch of {batch}, {queries} queries and "
-            f"{slots} keys, got {tuple(mask.visible.shape)}."
-        )
-
-
-def _check_composition(name: str, stage: Composition, rows: _Rows, key: Tensor, is_paged: bool) -> None:
-    """Raise ValueError if a composition does not fit the heads, queries and keys."""
-    heads = rows.heads
-    if stage.groups < 1 or heads % stage.groups != 0:
-        raise ValueError(f"{name}.groups must divide the {heads} heads, got {stage.groups}.")
-    per_group = heads // stage.groups
-    if stage.static is not None and stage.static.shape != (stage.groups, per_group, per_group):
-        raise ValueError(
-            f"{name}.static must be (groups, heads per group, heads per group) = "
-            f"{(stage.groups, per_group, per_group)}, got {tuple(stage.static.shape)}."
-        )
-    if stage.query is not None and stage.query.shape[:-1] != (rows.batch, heads, rows.queries):
-        raise ValueError(
-            f"{name}.query must be (batch, heads, queries, channels) for (batch, heads, queries) = "
-            f"{(rows.batch, heads, rows.queries)}, got {tuple(stage.query.shape)}."
-        )
-    if stage.key is not None:
-        by_head, by_row = (key.shape[0], heads, key.shape[2]), tuple(key.shape[:3])
-        served = heads // rows.key_heads
-        shape = tuple(stage.key.shape)
-        if stage.key.dim() != 4 or not (
-            (shape[:3] == by_head and not is_paged) or (shape[:3] == by_row and shape[3] % served == 0)
-        ):
-            wanted = f"{by_row} and channels of the {served} heads that each of key's serves"
-            wanted = wanted if is_paged else f"{by_head} and channels of a head, or {wanted}"
-            raise ValueError(f"{name}.key must be {wanted}, got {shape}.")

@@ -185,11 +185,6 @@ REFUSALS = {
         "the mask has a gradient",
     ),
     "mask-per-head": (None, {"attention_mask": torch.ones(1, 4, 10, 10).bool()}, "the mask differs between heads"),
-    "learned-mask": (
-        None,
-        {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)},
-        "the mask has a gradient",
-    ),
 }
 
 

@@ -84,8 +84,8 @@ STEPS = {
 }
 
 
-def inputs_of(shape: dict[str, Any]) -> Inputs:
-    return make_inputs(**{"batch": 1, "channels": 16, **shape})
+def inputs_of(shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> Inputs:
+    return make_inputs(**{"batch": 1, "channels": 16, **shape}).map(lambda tensor: tensor.to(DEVICE, dtype))
 
 
 def composition_of(weights: ComposeWeights | None) -> Composition | None:
@@ -97,6 +97,7 @@ def composition_of(weights: ComposeWeights | None) -> Composition | None:
 
 def expected_of(inputs: Inputs, **mask: Any) -> Tensor:
     """By the reference, in float64."""
+    inputs = inputs.map(lambda tensor: tensor.cpu().double())
     visibility = Visibility(inputs.query.shape[2], inputs.key.shape[2], **mask)
     return reference_attention(*inputs, scaling=inputs.query.shape[3] ** -0.5, mask=visibility)[0]
 
@@ -111,7 +112,12 @@ def seen_of_rows(lengths: Tensor, queries: int, keys: int, window: int | None = 
 def decode(inputs: Inputs, mask: Mask, **options: Any) -> Tensor:
     pre, post = (composition_of(stage) for stage in (inputs.pre, inputs.post))
     options = {"config": SMALL, "scaling": inputs.query.shape[3] ** -0.5, **options}
+    mask, options = Mask(*map(on_device, mask)), {name: on_device(option) for name, option in options.items()}
     return composed_decode(inputs.query, inputs.key, inputs.value, pre, post, mask=mask, **options)
+
+
+def on_device(option: Any) -> Any:
+    return option.to(DEVICE) if isinstance(option, Tensor) else option
 
 
 def assert_close(output: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
@@ -137,29 +143,29 @@ def poisoned_memory(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_output_equals_the_reference(step):
-    inputs = inputs_of(step.shape).to(step.dtype)
+    inputs = inputs_of(step.shape, step.dtype)
     mask = Mask(step.is_causal, step.window, inputs.key.shape[2] - inputs.query.shape[2])
-    expected = expected_of(inputs.to(torch.float64), is_causal=step.is_causal, sliding_window=step.window)
-    output = decode(inputs.map(lambda tensor: tensor.to(DEVICE)), mask, config=step.config)
+    expected = expected_of(inputs, is_causal=step.is_causal, sliding_window=step.window)
+    output = decode(inputs, mask, config=step.config)
     assert output.dtype == step.dtype
     assert_close(output, expected, EXACT if step.dtype == torch.float32 else SIXTEEN_BITS)
 
 
 def test_queries_that_see_no_key_get_zeros():
-    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 4, "keys": 20}).to(torch.float32)
+    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 4, "keys": 20})
     padding = torch.ones(2, 20, dtype=torch.bool)
     padding[0, :18] = False
     output = decode(inputs, Mask(query_offset=16, padding=padding))
     assert (output[0, :, :2] == 0).all()
-    assert_close(output, expected_of(inputs.to(torch.float64), padding=padding))
+    assert_close(output, expected_of(inputs, padding=padding))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_any_pairs_may_be_visible(rows):
-    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 2, "keys": 20}).to(torch.float32)
+    inputs = inputs_of({"batch": 2, "heads": 2, "queries": 2, "keys": 20})
     visible = torch.rand(20, rows, 1, 2, generator=torch.Generator().manual_seed(5)).movedim(0, 3) > 0.5
     output = decode(inputs, Mask(is_causal=False, visible=visible))
-    assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=visible))
+    assert_close(output, expected_of(inputs, is_causal=False, dense=visible))
 
 
 def in_rows(inputs: Inputs, slots: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +189,7 @@ def from_rows(inputs: Inputs, rows: tuple[Tensor, Tensor]) -> Inputs:
 
 @pytest.mark.parametrize("window", [None, 9], ids=["global", "win9"])
 def test_rows_of_a_cache_are_read_no_further_than_seen(window):
-    inputs = inputs_of({"batch": 3, "heads": 2, "queries": 2, "keys": 40, "pre": DYNAMIC}).to(torch.float32)
+    inputs = inputs_of({"batch": 3, "heads": 2, "queries": 2, "keys": 40, "pre": DYNAMIC})
     lengths = torch.tensor([40, 1, 23])
     rows = in_rows(inputs, slots=50)
     for row, length in enumerate(lengths.tolist()):
@@ -195,13 +201,13 @@ def test_rows_of_a_cache_are_read_no_further_than_seen(window):
     output = decode(views, Mask(sliding_window=window), key_lengths=lengths)
     seen = seen_of_rows(lengths, 2, 40, window)
     assert (output[1, :, 0] == 0).all()
-    assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=seen))
+    assert_close(output, expected_of(inputs, is_causal=False, dense=seen))
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 def test_a_ring_past_its_wrap_equals_the_whole_row(key_value_heads):
     shape = {"batch": 3, "heads": 4, "key_value_heads": key_value_heads, "queries": 2, "keys": 31}
-    inputs = inputs_of(shape).to(torch.float32)
+    inputs = inputs_of(shape)
     lengths, ring_size = torch.tensor([31, 5, 12], dtype=torch.int32), 12
     rings = tuple(
         cached.new_full((3, key_value_heads, ring_size, cached.shape[3]), float("nan"))
@@ -213,7 +219,7 @@ def test_a_ring_past_its_wrap_equals_the_whole_row(key_value_heads):
                 ring[row, :, position % ring_size] = cached[row, :, position]
     output = decode(from_rows(inputs, rings), Mask(sliding_window=11), key_lengths=lengths, ring_size=ring_size)
     seen = seen_of_rows(lengths, 2, 31, 11)
-    assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=seen))
+    assert_close(output, expected_of(inputs, is_causal=False, dense=seen))
 
 
 @pytest.mark.parametrize(
@@ -223,11 +229,11 @@ def test_a_ring_past_its_wrap_equals_the_whole_row(key_value_heads):
 )
 def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, window):
     shape = {"batch": 3, "heads": heads, "key_value_heads": key_value_heads, "queries": queries, "keys": 37}
-    inputs = inputs_of({**shape, "channels": 24}).to(torch.float32)
+    inputs = inputs_of({**shape, "channels": 24})
     lengths, block_size = torch.tensor([37, 0, 18], dtype=torch.int32), 8
     key_rows, value_rows = in_rows(inputs, slots=40)
     rows = torch.cat((key_rows, value_rows), dim=3)  # (batch, key/value heads, slot, channels), as vLLM keeps them
-    blocks = torch.full((20, key_value_heads, block_size, rows.shape[3]), float("nan"))
+    blocks = rows.new_full((20, key_value_heads, block_size, rows.shape[3]), float("nan"))
     table = torch.full((3, 5), 2**20, dtype=torch.int32)  # no block: reading there would fail
     order = iter(torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist())
     for row, length in enumerate(lengths.tolist()):
@@ -246,18 +252,18 @@ def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, wi
         composition_of(inputs.post)._replace(key=blocks[..., width + states : width + states + extra]),
         scaling=24**-0.5,
         mask=Mask(sliding_window=window),
-        key_lengths=lengths,
-        block_table=table,
+        key_lengths=lengths.to(DEVICE),
+        block_table=table.to(DEVICE),
         block_size=block_size,
         config=SMALL,
     )
     seen = seen_of_rows(lengths, queries, 37, window)
     assert (output[1] == 0).all()
-    assert_close(output, expected_of(inputs.to(torch.float64), is_causal=False, dense=seen))
+    assert_close(output, expected_of(inputs, is_causal=False, dense=seen))
 
 
 def test_factors_of_served_heads_may_lie_as_in_the_cache():
-    inputs = inputs_of({"heads": 4, "key_value_heads": 2, "queries": 1, "keys": 20}).to(torch.float32)
+    inputs = inputs_of({"heads": 4, "key_value_heads": 2, "queries": 1, "keys": 20})
     pre, post = composition_of(inputs.pre), composition_of(inputs.post)
     key_rows, value_rows = in_rows(inputs, slots=20)
     outputs = [
@@ -271,13 +277,13 @@ def test_factors_of_served_heads_may_lie_as_in_the_cache():
 
 
 def test_two_runs_are_bit_identical():
-    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 20}).to(torch.float32)
+    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 20})
     assert torch.equal(*(decode(inputs, Mask(query_offset=19)) for _ in range(2)))
 
 
 def test_keys_may_lie_more_than_two_to_the_31_elements_apart():
     # The memory between them is never touched, so that the system does not provide it.
-    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 3, "channels": 8}).to(torch.float16)
+    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 3, "channels": 8}, torch.float16)
     far = 2**30 + 8
     memory = torch.empty(2 * far + 64, dtype=torch.float16, device=DEVICE)
     states = memory.as_strided((1, 2, 3, 16), (0, 16, far, 1))
@@ -311,4 +317,4 @@ def test_arguments_that_do_not_fit_are_refused(shape, options, message):
     shape = {"heads": 2, "queries": 1, "keys": 9, "pre": DYNAMIC, "post": BRANCHES, **shape}
     dtype = shape.pop("dtype", torch.float32)
     with pytest.raises(ValueError, match=message):
-        decode(inputs_of(shape).to(dtype), **{"mask": Mask(query_offset=8), **options})
+        decode(inputs_of(shape, dtype), **{"mask": Mask(query_offset=8), **options})
