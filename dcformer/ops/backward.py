@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Composition, Mask
+from .arguments import LOG2_E, Composition, Mask
 from .backward_kernels import launch_score_gradients, launch_softmax_gradients
 from .backward_maps import launch_weights_and_maps
 from .backward_sums import launch_join_keys, launch_join_queries, launch_static_gradients
 from .config import BackwardConfig
-from .plan import LOG2_E, Chunk, Problem, Stage, plan_chunks, round_up, workspace_dtype
+from .plan import Chunk, Problem, Stage, plan_chunks, round_up, workspace_dtype
 from .products import launch_key_products, launch_output, launch_products
 
 

@@ -15,10 +15,10 @@ Letters as in `tiles`: t query, s key, h head.
 import torch
 from torch import Tensor
 
-from .arguments import Composition, Mask
+from .arguments import LOG2_E, Composition, Mask
 from .config import ForwardConfig
 from .forward_kernels import launch_log_sums, launch_weights
-from .plan import LOG2_E, Problem, plan_chunks, round_up, workspace_dtype
+from .plan import Problem, plan_chunks, round_up, workspace_dtype
 from .products import launch_output, launch_products
 
 
