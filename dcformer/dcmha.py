@@ -96,7 +96,8 @@ def register_implementation(
         name, forward, supports, purpose, is_automatic, automatic_on, why_not_automatic: Of [`Implementation`]. What is
             added later is tried earlier if it is automatic.
     """
-    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic, automatic_on, why_not_automatic)
+    choice: dict[str, Any] = {"automatic_on": automatic_on, "why_not_automatic": why_not_automatic}
+    _TABLE[name] = Implementation(name, forward, supports, purpose, is_automatic, **choice)
     forward_of_models = functools.partial(composed_attention_forward, implementation=name)
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
