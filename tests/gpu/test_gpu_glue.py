@@ -111,7 +111,9 @@ def flat_call(queries, keys=None, *, needs_gradient=False, mask=None, **changes)
 def test_the_forward_operator_passes_torchs_own_check(stand_ins):
     torch.library.opcheck(forward_op, flat_call(10, 12, needs_gradient=True))
     padded = Visibility(10, 10, padding=left_padding(10, 10))
-    torch.library.opcheck(forward_op, flat_call(10, has_static=False, mask=padded))
+    torch.library.opcheck(
+        forward_op, flat_call(10, has_static=False, mask=padded), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_the_backward_operator_passes_torchs_own_check(stand_ins):
@@ -122,7 +124,11 @@ def test_the_backward_operator_passes_torchs_own_check(stand_ins):
 
 def test_the_decode_operator_passes_torchs_own_check(stand_ins):
     torch.library.opcheck(decode_op, (*flat_call(2, 12), None, None, None, None))
-    torch.library.opcheck(decode_op, (*flat_call(1, 12), torch.tensor([12, 7]), torch.zeros(2, 3), 4, 16))
+    torch.library.opcheck(
+        decode_op,
+        (*flat_call(1, 12), torch.tensor([12, 7]), torch.zeros(2, 3), 4, 16),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def test_one_graph_holds_forward_and_backward_of_any_length(stand_ins):

@@ -1,0 +1,37 @@
+"""The Triton kernels of decoding on vLLM's blocks, as on a GPU; here in Triton's interpreter."""
+
+import pytest
+from tiny_models import tiny_model
+
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+
+from vllm_engines import engine, greedy, greedy_of_generate, prompts_of
+
+from dcformer.vllm import backend
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"num_key_value_heads": 2, "compose_groups": 2, "compose_rank": 1, "compose_static": True}],
+    ids=["plain", "grouped"],
+)
+def test_keys_and_values_are_read_where_they_lie(overrides, tmp_path, monkeypatch):
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(options["key_lengths"].tolist())
+        return decode(*arguments, **options)
+
+    decode = backend.decode
+    monkeypatch.setattr(backend, "decode", counted)
+    # On a GPU this asks for the verdict on the Triton form.
+    monkeypatch.setattr(
+        backend.ComposedAttentionImpl, "_reads_blocks", lambda self, query, cache, width: query.shape[2] <= 8
+    )
+    model = tiny_model(**overrides)
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of(model.config.vocab_size, lengths=(31, 33))
+    with engine(tmp_path, max_num_seqs=4) as llm:
+        assert greedy(llm, prompts, 3) == greedy_of_generate(model, prompts, 3)
+    assert [32, 34] in [sorted(lengths) for lengths in calls]
