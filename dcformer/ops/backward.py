@@ -69,7 +69,7 @@ def composed_backward(
     key_gradient = key.new_zeros(key.shape, dtype=torch.float32)
     value_gradient = value.new_zeros(value.shape, dtype=torch.float32)
     pre_gradients, post_gradients = _Gradients.of(pre), _Gradients.of(post)
-    deltas = torch.empty_like(log_sums)
+    sums = log_sums.new_empty(2, *log_sums.shape)  # of weights times gradients, which become the deltas, and of weights
     chunks = plan_chunks(
         batch,
         queries,
@@ -86,7 +86,7 @@ def composed_backward(
         workspace = _Workspace.of(problem, chunk, config, query, score_type)
         launch_products(problem, chunk, config, query, key, workspace.scores, scaling * LOG2_E)
         launch_products(problem, chunk, config, output_gradient, value, workspace.gradients, 1.0)
-        _softmax_gradients(problem, chunk, config, workspace, log_sums, deltas, post_gradients, scaling)
+        _softmax_gradients(problem, chunk, config, workspace, log_sums, sums, post_gradients, scaling)
         launch_key_products(problem, chunk, config, workspace.composed, output_gradient, value_gradient)
         _score_gradients(problem, chunk, config, workspace, pre_gradients, scaling)
         launch_output(problem, chunk, config, workspace.score_gradients, key, query_gradient)
@@ -224,9 +224,9 @@ def _channels_of(stage: Stage) -> tuple[int, int]:
 
 
 def _channels(problem: Problem) -> tuple[int, int]:
-    """The most channels of either composition, on the query's side at least the one of delta, and on the key's."""
+    """The most channels of either composition, on the query's side (at least the softmax's two sums) and the key's."""
     before, after = _channels_of(problem.pre), _channels_of(problem.post)
-    return max(1, before[0], after[0]), max(before[1], after[1])
+    return max(2, before[0], after[0]), max(before[1], after[1])
 
 
 def _bytes_per_column(
@@ -253,13 +253,13 @@ def _softmax_gradients(
     config: BackwardConfig,
     workspace: _Workspace,
     log_sums: Tensor,
-    deltas: Tensor,
+    sums: Tensor,
     gradients: _Gradients,
     scaling: float,
 ) -> None:
     """Composed weights, gradients of composed scores, and those of the factors after the softmax."""
     number, heads, rows, columns = workspace.scores.shape
-    partial_deltas = _first(workspace.query_sums, (number, columns // config.block_keys, 1, heads, rows))
+    partial_sums = _first(workspace.query_sums, (number, columns // config.block_keys, 2, heads, rows))
     launch_weights_and_maps(
         problem,
         chunk,
@@ -271,9 +271,13 @@ def _softmax_gradients(
         workspace.gradient_maps,
         workspace.weight_maps,
         log_sums,
-        partial_deltas,
+        partial_sums,
     )
-    launch_join_queries(problem, chunk, config, partial_deltas, deltas[..., None], 1.0)
+    launch_join_queries(problem, chunk, config, partial_sums, sums.permute(1, 2, 3, 0), 1.0)
+    # Rounded logarithms leave sums of weights a little beside 1. Divided by them, the gradients of a query's scores add
+    # up to 0; a query that sees no key has 0 here.
+    deltas, totals = sums[:, chunk.batch, :, chunk.start : chunk.stop]
+    deltas /= totals.clamp(min=0.5)
     query_sums, key_sums = workspace.partial(problem.post, config)
     if gradients.static is not None:
         added = launch_static_gradients(problem, chunk, config, workspace.weights, workspace.gradients)
@@ -289,7 +293,7 @@ def _softmax_gradients(
         workspace.gradient_maps,
         workspace.weight_maps,
         workspace.exponent_maps,
-        deltas,
+        sums[0],
         query_sums,
         key_sums,
         # Without a composition before the softmax, these are the gradients of the scores already.

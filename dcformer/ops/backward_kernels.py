@@ -3,6 +3,7 @@
 Letters as in `backward_maps`.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,6 +29,18 @@ from .tiles import (
 
 
 @triton.jit
+def _store_column_sums(SUMS, x, column, BY_PRODUCT: tl.constexpr):
+    """Store sums over the queries of a tile; as a product with ones, they cost a seventh of the instructions."""
+    if BY_PRODUCT:
+        ones = tl.full([16, x.shape[0]], 1.0, tl.float32)
+        sums = tl.dot(ones, x, input_precision="tf32")  # [16, BLOCK_KEYS]
+        lane = tl.arange(0, 16)[:, None]
+        tl.store(SUMS + (column[None, :] + 0 * lane), sums, mask=(lane == 0) & (column >= 0)[None, :])
+    else:
+        tl.store(SUMS + column, tl.sum(x, 0))
+
+
+@triton.jit
 def _store_factor_sums(
     a,
     d,
@@ -45,18 +58,19 @@ def _store_factor_sums(
     QUERY_GATE: tl.constexpr,
     KEY_RANK: tl.constexpr,
     KEY_GATE: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
 ):
     """What a tile adds to the gradients of one head's factors, in the order of the channels."""
     for r in tl.static_range(QUERY_RANK):
         tl.store(QUERY_SUMS + (r * query_sum_stride + row), tl.sum(a * gradient_query_maps[r], 1))
         tl.store(QUERY_SUMS + ((QUERY_RANK + r) * query_sum_stride + row), tl.sum(d * input_query_maps[r], 1))
     for r in tl.static_range(KEY_RANK):
-        tl.store(KEY_SUMS + (r * key_sum_stride + column), tl.sum(a * gradient_key_maps[r], 0))
-        tl.store(KEY_SUMS + ((KEY_RANK + r) * key_sum_stride + column), tl.sum(d * input_key_maps[r], 0))
+        _store_column_sums(KEY_SUMS + r * key_sum_stride, a * gradient_key_maps[r], column, BY_PRODUCT)
+        _store_column_sums(KEY_SUMS + (KEY_RANK + r) * key_sum_stride, d * input_key_maps[r], column, BY_PRODUCT)
     if QUERY_GATE:
         tl.store(QUERY_SUMS + (2 * QUERY_RANK * query_sum_stride + row), tl.sum(a * d, 1))
     if KEY_GATE:
-        tl.store(KEY_SUMS + (2 * KEY_RANK * key_sum_stride + column), tl.sum(a * d, 0))
+        _store_column_sums(KEY_SUMS + 2 * KEY_RANK * key_sum_stride, a * d, column, BY_PRODUCT)
 
 
 def launch_softmax_gradients(
@@ -104,6 +118,7 @@ def launch_softmax_gradients(
         **problem.pre.arguments(chunk.batch, "PRE"),
         **problem.post.arguments(chunk.batch, "POST"),
         **problem.range_arguments(chunk),
+        BY_PRODUCT=gradients.dtype != torch.float32,
         **tile_constants(problem, config, weights),
     )
 
@@ -156,6 +171,7 @@ def _softmax_gradients_kernel(
     POST_QUERY_GATE: tl.constexpr,
     POST_KEY_RANK: tl.constexpr,
     POST_KEY_GATE: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS,
@@ -300,6 +316,7 @@ def _softmax_gradients_kernel(
                 POST_QUERY_GATE,
                 POST_KEY_RANK,
                 POST_KEY_GATE,
+                BY_PRODUCT,
             )
         store_maps(EXPONENT_MAPS, places, map_stride, exponent_query_maps, 0, PRE_QUERY_RANK)
         store_maps(EXPONENT_MAPS, places, map_stride, exponent_key_maps, PRE_QUERY_RANK, PRE_KEY_RANK)
@@ -347,6 +364,7 @@ def launch_score_gradients(
         PRE_STATIC_TRANSPOSED=transposed_static(problem.pre.static),
         **problem.pre.arguments(chunk.batch, "PRE"),
         **problem.range_arguments(chunk),
+        BY_PRODUCT=exponent_gradients.dtype != torch.float32,
         **tile_constants(problem, config, scores),
     )
 
@@ -383,6 +401,7 @@ def _score_gradients_kernel(
     PRE_QUERY_GATE: tl.constexpr,
     PRE_KEY_RANK: tl.constexpr,
     PRE_KEY_GATE: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS,
@@ -477,6 +496,7 @@ def _score_gradients_kernel(
                 PRE_QUERY_GATE,
                 PRE_KEY_RANK,
                 PRE_KEY_GATE,
+                BY_PRODUCT,
             )
     else:
         # The matrix products go over whole blocks of rows, of which this is a part.

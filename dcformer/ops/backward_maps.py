@@ -64,15 +64,15 @@ def launch_weights_and_maps(
     gradient_maps: Tensor,
     weight_maps: Tensor,
     log_sums: Tensor,
-    partial_deltas: Tensor,
+    partial_sums: Tensor,
 ) -> None:
     """
     From scores and the gradients of composed weights: the weights, the maps of all three over the heads, and what each
-    block of keys adds to the softmax's delta, the sum over the keys of a weight times its gradient.
+    block of keys adds to the sums over the keys of a weight times its gradient, and of the weights.
 
     Args:
         score_maps, gradient_maps, weight_maps (`Tensor`): (batch, groups, map, row, column), filled in.
-        partial_deltas (`Tensor`): (batch, block of keys, heads, row), filled in where a query may see a key.
+        partial_sums (`Tensor`): (batch, block of keys, 2, heads, row), filled in where a query may see a key.
     """
     _weights_and_maps_kernel[tile_grid(problem, config, scores)](
         scores,
@@ -82,7 +82,7 @@ def launch_weights_and_maps(
         gradient_maps,
         weight_maps,
         log_sums[chunk.batch],
-        partial_deltas,
+        partial_sums,
         *log_sums.stride()[:2],
         scores.stride(1),
         PRE_STATIC=problem.pre.static,
@@ -104,7 +104,7 @@ def _weights_and_maps_kernel(
     GRADIENT_MAPS,
     WEIGHT_MAPS,
     LOG_SUMS,
-    PARTIAL_DELTAS,
+    PARTIAL_SUMS,
     sum_batch_stride,
     sum_head_stride,
     head_stride,
@@ -188,7 +188,7 @@ def _weights_and_maps_kernel(
         GRADIENTS += first_head * head_stride
         WEIGHTS += first_head * head_stride
         LOG_SUMS += b * sum_batch_stride + group * HEADS * sum_head_stride
-        PARTIAL_DELTAS += ((b * tl.num_programs(0) + tl.program_id(0)) * GROUPS + group) * HEADS * ROWS
+        PARTIAL_SUMS += ((b * tl.num_programs(0) + tl.program_id(0)) * 2 * GROUPS + group) * HEADS * ROWS
         SCORE_MAPS += (b * GROUPS + group) * (PRE_QUERY_RANK + PRE_KEY_RANK) * map_stride
         GRADIENT_MAPS += (b * GROUPS + group) * (POST_QUERY_RANK + POST_KEY_RANK) * map_stride
         WEIGHT_MAPS += (b * GROUPS + group) * (POST_QUERY_RANK + POST_KEY_RANK) * map_stride
@@ -299,7 +299,8 @@ def _weights_and_maps_kernel(
             if POST_STATIC_TRANSPOSED is not None:
                 static = POST_STATIC_TRANSPOSED + group * HEADS * HEADS + h
                 p = static_term(p, GRADIENTS, places, head_stride, static, HEADS, BLOCK_KEYS)
-            tl.store(PARTIAL_DELTAS + h * ROWS + row, tl.sum(e * p, 1))
+            tl.store(PARTIAL_SUMS + (h * ROWS + row), tl.sum(e * p, 1))
+            tl.store(PARTIAL_SUMS + ((GROUPS * HEADS + h) * ROWS + row), tl.sum(e, 1))
             weight_query_maps = add_to_query_maps(
                 weight_query_maps, e, POST_QUERY, post_query_stride, post_t, 0, POST_QUERY_RANK
             )

@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from operator_calls import composition_of, mask_of, poisoned_memory
 from operator_inputs import BRANCHES, Inputs, make_inputs, value_and_gradients
 
-from dcformer.dcmha import ComposeWeights, composed_attention_reference
+from dcformer.dcmha import composed_attention_reference
 from dcformer.dcmha_mask import Visibility
 from dcformer.dcmha_reference import hidden_pairs, reference_compose
 
@@ -55,7 +56,7 @@ CASES = {
         {"workspace_bytes": 1},
     ),
     "B2-T40-H2-D16-chunk-by-chunk": Case(
-        {"batch": 2, "queries": 40, "channels": 16, "pre": DYNAMIC, "post": ("static",)},
+        {"batch": 2, "queries": 40, "channels": 16, "pre": QUERY_WISE, "post": ("static", "key_gate")},
         options={"workspace_bytes": 1},
     ),
     "B1-T17-S70-H2-D16-win20": Case(
@@ -71,9 +72,18 @@ CASES = {
         {"sequence_ids": torch.tensor([[0] * 20 + [1] * 13 + [0] * 5 + [2] * 25])},
     ),
     "B1-T17-H6-D16-V8-groups2-rank1": Case(
-        {"heads": 6, "key_value_heads": 3, "groups": 2, "rank": 1, "channels": 16, "value_channels": 8}
+        {
+            "heads": 6,
+            "key_value_heads": 3,
+            "groups": 2,
+            "rank": 1,
+            "channels": 16,
+            "value_channels": 8,
+            "pre": ("static", *KEY_WISE),
+            "post": ("static", "query_low_rank"),
+        }
     ),
-    "B1-T17-H9-D16-query-wise": Case({"heads": 9, "channels": 16, "pre": QUERY_WISE, "post": QUERY_WISE}),
+    "B1-T17-H9-D16-query-wise": Case({"heads": 9, "channels": 16, "pre": QUERY_WISE, "post": ("query_gate",)}),
     "rank3-before-only": Case({"rank": 3, "post": None}),
     "rank4-after-only": Case({"rank": 4, "pre": None, "post": DYNAMIC}),
     "neither": Case({"pre": None, "post": None}),
@@ -84,36 +94,10 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """New memory is full of NaN, so that what is read before it is written shows."""
-
-    def poisoned(function):
-        def fill(*args, **kwargs):
-            new = function(*args, **kwargs)
-            return new.fill_(torch.nan) if new.is_floating_point() and not new.is_meta else new
-
-        return fill
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
-
-
-def composition(weights: ComposeWeights | None) -> Composition | None:
-    if weights is None:
-        return None
-    query, key = (None if side is None else side.factors for side in (weights.query, weights.key))
-    return Composition(query, key, weights.static, weights.groups)
-
-
 def setting(case: Case) -> tuple[Inputs, Visibility]:
     inputs = make_inputs(**{"batch": 1, "heads": 2, "queries": 17, **case.shape})
     mask = {"is_causal": True, "sliding_window": None, **case.mask}
     return inputs, Visibility(inputs.query.shape[2], inputs.key.shape[2], **mask)
-
-
-def mask_of(seen: Visibility) -> Mask:
-    return Mask(seen.is_causal, seen.sliding_window, seen.query_offset, seen.padding, seen.sequence_ids, seen.dense)
 
 
 def log_sums_of(inputs: Inputs, seen: Visibility) -> torch.Tensor:
@@ -133,16 +117,17 @@ def output_gradient_of(inputs: Inputs) -> torch.Tensor:
 def gradients_of(inputs: Inputs, seen: Visibility, log_sums: torch.Tensor, **options) -> dict[str, torch.Tensor]:
     """Gradients by the names of `Inputs.tensors`."""
     options = {"workspace_bytes": 2**28, "config": SMALL_TILES, **options}
-    query, key, value, *compositions = composed_backward(
-        output_gradient_of(inputs),
-        *inputs[:3],
-        composition(inputs.pre),
-        composition(inputs.post),
-        log_sums,
-        scaling=inputs.query.shape[3] ** -0.5,
-        mask=mask_of(seen),
-        **options,
-    )
+    with poisoned_memory():
+        query, key, value, *compositions = composed_backward(
+            output_gradient_of(inputs),
+            *inputs[:3],
+            composition_of(inputs.pre),
+            composition_of(inputs.post),
+            log_sums,
+            scaling=inputs.query.shape[3] ** -0.5,
+            mask=mask_of(seen),
+            **options,
+        )
     named = {"query": query, "key": key, "value": value}
     for name, gradients in zip(("pre", "post"), compositions):
         assert (gradients is None) == (getattr(inputs, name) is None)
@@ -170,7 +155,7 @@ def test_gradients_equal_autograd_of_the_reference(case):
     log_sums = log_sums_of(inputs, seen)
     found = gradients_of(inputs.to(torch.float32), seen, log_sums, **case.options)
     errors = largest_errors(found, expected)
-    # Rounding of float32 sums over at most 63 keys and 9 heads; the largest seen is about 1e-6.
+    # Rounding of float32 sums, of which a static map's add up 2000 products that nearly cancel.
     assert max(errors.values()) <= 5e-6, errors
 
 
@@ -183,8 +168,8 @@ def test_half_precision_gradients_keep_their_type_and_are_close():
     half = inputs.to(torch.float16)
     _, log_sums = composed_forward(
         *half[:3],
-        composition(half.pre),
-        composition(half.post),
+        composition_of(half.pre),
+        composition_of(half.post),
         scaling=half.query.shape[3] ** -0.5,
         mask=mask_of(seen),
         workspace_bytes=2**28,
@@ -197,7 +182,7 @@ def test_half_precision_gradients_keep_their_type_and_are_close():
 
 
 def test_two_runs_give_the_same_bits():
-    inputs, seen = setting(Case({"queries": 33, "channels": 16, "pre": DYNAMIC}))
+    inputs, seen = setting(Case({"queries": 33, "channels": 16, "rank": 1, "pre": KEY_WISE, "post": QUERY_WISE}))
     log_sums = log_sums_of(inputs, seen)
     first, second = (gradients_of(inputs.to(torch.float32), seen, log_sums, workspace_bytes=1) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
