@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import DynamicCache
 
-from dcformer import ComposeWeights, DCFormerConfig, DCFormerForCausalLM, composed_attention, register_implementation
-
+from ..configuration_dcformer import DCFormerConfig
+from ..dcmha import ComposeWeights, composed_attention, register_implementation
+from ..modeling_dcformer import DCFormerForCausalLM
 from . import authors
 
 
-_NAME = "take_down"
+# Beside the implementations that compute something, once operands have been taken down.
+NAME = "take_down"
 
 
 class Operands(NamedTuple):
@@ -30,7 +31,7 @@ class Operands(NamedTuple):
         query (`Tensor`): (batch, heads, queries, channels).
         key, value (`Tensor`): (batch, heads, keys, channels).
         pre, post (`ComposeWeights`): Factors of both sides, of rank 2 with gates.
-        peer (`authors.Factors`): The same factors for the authors' formulation.
+        peer (`authors.Factors`, *optional*): A prompt's factors for the authors' formulation.
     """
 
     query: Tensor
@@ -38,7 +39,7 @@ class Operands(NamedTuple):
     value: Tensor
     pre: ComposeWeights
     post: ComposeWeights
-    peer: authors.Factors
+    peer: authors.Factors | None = None
 
     def composed(self, **options) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
@@ -85,7 +86,7 @@ def prompt_operands(
     hidden_states = _hidden_states(model, batch, length)
     with _taking_down(model) as taken:
         model(inputs_embeds=hidden_states, use_cache=False)
-    return _operands(model, hidden_states, *taken)
+    return Operands(*taken, authors.Factors.of(*taken[3:]))
 
 
 @torch.no_grad()
@@ -97,18 +98,12 @@ def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dt
     model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
     with _taking_down(model) as taken:
         model(inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
-    return _operands(model, hidden_states, *taken)
+    return Operands(*taken)
 
 
 def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, length, model.config.hidden_size, generator=generator).to(model.device, model.dtype)
-
-
-def _operands(model: DCFormerForCausalLM, hidden_states: Tensor, *taken) -> Operands:
-    peer = authors.AuthorsDecoder(model, hidden_states.shape[1]).layers[0].attention
-    normalized = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=model.config.norm_eps)
-    return Operands(*taken, peer.factors(normalized))
 
 
 @contextlib.contextmanager
@@ -120,8 +115,8 @@ def _taking_down(model: DCFormerForCausalLM) -> Iterator[list]:
         taken.extend((query, key, value, pre, post))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
-    register_implementation(_NAME, take_down, purpose="takes down operands for benchmarks")
+    register_implementation(NAME, take_down, purpose="takes down operands for benchmarks")
     before = model.config._attn_implementation
-    model.set_attn_implementation(f"dcmha_{_NAME}")
+    model.set_attn_implementation(f"dcmha_{NAME}")
     yield taken
     model.set_attn_implementation(before)

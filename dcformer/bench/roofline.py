@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from dcformer.training.throughput import visible_pairs
+from ..training.throughput import visible_pairs
 
 
 _MATMUL_SIZE = 2048
