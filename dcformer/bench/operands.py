@@ -30,15 +30,15 @@ class Operands(NamedTuple):
     Args:
         query (`Tensor`): (batch, heads, queries, channels).
         key, value (`Tensor`): (batch, heads, keys, channels).
-        pre, post (`ComposeWeights`): Factors of both sides, of rank 2 with gates.
+        pre, post (`ComposeWeights`, *optional*): Factors of both sides, of rank 2 with gates, or some of them.
         peer (`authors.Factors`, *optional*): A prompt's factors for the authors' formulation.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    pre: ComposeWeights
-    post: ComposeWeights
+    pre: ComposeWeights | None
+    post: ComposeWeights | None
     peer: authors.Factors | None = None
 
     def composed(self, **options) -> Tensor:
@@ -50,7 +50,9 @@ class Operands(NamedTuple):
 
     @property
     def factors(self) -> list[Tensor]:
-        return [side.factors for stage in (self.pre, self.post) for side in (stage.query, stage.key)]
+        """Of both sides, those that there are."""
+        sides = [side for stage in (self.pre, self.post) if stage is not None for side in (stage.query, stage.key)]
+        return [side.factors for side in sides if side is not None]
 
 
 def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values) -> DCFormerForCausalLM:
@@ -67,7 +69,8 @@ def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtyp
         **values,
     )
     torch.manual_seed(0)
-    model = DCFormerForCausalLM(config).eval()
+    with device:
+        model = DCFormerForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("low_rank_weight"):
