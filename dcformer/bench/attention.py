@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..dcmha import ComposeWeights, Visibility
+from ..dcmha import ComposeWeights
 from ..training.throughput import visible_pairs
 from . import forms, roofline
 from .context import Context
@@ -109,6 +109,8 @@ class _Operator:
             return context.report.add(Row(group, name, note=context.no_time_left))
         mask = None if document is None else packed_documents(shape.length, document, context.device)
         of = vary[1](self._operands(shape))
+        if with_gradients:
+            of = leaves(of)
         if (reason := form.why_not(of, shape.window, mask)) is not None:
             return context.report.add(Row(group, name, note=f"not measured: {reason}"))
         failure = self._verdict(form, shape, vary, document is not None, with_gradients)
@@ -118,11 +120,13 @@ class _Operator:
         def prepare() -> Call:
             if not with_gradients:
                 return forms.finished(form, form.make(of, shape.window, mask), context.device)
-            return forms.finished(form, forms.gradient_call(form, leaves(of), shape.window, mask), context.device)
+            return forms.finished(form, forms.gradient_call(form, of, shape.window, mask), context.device)
 
         note = "as a CUDA graph" if form.in_graph and context.on_gpu else ""
         with torch.set_grad_enabled(with_gradients):
-            return context.timed(group, name, prepare, note)
+            row = context.timed(group, name, prepare, note)
+        row.has_failed = row.has_failed and form.composes  # what others cannot run is no fault of ours
+        return row
 
     def packed(self, shape: Shape, document: int) -> None:
         """A row of documents that do not see each other, beside the same row as one document."""
@@ -295,4 +299,4 @@ def run(context: Context) -> None:
         context.report.note("sdpa is FlashAttention in 16 bits only.")
 
 
-__all__ = ["Plan", "Shape", "Visibility", "plan", "run"]
+__all__ = ["Plan", "Shape", "plan", "run"]

@@ -17,7 +17,7 @@ from ..dcmha import PREFIX
 from ..modeling_dcformer import DCFormerForCausalLM
 from . import forms
 from .context import Context
-from .gate import LENGTH, check
+from .gate import LENGTH, check, leaves
 from .operands import prompt_operands, step_operands
 from .report import Row
 from .timing import Timing
@@ -128,6 +128,8 @@ def why_left_out(context: Context, family: Family, config: DCFormerConfig, is_st
     heads, channels = config.num_attention_heads, config.head_dim
     make = step_operands if is_step else prompt_operands
     operands = make(heads, channels, LENGTH, context.device, context.dtype)
+    if trains:
+        operands = leaves(operands)
     if (reason := family.form.why_not(operands, None, None)) is not None:
         return Row("", family.name, note=f"not measured: {reason}")
     options = {"is_step": is_step, "with_gradients": trains}

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .timing import Timing
 
 _RESULTS = Path("benchmarks", "results")
 _LONGEST_MESSAGE = 200
+_TITLE_WIDTH = 70
 
 
 @dataclasses.dataclass
@@ -149,14 +151,14 @@ class Report:
         except ImportError:
             return "There is no picture, since matplotlib is not installed."
         height = sum(0.25 * len(rows) + 0.7 for _, rows in groups)
-        with picture(path, (8.0, height), "train") as figure:
+        with picture(path, (9.0, height), "train") as figure:
             ratios = [len(rows) + 2 for _, rows in groups]
             axes = figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
             for axis, (name, rows) in zip(axes, groups):
                 milliseconds = [1000 * (row.seconds or 0.0) for row in rows]
                 axis.barh(range(len(rows)), milliseconds, color="0.35", height=0.6)
                 draw_rows(axis, [row.name for row in rows])
-                axis.set_title(name, loc="left", fontsize=9)
+                axis.set_title("\n".join(textwrap.wrap(name, _TITLE_WIDTH)), loc="left", fontsize=9)
             axes[-1].set_xlabel("milliseconds (median)")
         return None
 

@@ -65,6 +65,8 @@ def compare(context: Context, size: Size, trains: bool) -> None:
         return found if peak is None else {**found, "of data sheet": flops / seconds / peak}
 
     def measure_family(family: Family) -> LayerTimes | None:
+        # Graphs of other families would count against the limit, behind which nothing is compiled any more.
+        torch._dynamo.reset()
         measure = functools.partial(measure_pass, context, family, trains, rows, length)
         more = 1 if context.is_quick else 2
         return layer_times(context, group, family, size, more, measure, figures, max_position_embeddings=length)
