@@ -250,8 +250,8 @@ def _add_ratios(rows: list[Row], base_name: str) -> None:
 
 
 def _dynamic(of: Operands, query: bool, key: bool, pre: bool = True, post: bool = True) -> Operands:
-    def stage(weights: ComposeWeights, is_on: bool) -> ComposeWeights | None:
-        if not is_on:
+    def stage(weights: ComposeWeights | None, is_on: bool) -> ComposeWeights | None:
+        if weights is None or not is_on:
             return None
         return ComposeWeights(weights.query if query else None, weights.key if key else None, None, weights.groups)
 

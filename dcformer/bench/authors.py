@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import ComposeWeights
 from ..modeling_dcformer import DCFormerForCausalLM
 
@@ -65,7 +66,8 @@ class Factors(NamedTuple):
 
     def side(self, stage: int, side: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """w1, w2 (b, length, r, heads) and gate (b, length, heads) of one stage and side, at first..last."""
-        return tuple(tensor[:, first:last, stage, side] for tensor in self)
+        w1, w2, gate = (tensor[:, first:last, stage, side] for tensor in self)
+        return w1, w2, gate
 
     def maps(self) -> Tensor:
         """The same as maps between heads, W_1 W_2 + diag(gate): (b, length, c, p, m, n)."""
@@ -173,7 +175,7 @@ class AuthorsDecoder:
 class _Layer:
     """Attention and MLP, each after a norm and added to what came in."""
 
-    def __init__(self, config, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
+    def __init__(self, config: DCFormerConfig, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
         self.attention = Attention(config, weights, mask, slots, chunk)
         self.norms = weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]
         self.norm_eps = config.norm_eps
@@ -189,7 +191,7 @@ class _Layer:
 class Attention:
     """Composed attention of one layer; `weights` by our names of the layer's parameters."""
 
-    def __init__(self, config, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
+    def __init__(self, config: DCFormerConfig, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
         self.heads, self.head_dim, self.rank = config.num_attention_heads, config.head_dim, config.compose_rank
         self.scaling = 1 / math.sqrt(self.head_dim)
         self.mask, self.slots, self.chunk = mask, slots, chunk

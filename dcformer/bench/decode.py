@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,9 +144,19 @@ def compare(context: Context, size: Size, setting: Setting) -> None:
         positions = {"max_position_embeddings": setting.prompt + setting.steps}
         return layer_times(context, group, family, size, more, measure, figures, **positions)
 
-    published = paper.DECODING if setting == settings(False)[0] else {}
-    options = {"is_step": True, "trains": False, "tokens": setting.batch, "paper": published}
-    compare_families(context, group, size, families(), measure_family, **options)
+    is_the_papers = setting == settings(False)[0]
+    published: dict[tuple[str, bool, int], Any] = dict(paper.DECODING) if is_the_papers else {}
+    compare_families(
+        context,
+        group,
+        size,
+        families(),
+        measure_family,
+        is_step=True,
+        trains=False,
+        tokens=setting.batch,
+        paper=published,
+    )
 
 
 def attention_of_a_step(context: Context, size: Size, keys: int) -> None:

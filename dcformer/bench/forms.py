@@ -112,14 +112,14 @@ def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Callable
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else contextlib.nullcontext():
-            return functional.scaled_dot_product_attention(*of.states, is_causal=True)
+            return functional.scaled_dot_product_attention(of.query, of.key, of.value, is_causal=True)
 
     return call
 
 
 def _sdpa_in_window(of: Operands, window: int | None, mask: Visibility | None) -> Callable[[], Tensor]:
     shown = visible(of.query.shape[2], window, of.query.device)
-    return lambda: functional.scaled_dot_product_attention(*of.states, attn_mask=shown)
+    return lambda: functional.scaled_dot_product_attention(of.query, of.key, of.value, attn_mask=shown)
 
 
 def _flex_attention(of: Operands, window: int | None, mask: Visibility | None) -> Callable[[], Tensor]:
@@ -154,8 +154,12 @@ def _authors(
         shown = shown & (numbers[:, None] == numbers)
 
     def call() -> Tensor:
-        peer = of.peer or authors.Factors.of(of.pre, of.post)
-        return authors.attend_in_chunks(*of.states, peer, shown, scaling, window, attend=attend)
+        peer = of.peer
+        if peer is None and of.pre is not None and of.post is not None:
+            peer = authors.Factors.of(of.pre, of.post)
+        if peer is None:
+            raise ValueError("The authors' formulation composes before the softmax and after it.")
+        return authors.attend_in_chunks(of.query, of.key, of.value, peer, shown, scaling, window, attend=attend)
 
     return call
 

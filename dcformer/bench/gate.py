@@ -93,7 +93,8 @@ def check(
         gradients = torch.autograd.grad(output, [tensor for _, tensor in named], upstream)
         expected, expected_gradients = _reference(operands, window, mask, upstream)
         wrong = _compared([("output", output, expected)], _OUTPUT_TOLERANCES[dtype])
-        pairs = [(f"gradient of {name}", *pair) for (name, _), *pair in zip(named, gradients, expected_gradients)]
+        names = [f"gradient of {name}" for name, _ in named]
+        pairs = list(zip(names, gradients, expected_gradients))
         return wrong or _compared(pairs, _GRADIENT_FACTOR * _OUTPUT_TOLERANCES[dtype])
     except Exception as error:  # whatever a form may raise means that it cannot be measured
         return Failure(one_line(error))

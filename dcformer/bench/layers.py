@@ -132,8 +132,8 @@ def why_left_out(context: Context, family: Family, config: DCFormerConfig, is_st
         operands = leaves(operands)
     if (reason := family.form.why_not(operands, None, None)) is not None:
         return Row("", family.name, note=f"not measured: {reason}")
-    options = {"is_step": is_step, "with_gradients": trains}
-    failure = check(family.form.make, heads, channels, context.device, context.dtype, **options)
+    sizes_of_gate = heads, channels, context.device, context.dtype
+    failure = check(family.form.make, *sizes_of_gate, is_step=is_step, with_gradients=trains)
     return None if failure is None else Row("", family.name, note=failure.reason, has_failed=True)
 
 

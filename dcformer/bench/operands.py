@@ -7,7 +7,7 @@ decoding step as views of the cache's rows.
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     post: ComposeWeights | None
     peer: authors.Factors | None = None
 
-    def composed(self, **options) -> Tensor:
+    def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
 
     @property
@@ -55,7 +55,9 @@ class Operands(NamedTuple):
         return [side.factors for side in sides if side is not None]
 
 
-def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values) -> DCFormerForCausalLM:
+def one_layer(
+    heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values: Any
+) -> DCFormerForCausalLM:
     """A model of which only the attention is of use; factors are as large as in a trained one, so that they matter."""
     config = DCFormerConfig(
         vocab_size=1,
@@ -89,7 +91,7 @@ def prompt_operands(
     hidden_states = _hidden_states(model, batch, length)
     with _taking_down(model) as taken:
         model(inputs_embeds=hidden_states, use_cache=False)
-    return Operands(*taken, authors.Factors.of(*taken[3:]))
+    return Operands(*taken)._replace(peer=authors.Factors.of(*taken[3:]))
 
 
 @torch.no_grad()
@@ -112,10 +114,10 @@ def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tenso
 @contextlib.contextmanager
 def _taking_down(model: DCFormerForCausalLM) -> Iterator[list]:
     """The list into which the model's next call puts its operands."""
-    taken = []
+    taken: list = []
 
-    def take_down(query, key, value, pre, post, **options) -> Tensor:
-        taken.extend((query, key, value, pre, post))
+    def take_down(query: Tensor, key: Tensor, value: Tensor, *factors: Any, **options: Any) -> Tensor:
+        taken.extend((query, key, value, *factors))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
     register_implementation(NAME, take_down, purpose="takes down operands for benchmarks")

@@ -153,7 +153,7 @@ class Report:
         height = sum(0.25 * len(rows) + 0.7 for _, rows in groups)
         with picture(path, (9.0, height), "train") as figure:
             ratios = [len(rows) + 2 for _, rows in groups]
-            axes = figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0]
+            axes: list[Any] = list(figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0])
             for axis, (name, rows) in zip(axes, groups):
                 milliseconds = [1000 * (row.seconds or 0.0) for row in rows]
                 axis.barh(range(len(rows)), milliseconds, color="0.35", height=0.6)

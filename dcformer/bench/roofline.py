@@ -62,10 +62,10 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
     """What to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape, dtype=torch.float32):
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    def copy(size):
+    def copy(size: int) -> Callable[[], object]:
         source = random(size // 4)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)

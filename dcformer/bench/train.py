@@ -8,6 +8,7 @@ layer, alike for all. On a GPU each layer is compiled.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -72,9 +73,18 @@ def compare(context: Context, size: Size, trains: bool) -> None:
         return layer_times(context, group, family, size, more, measure, figures, max_position_embeddings=length)
 
     candidates = [family for family in families() if family.form is not None and family.form.name != "one_query"]
-    published = paper.TRAINING if trains else {}
-    options = {"is_step": False, "trains": trains, "tokens": rows * length, "paper": published}
-    compare_families(context, group, size, candidates, measure_family, **options)
+    published: dict[tuple[str, bool, int], Any] = dict(paper.TRAINING) if trains else {}
+    compare_families(
+        context,
+        group,
+        size,
+        candidates,
+        measure_family,
+        is_step=False,
+        trains=trains,
+        tokens=rows * length,
+        paper=published,
+    )
 
 
 def run(context: Context) -> None:
