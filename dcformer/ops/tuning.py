@@ -5,7 +5,8 @@ They are looked up, never searched for, where a kernel is launched: first in the
 
     {"NAME OF THE DEVICE": [{"heads": 32, "channels": 128, "kernel": "NAME", "time": 0.001, "num_warps": 4, ...}]}
 
-where `time` is in seconds and whatever is not `heads`, `channels`, `kernel` or `time` goes to the kernel's launch.
+where `time` is in seconds. Whatever is not `heads`, `channels`, `kernel` or `time` is the configuration: whole numbers
+under names of the operator's own.
 
 What an operator has to offer, as a module of this folder, so that it can be tuned:
 - `KERNELS`: candidate configurations by the name of a kernel, the first of each being the default.
@@ -31,9 +32,13 @@ _ABOUT = ("heads", "channels", "kernel", "time")
 
 
 def user_file() -> Path:
-    """The user's own configurations, in `$XDG_CACHE_HOME/dcformer` or else `~/.cache/dcformer`."""
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "dcformer" / "tuned_configurations.json"
+    """
+    The user's own configurations: in `$DCFORMER_CACHE`, or else in `dcformer` in `$XDG_CACHE_HOME` or `~/.cache`, which
+    is the cache folder of the whole package.
+    """
+    own = os.environ.get("DCFORMER_CACHE")
+    folder = Path(own or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return (folder if own else folder / "dcformer") / "tuned_configurations.json"
 
 
 def tuned_config(

@@ -17,6 +17,7 @@ GPU = "Some GPU"
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("DCFORMER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tuning._known.cache_clear()
     yield
@@ -49,6 +50,12 @@ def test_the_nearest_shape_goes_by_heads_first_then_by_channels(heads, channels,
     tuning.save_configurations(tuning.user_file(), GPU, known)
 
     assert tuning.tuned_config("probs", heads, channels, GPU) == {"BLOCK_KEYS": block}
+
+
+def test_the_cache_folder_can_be_named(tmp_path, monkeypatch):
+    assert tuning.user_file() == tmp_path / "cache" / "dcformer" / "tuned_configurations.json"
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "own"))
+    assert tuning.user_file() == tmp_path / "own" / "tuned_configurations.json"
 
 
 def test_another_device_or_kernel_has_the_default():
