@@ -17,7 +17,7 @@ from ..training.throughput import visible_pairs
 from . import forms, roofline
 from .context import Context
 from .forms import Form
-from .gate import Failure, check, leaves, packed_documents
+from .gate import WINDOW, Failure, check, leaves, packed_documents
 from .operands import Operands, prompt_operands
 from .report import Row
 from .timing import Call
@@ -199,7 +199,7 @@ class _Operator:
     def _verdict(self, form: Form, shape: Shape, vary: tuple, is_packed: bool, with_gradients: bool) -> Failure | None:
         if not form.composes:
             return None
-        window = None if shape.window is None else min(shape.window, 48)
+        window = None if shape.window is None else min(shape.window, WINDOW)
         key = form.name, shape.heads, shape.channels, window, vary[0], is_packed, with_gradients
         if key not in self._verdicts:
             self._verdicts[key] = check(
