@@ -104,6 +104,7 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     package_data={
         "dcformer.cards": ["catalogue.json"],
+        "dcformer.ops": ["tuned_configurations.json"],
         "dcformer.pretrained": ["*.json", "*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_lines.bin"],
         "dcformer.training": ["recipes/*.yaml"],

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dcformer import Visibility
+from dcformer.bench import authors, operands, roofline
 
-from . import authors, common, operands, roofline
+from . import common
 
 
 RANK = 2

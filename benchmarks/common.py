@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -12,21 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
 
+from dcformer.bench.machine import DTYPES as DTYPES
+from dcformer.bench.machine import environment
+from dcformer.bench.machine import processor_flags as processor_flags
+from dcformer.bench.tables import show_table as show_table
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ImportError:  # an optional dependency; plain text serves as well
-    Console = None
-
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # A sample shorter than this repeats the call: microseconds drown in the clock and in other processes.
 _SECONDS_PER_SAMPLE = 0.05
-_FILE_WIDTH = 180
 
 
 class Sample(NamedTuple):
@@ -137,38 +129,8 @@ def summarize(samples: list[Sample], calls: int = 1) -> Timing:
     return Timing(min(wall), statistics.median(wall), min(processor), statistics.median(processor))
 
 
-def environment(device: torch.device) -> dict[str, str | int]:
-    """Versions, threads and hardware that the figures depend on."""
-    hardware = f"{_processor()} ({torch.backends.cpu.get_cpu_capability()})"
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "device": str(device),
-        "hardware": hardware,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-
-
 def show_environment(device: torch.device) -> None:
     print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
-
-
-def show_table(columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table: the first column holds names, the others figures. Without rich, its cells divided by tabs."""
-    if Console is None:
-        print(*("\t".join(row) for row in (columns, *rows)), sep="\n")
-        return
-    table = Table()
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    # A file has no width of its own, and rows should not break in it.
-    (console if console.is_terminal else Console(width=_FILE_WIDTH)).print(table)
 
 
 def write_json(args: argparse.Namespace, figures: dict) -> None:
@@ -188,19 +150,3 @@ def _device(name: str) -> torch.device:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def processor_flags() -> set[str]:
-    """Names of the instruction sets that Linux lists for the processor; empty elsewhere."""
-    return set(_cpu_info("flags", "Features").split())
-
-
-def _processor() -> str:
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_info(*names: str) -> str:
-    """The first entry under one of these names, "" without one."""
-    cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")

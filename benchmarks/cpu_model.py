@@ -4,8 +4,9 @@ import torch
 from transformers import PreTrainedModel
 
 from dcformer import DCFormerConfig, cache_bytes_per_token
+from dcformer.bench import roofline
 
-from . import common, model, roofline
+from . import common, model
 from .cpu_options import CPU, Options, probes, rates
 from .results import Findings, Row, Time, time_ratio
 

@@ -4,7 +4,9 @@ import dataclasses
 
 import torch
 
-from . import attention, common, operands, roofline
+from dcformer.bench import operands, roofline
+
+from . import attention, common
 from .cpu_options import CPU, Options, probes, rates, type_name
 from .results import Findings, Row, Time, time_ratio
 

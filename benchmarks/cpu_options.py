@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from . import common, roofline
+from dcformer.bench import roofline
+
+from . import common
 
 
 CPU = torch.device("cpu")

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.bench import authors
 
-from . import authors, common
+from . import common
 
 
 VOCABULARY = 16384

@@ -27,8 +27,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTra
 from transformers.utils import logging as transformers_logging
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, cache_bytes_per_token
+from dcformer.bench import roofline
 
-from . import common, roofline
+from . import common
 from .serving_engines import Request, Served, Settings, Step, Turn, run_engine
 
 

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer.bench import roofline
 from dcformer.training.throughput import flops_per_token, peak_flops
 
 
 try:
-    from . import common, roofline
+    from . import common
 except ImportError:  # run as a file, not as a module of the package
     import common
-    import roofline
 
 
 # What differs between the models; the first is what the others are compared with. The paper's baselines have no

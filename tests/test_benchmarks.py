@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
 
-from benchmarks import attention, authors, common, cpu_once, model, operands, results
+from benchmarks import attention, common, cpu_once, model, results
 from dcformer import composed_attention_reference
+from dcformer.bench import authors, operands
 
 
 CPU = torch.device("cpu")

@@ -6,8 +6,9 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
 
-from benchmarks import roofline, serving
+from benchmarks import serving
 from benchmarks.serving_engines import GenerateEngine, Request, Settings, Step, Turn
+from dcformer.bench import roofline
 
 
 @pytest.fixture(scope="module")

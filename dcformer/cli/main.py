@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import bench_command
 from .card import card_command
 from .convert import convert_app
 from .demo import demo_command
@@ -19,8 +20,8 @@ from .verify import verify_command
 
 app = typer.Typer(
     help=(
-        "Use, serve, train, evaluate, convert, inspect and verify DCFormer models, whose attention heads are composed "
-        "dynamically."
+        "Use, serve, train, evaluate, convert, inspect, verify and measure DCFormer models, whose attention heads are "
+        "composed dynamically."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -56,6 +57,7 @@ app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("card")(card_command)
+app.command("bench")(bench_command)
 
 
 def main() -> None:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from dcformer.training.throughput import visible_pairs
+from ..training.throughput import visible_pairs
 
 
-_MATMUL_SIZE = 2048
-_MEMORY_BYTES = 2**28
+# Large enough for each kind of device to reach its rate, of which a GPU needs more.
+_MATMUL_SIZES = {"cpu": 2**11, "cuda": 2**13}
+_MEMORY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 _CACHE_BYTES = {"cpu": 2**21, "cuda": 2**24}
 
 
@@ -61,20 +62,21 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
     """What to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape, dtype=torch.float32):
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    def copy(size):
+    def copy(size: int) -> Callable[[], object]:
         source = random(size // 4)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
-    matrix = random(_MEMORY_BYTES // 4 // _MATMUL_SIZE, _MATMUL_SIZE)
-    vector = random(_MATMUL_SIZE)
-    left, right = (random(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype) for _ in range(2))
+    size, memory = _MATMUL_SIZES[device.type], _MEMORY_BYTES[device.type]
+    matrix = random(memory // 4 // size, size)
+    vector = random(size)
+    left, right = (random(size, size, dtype=dtype) for _ in range(2))
     return {
         "matrix product": lambda: left @ right,
-        "copy in memory": copy(_MEMORY_BYTES),
+        "copy in memory": copy(memory),
         "copy in cache": copy(_CACHE_BYTES[device.type]),
         "reading": lambda: matrix @ vector,
     }
@@ -82,11 +84,12 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
 
 def measured_rates(seconds: dict[str, float], device: torch.device) -> Rates:
     """Rates from the seconds that one call of each of `rate_probes` took. A copy moves each byte twice."""
+    memory = _MEMORY_BYTES[device.type]
     return Rates(
-        flops=2 * _MATMUL_SIZE**3 / seconds["matrix product"],
-        memory_bytes=2 * _MEMORY_BYTES / seconds["copy in memory"],
+        flops=2 * _MATMUL_SIZES[device.type] ** 3 / seconds["matrix product"],
+        memory_bytes=2 * memory / seconds["copy in memory"],
         cache_bytes=2 * _CACHE_BYTES[device.type] / seconds["copy in cache"],
-        read_bytes=_MEMORY_BYTES / seconds["reading"],
+        read_bytes=memory / seconds["reading"],
     )
 
 

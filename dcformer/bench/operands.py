@@ -7,19 +7,20 @@ decoding step as views of the cache's rows.
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import DynamicCache
 
-from dcformer import ComposeWeights, DCFormerConfig, DCFormerForCausalLM, composed_attention, register_implementation
-
+from ..configuration_dcformer import DCFormerConfig
+from ..dcmha import ComposeWeights, composed_attention, register_implementation
+from ..modeling_dcformer import DCFormerForCausalLM
 from . import authors
 
 
-_NAME = "take_down"
+# Beside the implementations that compute something, once operands have been taken down.
+NAME = "take_down"
 
 
 class Operands(NamedTuple):
@@ -29,18 +30,18 @@ class Operands(NamedTuple):
     Args:
         query (`Tensor`): (batch, heads, queries, channels).
         key, value (`Tensor`): (batch, heads, keys, channels).
-        pre, post (`ComposeWeights`): Factors of both sides, of rank 2 with gates.
-        peer (`authors.Factors`): The same factors for the authors' formulation.
+        pre, post (`ComposeWeights`, *optional*): Factors of both sides, of rank 2 with gates, or some of them.
+        peer (`authors.Factors`, *optional*): A prompt's factors for the authors' formulation.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    pre: ComposeWeights
-    post: ComposeWeights
-    peer: authors.Factors
+    pre: ComposeWeights | None
+    post: ComposeWeights | None
+    peer: authors.Factors | None = None
 
-    def composed(self, **options) -> Tensor:
+    def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
 
     @property
@@ -49,10 +50,14 @@ class Operands(NamedTuple):
 
     @property
     def factors(self) -> list[Tensor]:
-        return [side.factors for stage in (self.pre, self.post) for side in (stage.query, stage.key)]
+        """Of both sides, those that there are."""
+        sides = [side for stage in (self.pre, self.post) if stage is not None for side in (stage.query, stage.key)]
+        return [side.factors for side in sides if side is not None]
 
 
-def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values) -> DCFormerForCausalLM:
+def one_layer(
+    heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values: Any
+) -> DCFormerForCausalLM:
     """A model of which only the attention is of use; factors are as large as in a trained one, so that they matter."""
     config = DCFormerConfig(
         vocab_size=1,
@@ -66,7 +71,8 @@ def one_layer(heads: int, head_dim: int, device: torch.device, dtype: torch.dtyp
         **values,
     )
     torch.manual_seed(0)
-    model = DCFormerForCausalLM(config).eval()
+    with device:
+        model = DCFormerForCausalLM(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("low_rank_weight"):
@@ -85,7 +91,7 @@ def prompt_operands(
     hidden_states = _hidden_states(model, batch, length)
     with _taking_down(model) as taken:
         model(inputs_embeds=hidden_states, use_cache=False)
-    return _operands(model, hidden_states, *taken)
+    return Operands(*taken)._replace(peer=authors.Factors.of(*taken[3:]))
 
 
 @torch.no_grad()
@@ -97,7 +103,7 @@ def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dt
     model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
     with _taking_down(model) as taken:
         model(inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
-    return _operands(model, hidden_states, *taken)
+    return Operands(*taken)
 
 
 def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tensor:
@@ -105,23 +111,17 @@ def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tenso
     return torch.randn(batch, length, model.config.hidden_size, generator=generator).to(model.device, model.dtype)
 
 
-def _operands(model: DCFormerForCausalLM, hidden_states: Tensor, *taken) -> Operands:
-    peer = authors.AuthorsDecoder(model, hidden_states.shape[1]).layers[0].attention
-    normalized = functional.rms_norm(hidden_states, hidden_states.shape[-1:], eps=model.config.norm_eps)
-    return Operands(*taken, peer.factors(normalized))
-
-
 @contextlib.contextmanager
 def _taking_down(model: DCFormerForCausalLM) -> Iterator[list]:
     """The list into which the model's next call puts its operands."""
-    taken = []
+    taken: list = []
 
-    def take_down(query, key, value, pre, post, **options) -> Tensor:
-        taken.extend((query, key, value, pre, post))
+    def take_down(query: Tensor, key: Tensor, value: Tensor, *factors: Any, **options: Any) -> Tensor:
+        taken.extend((query, key, value, *factors))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
-    register_implementation(_NAME, take_down, purpose="takes down operands for benchmarks")
+    register_implementation(NAME, take_down, purpose="takes down operands for benchmarks")
     before = model.config._attn_implementation
-    model.set_attn_implementation(f"dcmha_{_NAME}")
+    model.set_attn_implementation(f"dcmha_{NAME}")
     yield taken
     model.set_attn_implementation(before)

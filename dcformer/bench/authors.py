@@ -16,13 +16,16 @@ heads, k inner channels of the projections.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dcformer import DCFormerForCausalLM
+from ..configuration_dcformer import DCFormerConfig
+from ..dcmha import ComposeWeights
+from ..modeling_dcformer import DCFormerForCausalLM
 
 
 CHUNK = 128
@@ -50,9 +53,21 @@ class Factors(NamedTuple):
     w2: Tensor
     gate: Tensor
 
+    @classmethod
+    def of(cls, pre: ComposeWeights, post: ComposeWeights) -> "Factors":
+        """The factors of two compositions that have all of them, as a layer of the authors' would hold them."""
+        sides = [[stage.query, stage.key] for stage in (pre, post)]
+
+        def joined(name: str) -> Tensor:  # from (b, heads, length, ...)
+            return torch.stack([torch.stack([getattr(side, name) for side in stage], 0) for stage in sides], 0)
+
+        w1, w2 = (joined(name).permute(2, 4, 0, 1, 5, 3).contiguous() for name in ("w1", "w2"))
+        return cls(w1, w2, joined("gate").permute(2, 4, 0, 1, 3).contiguous())
+
     def side(self, stage: int, side: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """w1, w2 (b, length, r, heads) and gate (b, length, heads) of one stage and side, at first..last."""
-        return tuple(tensor[:, first:last, stage, side] for tensor in self)
+        w1, w2, gate = (tensor[:, first:last, stage, side] for tensor in self)
+        return w1, w2, gate
 
     def maps(self) -> Tensor:
         """The same as maps between heads, W_1 W_2 + diag(gate): (b, length, c, p, m, n)."""
@@ -160,7 +175,7 @@ class AuthorsDecoder:
 class _Layer:
     """Attention and MLP, each after a norm and added to what came in."""
 
-    def __init__(self, config, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
+    def __init__(self, config: DCFormerConfig, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
         self.attention = Attention(config, weights, mask, slots, chunk)
         self.norms = weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]
         self.norm_eps = config.norm_eps
@@ -176,7 +191,7 @@ class _Layer:
 class Attention:
     """Composed attention of one layer; `weights` by our names of the layer's parameters."""
 
-    def __init__(self, config, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
+    def __init__(self, config: DCFormerConfig, weights: dict[str, Tensor], mask: Tensor, slots: int, chunk: int | None):
         self.heads, self.head_dim, self.rank = config.num_attention_heads, config.head_dim, config.compose_rank
         self.scaling = 1 / math.sqrt(self.head_dim)
         self.mask, self.slots, self.chunk = mask, slots, chunk
@@ -257,8 +272,13 @@ def attend_in_chunks(
     scaling: float,
     window: int | None = None,
     chunk: int = CHUNK,
+    attend: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """`chunk` queries at a time against the keys up to the chunk's end, from the window's beginning on."""
+    """
+    `chunk` queries at a time against the keys up to the chunk's end, from the window's beginning on; each by `attend`,
+    which is `attend_chunk` or what torch.compile makes of it.
+    """
+    attend = attend or attend_chunk
     length = query.shape[2]
     output = torch.zeros_like(value)
     query = query * scaling
@@ -266,10 +286,18 @@ def attend_in_chunks(
         stop = min(start + chunk, length)
         first = 0 if window is None else max(0, start - window)
         pre, post = ((factors.side(stage, 0, start, stop), factors.side(stage, 1, first, stop)) for stage in range(2))
-        scores = compose_chunk(query[:, :, start:stop] @ key[:, :, first:stop].transpose(2, 3), *pre)
-        scores = scores.where(mask[start:stop, first:stop], torch.finfo(scores.dtype).min)
-        output[:, :, start:stop] = compose_chunk(scores.softmax(-1), *post) @ value[:, :, first:stop]
+        keys, values = (states[:, :, first:stop] for states in (key, value))
+        output[:, :, start:stop] = attend(
+            query[:, :, start:stop], keys, values, pre, post, mask[start:stop, first:stop]
+        )
     return output
+
+
+def attend_chunk(query: Tensor, key: Tensor, value: Tensor, pre: tuple, post: tuple, mask: Tensor) -> Tensor:
+    """Queries that are scaled already against some keys; `pre` and `post` are the factors of both sides."""
+    scores = compose_chunk(query @ key.transpose(2, 3), *pre)
+    scores = scores.where(mask, torch.finfo(scores.dtype).min)
+    return compose_chunk(scores.softmax(-1), *post) @ value
 
 
 def compose_pairs(attention: Tensor, query_side: tuple, key_side: tuple) -> Tensor:
