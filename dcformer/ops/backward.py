@@ -13,7 +13,8 @@ Only the inputs and the logarithms of the softmax's sums are kept from the forwa
 What blocks add is summed by programs that each own a part of a gradient, so two runs give the same bits.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,27 @@ from .arguments import LOG2_E, Composition, Mask
 from .backward_kernels import launch_score_gradients, launch_softmax_gradients
 from .backward_maps import launch_weights_and_maps
 from .backward_sums import launch_join_keys, launch_join_queries, launch_static_gradients
-from .config import BackwardConfig
+from .config import BackwardConfig, tuned
+from .examples import random_operands
+from .forward import composed_forward
 from .plan import Chunk, Problem, Stage, plan_chunks, round_up, workspace_dtype
 from .products import launch_key_products, launch_output, launch_products
+from .workspace import workspace_bytes as default_workspace_bytes
+
+
+# What `dcformer bench tune` tries, the default first.
+KERNELS = {
+    "backward": [
+        BackwardConfig(*sizes)._asdict()
+        for sizes in (
+            (),
+            (64, 64, 16, 4, 2, 4),
+            (64, 64, 16, 4, 3, 8),
+            (64, 32, 32, 4, 3, 4),
+            (128, 64, 32, 8, 3, 8),
+        )
+    ]
+}
 
 
 def composed_backward(
@@ -59,7 +78,7 @@ def composed_backward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or BackwardConfig()
+    config = config or tuned(BackwardConfig(), "backward", query)
     batch, heads, queries, _ = query.shape
     if output_gradient.stride(3) != 1:
         output_gradient = output_gradient.contiguous()
@@ -348,3 +367,19 @@ def _join(
         launch_join_queries(problem, chunk, config, query_sums, gradients.query, factor)
     if gradients.key is not None:
         launch_join_keys(problem, chunk, config, key_sums, gradients.key, factor)
+
+
+def tuning_example(
+    heads: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[dict[str, dict[str, int]]], list[Tensor]]:
+    """The gradients of 2048 tokens, as [`tuning`] asks for them."""
+    operands = random_operands(heads, channels, 2048, 2048, dtype, device)
+    options: dict[str, Any] = {"scaling": channels**-0.5, "mask": Mask(), "workspace_bytes": default_workspace_bytes()}
+    output, log_sums = composed_forward(*operands, **options)
+
+    def call(configs: dict[str, dict[str, int]]) -> list[Tensor]:
+        config = BackwardConfig(**configs.get("backward", {}))
+        *states, pre, post = composed_backward(output, *operands, log_sums, **options, config=config)
+        return [*states, pre.query, pre.key, post.query, post.key]
+
+    return call

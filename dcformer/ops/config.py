@@ -1,6 +1,12 @@
 """Sizes of tiles and numbers of warps, which a GPU's tuned configuration may set."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .tuning import tuned_config
 
 
 class ForwardConfig(NamedTuple):
@@ -43,3 +49,18 @@ class BackwardConfig(NamedTuple):
 
 
 Config = ForwardConfig | BackwardConfig
+
+_Config = TypeVar("_Config", bound=tuple[Any, ...])
+
+
+def tuned(default: _Config, kernel: str, query: Tensor) -> _Config:
+    """`default` with what was tuned for this kernel on the query's device, for its heads and channels or the nearest."""
+    if not query.is_cuda:
+        return default
+    found = tuned_config(kernel, query.shape[1], query.shape[3], _device_name(query.device.index))
+    return default._replace(**{name: found[name] for name in default._fields if name in found})
+
+
+@functools.cache
+def _device_name(index: int | None) -> str:
+    return torch.cuda.get_device_name(index)

@@ -15,6 +15,7 @@ Nothing waits for the device: the grids are sized by the keys that a row can hol
 does hold. Results are the same bit by bit from run to run.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ import triton
 from torch import Tensor
 
 from .arguments import LOG2_E, Composition, Mask, dense_mask
+from .config import tuned
 from .decode_checks import check_call, check_composition
 from .decode_kernels import compose_kernel, join_kernel, scores_kernel, values_kernel
+from .examples import random_operands
 
 
 # From so many rows a product on tensor cores, of 16 rows at least, takes fewer registers than a sum for each row.
@@ -53,6 +56,23 @@ class DecodeConfig(NamedTuple):
     value_warps: int = 4
     programs: int = 528
     max_splits: int = 128
+
+
+# What `dcformer bench tune` tries, the default first.
+KERNELS = {
+    "decode": [
+        DecodeConfig(*sizes)._asdict()
+        for sizes in (
+            (),
+            (16, 4, 32, 8, 16, 4),
+            (32, 2, 32, 8, 32, 2),
+            (64, 4, 32, 8, 64, 4),
+            (32, 4, 16, 4, 32, 4),
+            (32, 4, 32, 8, 32, 4, 264),
+            (32, 4, 32, 8, 32, 4, 1056),
+        )
+    ]
+}
 
 
 class _Rows(NamedTuple):
@@ -114,7 +134,7 @@ def composed_decode(
     Raises:
         ValueError: if the arguments do not fit together.
     """
-    config = DecodeConfig() if config is None else config
+    config = config or tuned(DecodeConfig(), "decode", query)
     check_call(query, key, value, mask, key_lengths, block_table, block_size, ring_size)
     rows = _rows(query, key, mask, key_lengths, block_table, ring_size)
     batch, heads, queries, key_heads = rows.batch, rows.heads, rows.queries, rows.key_heads
@@ -354,3 +374,17 @@ def _unit(states: Tensor) -> int:
 
 def _batch_stride(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def tuning_example(
+    heads: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[dict[str, dict[str, int]]], Tensor]:
+    """One query over 2048 keys, as [`tuning`] asks for it."""
+    operands = random_operands(heads, channels, 1, 2048, dtype, device)
+    mask = Mask(query_offset=2047)
+
+    def call(configs: dict[str, dict[str, int]]) -> Tensor:
+        config = DecodeConfig(**configs.get("decode", {}))
+        return composed_decode(*operands, scaling=channels**-0.5, mask=mask, config=config)
+
+    return call

@@ -12,14 +12,35 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 Letters as in `tiles`: t query, s key, h head.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .arguments import LOG2_E, Composition, Mask
-from .config import ForwardConfig
+from .config import ForwardConfig, tuned
+from .examples import random_operands
 from .forward_kernels import launch_log_sums, launch_weights
 from .plan import Problem, plan_chunks, round_up, workspace_dtype
 from .products import launch_output, launch_products
+from .workspace import workspace_bytes as default_workspace_bytes
+
+
+# What `dcformer bench tune` tries, the default first.
+KERNELS = {
+    "forward": [
+        ForwardConfig(*sizes)._asdict()
+        for sizes in (
+            (),
+            (64, 64, 16, 4, 2, 4),
+            (64, 64, 32, 4, 3, 8),
+            (64, 128, 16, 4, 3, 8),
+            (128, 64, 32, 8, 3, 4),
+            (128, 64, 16, 8, 3, 4),
+            (128, 128, 16, 8, 3, 8),
+        )
+    ]
+}
 
 
 def composed_forward(
@@ -54,7 +75,7 @@ def composed_forward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or ForwardConfig()
+    config = config or tuned(ForwardConfig(), "forward", query)
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -89,3 +110,16 @@ def composed_forward(
         composed = weights if weights is not None and problem.post.is_empty else scores
         launch_output(problem, chunk, config, composed, value, output)
     return output, log_sums
+
+
+def tuning_example(
+    heads: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[dict[str, dict[str, int]]], tuple[Tensor, ...]]:
+    """A prefill of 2048 tokens, as [`tuning`] asks for it."""
+    operands = random_operands(heads, channels, 2048, 2048, dtype, device)
+    options = {"scaling": channels**-0.5, "mask": Mask(), "workspace_bytes": default_workspace_bytes()}
+
+    def call(configs: dict[str, dict[str, int]]) -> tuple[Tensor, ...]:
+        return composed_forward(*operands, **options, config=ForwardConfig(**configs.get("forward", {})))
+
+    return call

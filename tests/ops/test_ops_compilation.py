@@ -1,4 +1,4 @@
-"""The kernels compile for GPUs that are not there, and those of the forward pass and of decoding spill no registers."""
+"""The kernels compile for GPUs of three generations that are not there, and spill no registers."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import dcformer
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_of_inference_spill_no_registers(capability):
+def test_no_kernel_spills_registers(capability):
     script = Path(__file__).with_name("compile_all.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
@@ -23,6 +23,6 @@ def test_kernels_of_inference_spill_no_registers(capability):
         check=True,
     )
     kernels = json.loads(run.stdout)
-    assert {kernel["operator"].split("-")[0] for kernel in kernels} >= {"forward"}
-    spilling = [kernel for kernel in kernels if kernel["stack"] > 0 and not kernel["operator"].startswith("backward")]
-    assert spilling == []
+    operators = {kernel["operator"].split("-")[0] for kernel in kernels}
+    assert operators == {"forward", "decode"} | ({"backward", "preparation"} if capability == 90 else set())
+    assert [kernel for kernel in kernels if kernel["stack"] > 0] == []
