@@ -194,15 +194,15 @@ def _softmax_gradients_kernel(
     COMPOSED += first_head * head_stride
     EXPONENT_GRADIENTS += first_head * head_stride
     if sees_any(first, last, block_key, BLOCK_KEYS):
-        # Past the ends there are no factors; what is computed there counts for nothing.
+        # Past the end there are no factors; what is computed there counts for nothing. Those of keys are padded, since
+        # only neighbours in multiples of 16 are loaded together.
         safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
         pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         PRE_QUERY += b * pre_query_batch_stride + group * HEADS * pre_query_length
         PRE_KEY += b * pre_key_batch_stride + group * HEADS * pre_key_length
         post_query_length = post_query_stride // (GROUPS * HEADS)
-        post_key_length = post_key_stride // (GROUPS * HEADS)
+        post_key_length = post_key_stride // (GROUPS * HEADS * 16) * 16
         POST_QUERY += b * post_query_batch_stride + group * HEADS * post_query_length
         POST_KEY += b * post_key_batch_stride + group * HEADS * post_key_length
         query_channels = 2 * POST_QUERY_RANK + POST_QUERY_GATE
@@ -223,9 +223,9 @@ def _softmax_gradients_kernel(
         exponent_key_maps = zero_maps(PRE_KEY_RANK, BLOCK_QUERIES, BLOCK_KEYS)
         for h in range(HEADS):
             pre_t = h * pre_query_length + safe_t
-            pre_s = h * pre_key_length + safe_s
+            pre_s = h * pre_key_length + s
             post_t = h * post_query_length + safe_t
-            post_s = h * post_key_length + safe_s
+            post_s = h * post_key_length + s
             e = tl.load(WEIGHTS + h * head_stride + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
             d = tl.load(GRADIENTS + h * head_stride + places).to(tl.float32)
             y = gated(
@@ -423,11 +423,11 @@ def _score_gradients_kernel(
     map_stride = ROWS * columns
     SCORE_GRADIENTS += first_head * head_stride
     if sees_any(first, last, block_key, BLOCK_KEYS):
-        # Past the ends there are no factors; what is computed there counts for nothing.
+        # Past the end there are no factors; what is computed there counts for nothing. Those of keys are padded, since
+        # only neighbours in multiples of 16 are loaded together.
         safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
         pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         PRE_QUERY += b * pre_query_batch_stride + group * HEADS * pre_query_length
         PRE_KEY += b * pre_key_batch_stride + group * HEADS * pre_key_length
         query_channels = 2 * PRE_QUERY_RANK + PRE_QUERY_GATE
@@ -444,7 +444,7 @@ def _score_gradients_kernel(
         exponent_key_maps = load_maps(EXPONENT_MAPS, places, map_stride, PRE_QUERY_RANK, PRE_KEY_RANK)
         for h in range(HEADS):
             pre_t = h * pre_query_length + safe_t
-            pre_s = h * pre_key_length + safe_s
+            pre_s = h * pre_key_length + s
             a = tl.load(SCORES + h * head_stride + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
             d = tl.load(EXPONENT_GRADIENTS + h * head_stride + places).to(tl.float32)
             x = gated(
