@@ -186,7 +186,7 @@ def test_half_precision_gradients_keep_their_type_and_are_close():
 
 
 def test_two_runs_give_the_same_bits():
-    inputs, seen = setting(Case({"queries": 33, "channels": 16, "pre": ("key_gate",), "post": ("query_gate",)}))
+    inputs, seen = setting(Case({"queries": 33, "channels": 16, "pre": ("key_gate",), "post": None}))
     log_sums = log_sums_of(inputs, seen)
     first, second = (gradients_of(inputs.to(torch.float32), seen, log_sums, workspace_bytes=1) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
