@@ -194,15 +194,15 @@ def _softmax_gradients_kernel(
     COMPOSED += first_head * head_stride
     EXPONENT_GRADIENTS += first_head * head_stride
     if sees_any(first, last, block_key, BLOCK_KEYS):
-        # Past the ends there are no factors; what is computed there counts for nothing.
+        # Past the end there are no factors; what is computed there counts for nothing. Those of keys are padded, since
+        # only neighbours in multiples of 16 are loaded together.
         safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
         pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         PRE_QUERY += b * pre_query_batch_stride + group * HEADS * pre_query_length
         PRE_KEY += b * pre_key_batch_stride + group * HEADS * pre_key_length
         post_query_length = post_query_stride // (GROUPS * HEADS)
-        post_key_length = post_key_stride // (GROUPS * HEADS)
+        post_key_length = post_key_stride // (GROUPS * HEADS * 16) * 16
         POST_QUERY += b * post_query_batch_stride + group * HEADS * post_query_length
         POST_KEY += b * post_key_batch_stride + group * HEADS * post_key_length
         query_channels = 2 * POST_QUERY_RANK + POST_QUERY_GATE
@@ -211,6 +211,8 @@ def _softmax_gradients_kernel(
         KEY_SUMS += ((b * tl.num_programs(1) + tl.program_id(1)) * key_channels * GROUPS + group) * HEADS * columns
         GRADIENTS += first_head * head_stride
         WEIGHTS += first_head * head_stride
+        group_gradients = GRADIENTS
+        group_weights = WEIGHTS
         DELTAS += b * delta_batch_stride + group * HEADS * delta_head_stride
         GRADIENT_MAPS += (b * GROUPS + group) * (POST_QUERY_RANK + POST_KEY_RANK) * map_stride
         WEIGHT_MAPS += (b * GROUPS + group) * (POST_QUERY_RANK + POST_KEY_RANK) * map_stride
@@ -223,11 +225,11 @@ def _softmax_gradients_kernel(
         exponent_key_maps = zero_maps(PRE_KEY_RANK, BLOCK_QUERIES, BLOCK_KEYS)
         for h in range(HEADS):
             pre_t = h * pre_query_length + safe_t
-            pre_s = h * pre_key_length + safe_s
+            pre_s = h * pre_key_length + s
             post_t = h * post_query_length + safe_t
-            post_s = h * post_key_length + safe_s
-            e = tl.load(WEIGHTS + h * head_stride + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
-            d = tl.load(GRADIENTS + h * head_stride + places).to(tl.float32)
+            post_s = h * post_key_length + s
+            e = tl.load(WEIGHTS + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
+            d = tl.load(GRADIENTS + places).to(tl.float32)
             y = gated(
                 e,
                 POST_QUERY,
@@ -258,8 +260,8 @@ def _softmax_gradients_kernel(
             )
             if POST_STATIC is not None:
                 static = POST_STATIC + group * HEADS * HEADS + h
-                y = static_term(y, WEIGHTS, places, head_stride, static, HEADS, BLOCK_KEYS)
-            tl.store(COMPOSED + h * head_stride + places, y.to(COMPOSED.dtype.element_ty))
+                y = static_term(y, group_weights, places, head_stride, static, HEADS, BLOCK_KEYS)
+            tl.store(COMPOSED + places, y.to(COMPOSED.dtype.element_ty))
             p = gated(
                 d,
                 POST_QUERY,
@@ -290,9 +292,9 @@ def _softmax_gradients_kernel(
             )
             if POST_STATIC_TRANSPOSED is not None:
                 static = POST_STATIC_TRANSPOSED + group * HEADS * HEADS + h
-                p = static_term(p, GRADIENTS, places, head_stride, static, HEADS, BLOCK_KEYS)
+                p = static_term(p, group_gradients, places, head_stride, static, HEADS, BLOCK_KEYS)
             p = e * (p - tl.load(DELTAS + h * delta_head_stride + safe_t)[:, None])
-            tl.store(EXPONENT_GRADIENTS + h * head_stride + places, (p * factor).to(GRADIENTS.dtype.element_ty))
+            tl.store(EXPONENT_GRADIENTS + places, (p * factor).to(GRADIENTS.dtype.element_ty))
             exponent_query_maps = add_to_query_maps(
                 exponent_query_maps, p, PRE_QUERY, pre_query_stride, pre_t, PRE_QUERY_RANK, PRE_QUERY_RANK
             )
@@ -318,6 +320,10 @@ def _softmax_gradients_kernel(
                 POST_KEY_GATE,
                 BY_PRODUCT,
             )
+            GRADIENTS += head_stride
+            WEIGHTS += head_stride
+            COMPOSED += head_stride
+            EXPONENT_GRADIENTS += head_stride
         store_maps(EXPONENT_MAPS, places, map_stride, exponent_query_maps, 0, PRE_QUERY_RANK)
         store_maps(EXPONENT_MAPS, places, map_stride, exponent_key_maps, PRE_QUERY_RANK, PRE_KEY_RANK)
     else:
@@ -328,10 +334,12 @@ def _softmax_gradients_kernel(
             block_t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL
         )
         if sees_any(block_first, block_last, block_key, BLOCK_KEYS):
-            for h in range(HEADS):
+            for _ in range(HEADS):
                 zero = tl.zeros([BLOCK_QUERIES, BLOCK_KEYS], tl.float32)
-                tl.store(COMPOSED + h * head_stride + places, zero.to(COMPOSED.dtype.element_ty))
-                tl.store(EXPONENT_GRADIENTS + h * head_stride + places, zero.to(GRADIENTS.dtype.element_ty))
+                tl.store(COMPOSED + places, zero.to(COMPOSED.dtype.element_ty))
+                tl.store(EXPONENT_GRADIENTS + places, zero.to(GRADIENTS.dtype.element_ty))
+                COMPOSED += head_stride
+                EXPONENT_GRADIENTS += head_stride
 
 
 def launch_score_gradients(
@@ -423,11 +431,11 @@ def _score_gradients_kernel(
     map_stride = ROWS * columns
     SCORE_GRADIENTS += first_head * head_stride
     if sees_any(first, last, block_key, BLOCK_KEYS):
-        # Past the ends there are no factors; what is computed there counts for nothing.
+        # Past the end there are no factors; what is computed there counts for nothing. Those of keys are padded, since
+        # only neighbours in multiples of 16 are loaded together.
         safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
         pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         PRE_QUERY += b * pre_query_batch_stride + group * HEADS * pre_query_length
         PRE_KEY += b * pre_key_batch_stride + group * HEADS * pre_key_length
         query_channels = 2 * PRE_QUERY_RANK + PRE_QUERY_GATE
@@ -436,6 +444,7 @@ def _score_gradients_kernel(
         KEY_SUMS += ((b * tl.num_programs(1) + tl.program_id(1)) * key_channels * GROUPS + group) * HEADS * columns
         SCORES += first_head * head_stride
         EXPONENT_GRADIENTS += first_head * head_stride
+        group_gradients = EXPONENT_GRADIENTS
         SCORE_MAPS += (b * GROUPS + group) * (PRE_QUERY_RANK + PRE_KEY_RANK) * map_stride
         EXPONENT_MAPS += (b * GROUPS + group) * (PRE_QUERY_RANK + PRE_KEY_RANK) * map_stride
         score_query_maps = load_maps(SCORE_MAPS, places, map_stride, 0, PRE_QUERY_RANK)
@@ -444,9 +453,9 @@ def _score_gradients_kernel(
         exponent_key_maps = load_maps(EXPONENT_MAPS, places, map_stride, PRE_QUERY_RANK, PRE_KEY_RANK)
         for h in range(HEADS):
             pre_t = h * pre_query_length + safe_t
-            pre_s = h * pre_key_length + safe_s
-            a = tl.load(SCORES + h * head_stride + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
-            d = tl.load(EXPONENT_GRADIENTS + h * head_stride + places).to(tl.float32)
+            pre_s = h * pre_key_length + s
+            a = tl.load(SCORES + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
+            d = tl.load(EXPONENT_GRADIENTS + places).to(tl.float32)
             x = gated(
                 d,
                 PRE_QUERY,
@@ -477,8 +486,8 @@ def _score_gradients_kernel(
             )
             if PRE_STATIC_TRANSPOSED is not None:
                 static = PRE_STATIC_TRANSPOSED + group * HEADS * HEADS + h
-                x = static_term(x, EXPONENT_GRADIENTS, places, head_stride, static, HEADS, BLOCK_KEYS)
-            tl.store(SCORE_GRADIENTS + h * head_stride + places, (x * factor).to(SCORE_GRADIENTS.dtype.element_ty))
+                x = static_term(x, group_gradients, places, head_stride, static, HEADS, BLOCK_KEYS)
+            tl.store(SCORE_GRADIENTS + places, (x * factor).to(SCORE_GRADIENTS.dtype.element_ty))
             _store_factor_sums(
                 a,
                 d,
@@ -498,6 +507,9 @@ def _score_gradients_kernel(
                 PRE_KEY_GATE,
                 BY_PRODUCT,
             )
+            SCORES += head_stride
+            EXPONENT_GRADIENTS += head_stride
+            SCORE_GRADIENTS += head_stride
     else:
         # The matrix products go over whole blocks of rows, of which this is a part.
         block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
@@ -506,6 +518,7 @@ def _score_gradients_kernel(
             block_t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL
         )
         if sees_any(block_first, block_last, block_key, BLOCK_KEYS):
-            for h in range(HEADS):
+            for _ in range(HEADS):
                 zero = tl.zeros([BLOCK_QUERIES, BLOCK_KEYS], SCORE_GRADIENTS.dtype.element_ty)
-                tl.store(SCORE_GRADIENTS + h * head_stride + places, zero)
+                tl.store(SCORE_GRADIENTS + places, zero)
+                SCORE_GRADIENTS += head_stride

@@ -173,15 +173,15 @@ def _weights_and_maps_kernel(
         if VISIBLE is not None:
             VISIBLE += b * visible_batch_stride
         bias = visible_bias(t, s, first, last, queries, keys, PADDING, SEQUENCES, VISIBLE, visible_stride)
-        # Past the ends there are no factors; what is computed there counts for nothing.
+        # Past the end there are no factors; what is computed there counts for nothing. Those of keys are padded, since
+        # only neighbours in multiples of 16 are loaded together.
         safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
         pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         PRE_QUERY += b * pre_query_batch_stride + group * HEADS * pre_query_length
         PRE_KEY += b * pre_key_batch_stride + group * HEADS * pre_key_length
         post_query_length = post_query_stride // (GROUPS * HEADS)
-        post_key_length = post_key_stride // (GROUPS * HEADS)
+        post_key_length = post_key_stride // (GROUPS * HEADS * 16) * 16
         POST_QUERY += b * post_query_batch_stride + group * HEADS * post_query_length
         POST_KEY += b * post_key_batch_stride + group * HEADS * post_key_length
         SCORES += first_head * head_stride
@@ -201,9 +201,9 @@ def _weights_and_maps_kernel(
             gradients = GRADIENTS
             for h in range(HEADS):
                 pre_t = h * pre_query_length + safe_t
-                pre_s = h * pre_key_length + safe_s
+                pre_s = h * pre_key_length + s
                 post_t = h * post_query_length + safe_t
-                post_s = h * post_key_length + safe_s
+                post_s = h * post_key_length + s
                 a = tl.load(scores + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
                 score_query_maps = add_to_query_maps(
                     score_query_maps, a, PRE_QUERY, pre_query_stride, pre_t, 0, PRE_QUERY_RANK
@@ -229,9 +229,9 @@ def _weights_and_maps_kernel(
         weights = WEIGHTS
         for h in range(HEADS):
             pre_t = h * pre_query_length + safe_t
-            pre_s = h * pre_key_length + safe_s
+            pre_s = h * pre_key_length + s
             post_t = h * post_query_length + safe_t
-            post_s = h * post_key_length + safe_s
+            post_s = h * post_key_length + s
             a = tl.load(scores + places).to(tl.float32)
             x = gated(
                 a,

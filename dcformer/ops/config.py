@@ -34,8 +34,9 @@ class BackwardConfig(NamedTuple):
 
     Args:
         block_rows (`int`, defaults to 64): Queries of a tile of the matrix products, and of a block of the band.
-        block_keys (`int`, defaults to 64): Keys of a tile.
-        compose_rows (`int`, defaults to 32): Queries of a tile of the compositions; divides `block_rows`.
+        block_keys (`int`, defaults to 64): Keys of a tile, 128 at most.
+        compose_rows (`int`, defaults to 32): Queries of a tile of the compositions, a multiple of 16 that divides
+            `block_rows`.
         product_warps, product_stages, compose_warps: Of the matrix products and of the compositions. A tile of the
             compositions keeps twelve maps in registers at rank 2, so more threads than forward share it.
     """

@@ -18,14 +18,18 @@ _WORKSPACE_DTYPES = {torch.float32: torch.float32, torch.float16: torch.float16,
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
+# Keys of a tile that begins at the last key.
+_LARGEST_TILE = 128
+
 
 class Stage(NamedTuple):
     """
     One composition as the kernels read it.
 
     Args:
-        query, key (`Tensor`): (batch, channels, heads, length), float32, the length padded to a multiple of 16; the
-            identity is added to the query's gate, or to the key's if there is no other. Without a side, any tensor.
+        query, key (`Tensor`): (batch, channels, heads, length), float32, the length padded to a multiple of 16 and by a
+            tile of 128 at least; the identity is added to the query's gate, or to the key's if there is no other.
+            Without a side, any tensor.
         static (`Tensor`, *optional*): (groups, heads per group, heads per group), float32.
         query_rank, query_gate, key_rank, key_gate: What each side has.
     """
@@ -190,7 +194,7 @@ def prepare_stage(composition: Composition | None, like: Tensor) -> Stage:
 
 def _packed(factors: Tensor, add_identity: bool) -> Tensor:
     batch, heads, length, channels = factors.shape
-    packed = factors.new_zeros(batch, channels, heads, round_up(length, 16), dtype=torch.float32)
+    packed = factors.new_zeros(batch, channels, heads, round_up(length + _LARGEST_TILE, 16), dtype=torch.float32)
     packed[..., :length] = factors.permute(0, 3, 1, 2)
     if add_identity:
         packed[:, -1] += 1.0
