@@ -55,7 +55,7 @@ _Config = TypeVar("_Config", bound=tuple[Any, ...])
 
 
 def tuned(default: _Config, kernel: str, query: Tensor) -> _Config:
-    """`default` with what was tuned for this kernel on the query's device, for its heads and channels or the nearest."""
+    """`default` with what was tuned for this kernel on the query's device, at its shape or the nearest."""
     if not query.is_cuda:
         return default
     found = tuned_config(kernel, query.shape[1], query.shape[3], _device_name(query.device.index))

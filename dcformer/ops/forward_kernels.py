@@ -131,13 +131,11 @@ def _log_sums_kernel(
             VISIBLE += b * visible_batch_stride
         bias = visible_bias(t, s, first, last, queries, keys, PADDING, SEQUENCES, VISIBLE, visible_stride)
         places = row[:, None] * columns + column[None, :]
-        # Past the ends there are no factors; the scores there count for nothing.
-        safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
+        # Past the ends are zeros. Lengths are multiples of 16, which lets tiles load them by vectors.
         query_factors = QUERY_FACTORS + b * query_batch_stride
         key_factors = KEY_FACTORS + b * key_batch_stride
-        query_length = query_channel_stride // (GROUPS * HEADS)
-        key_length = key_channel_stride // (GROUPS * HEADS)
+        query_length = query_channel_stride // (GROUPS * HEADS * 16) * 16
+        key_length = key_channel_stride // (GROUPS * HEADS * 16) * 16
         query_factors += group * HEADS * query_length
         key_factors += group * HEADS * key_length
         group_scores = SCORES + (b * GROUPS + group) * HEADS * head_stride
@@ -148,10 +146,10 @@ def _log_sums_kernel(
             for h in range(HEADS):
                 a = tl.load(head_scores + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
                 query_maps = add_to_query_maps(
-                    query_maps, a, query_factors, query_channel_stride, h * query_length + safe_t, 0, PRE_QUERY_RANK
+                    query_maps, a, query_factors, query_channel_stride, h * query_length + t, 0, PRE_QUERY_RANK
                 )
                 key_maps = add_to_key_maps(
-                    key_maps, a, key_factors, key_channel_stride, h * key_length + safe_s, 0, PRE_KEY_RANK
+                    key_maps, a, key_factors, key_channel_stride, h * key_length + s, 0, PRE_KEY_RANK
                 )
                 head_scores += head_stride
             map_stride = ROWS * columns
@@ -161,8 +159,8 @@ def _log_sums_kernel(
         head_scores = group_scores
         for h in range(HEADS):
             a = tl.load(head_scores + places).to(tl.float32)
-            query_at = h * query_length + safe_t
-            key_at = h * key_length + safe_s
+            query_at = h * query_length + t
+            key_at = h * key_length + s
             x = gated(
                 a,
                 query_factors,
@@ -359,12 +357,11 @@ def _weights_kernel(
         if VISIBLE is not None:
             VISIBLE += b * visible_batch_stride
         bias = visible_bias(t, s, first, last, queries, keys, PADDING, SEQUENCES, VISIBLE, visible_stride)
-        safe_t = tl.minimum(t, queries - 1)
-        safe_s = tl.minimum(s, keys - 1)
-        pre_query_length = pre_query_stride // (GROUPS * HEADS)
-        pre_key_length = pre_key_stride // (GROUPS * HEADS)
-        post_query_length = post_query_stride // (GROUPS * HEADS)
-        post_key_length = post_key_stride // (GROUPS * HEADS)
+        # Past the ends are zeros. Lengths are multiples of 16, which lets tiles load them by vectors.
+        pre_query_length = pre_query_stride // (GROUPS * HEADS * 16) * 16
+        pre_key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
+        post_query_length = post_query_stride // (GROUPS * HEADS * 16) * 16
+        post_key_length = post_key_stride // (GROUPS * HEADS * 16) * 16
         pre_query = PRE_QUERY + b * pre_query_batch_stride + group * HEADS * pre_query_length
         pre_key = PRE_KEY + b * pre_key_batch_stride + group * HEADS * pre_key_length
         post_query = POST_QUERY + b * post_query_batch_stride + group * HEADS * post_query_length
@@ -378,10 +375,11 @@ def _weights_kernel(
         post_query_maps = zero_maps(POST_QUERY_RANK, BLOCK_QUERIES, BLOCK_KEYS)
         post_key_maps = zero_maps(POST_KEY_RANK, BLOCK_QUERIES, BLOCK_KEYS)
         scores = group_scores
+        weights = group_weights
         for h in range(HEADS):
             a = tl.load(scores + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
-            query_at = h * pre_query_length + safe_t
-            key_at = h * pre_key_length + safe_s
+            query_at = h * pre_query_length + t
+            key_at = h * pre_key_length + s
             x = gated(
                 a,
                 pre_query,
@@ -414,29 +412,31 @@ def _weights_kernel(
             if PRE_STATIC is not None:
                 static = PRE_STATIC + group * HEADS * HEADS + h
                 x = static_term(x, group_scores, places, head_stride, static, HEADS, BLOCK_KEYS)
-            e = tl.exp2(x - tl.load(log_sums + h * sum_head_stride + safe_t)[:, None])
-            weights = scores
-            if WEIGHTS is not None:
-                weights = group_weights + h * head_stride
-            tl.store(weights + places, e.to(SCORES.dtype.element_ty))
+            e = tl.exp2(x - tl.load(log_sums + h * sum_head_stride + tl.minimum(t, queries - 1))[:, None])
+            if WEIGHTS is None:
+                tl.store(scores + places, e.to(SCORES.dtype.element_ty))
+            else:
+                tl.store(weights + places, e.to(SCORES.dtype.element_ty))
             post_query_maps = add_to_query_maps(
-                post_query_maps, e, post_query, post_query_stride, h * post_query_length + safe_t, 0, POST_QUERY_RANK
+                post_query_maps, e, post_query, post_query_stride, h * post_query_length + t, 0, POST_QUERY_RANK
             )
             post_key_maps = add_to_key_maps(
-                post_key_maps, e, post_key, post_key_stride, h * post_key_length + safe_s, 0, POST_KEY_RANK
+                post_key_maps, e, post_key, post_key_stride, h * post_key_length + s, 0, POST_KEY_RANK
             )
             scores += head_stride
+            weights += head_stride
         if COMPOSES_AFTER:
             # What this program has just stored, other threads of it read.
             tl.debug_barrier()
             scores = group_scores
+            weights = group_weights
             for h in range(HEADS):
-                weights = scores
-                if WEIGHTS is not None:
-                    weights = group_weights + h * head_stride
-                e = tl.load(weights + places).to(tl.float32)
-                query_at = h * post_query_length + safe_t
-                key_at = h * post_key_length + safe_s
+                if WEIGHTS is None:
+                    e = tl.load(scores + places).to(tl.float32)
+                else:
+                    e = tl.load(weights + places).to(tl.float32)
+                query_at = h * post_query_length + t
+                key_at = h * post_key_length + s
                 y = gated(
                     e,
                     post_query,
@@ -470,6 +470,7 @@ def _weights_kernel(
                     y = static_term(y, group_weights, places, head_stride, static, HEADS, BLOCK_KEYS)
                 tl.store(scores + places, y.to(SCORES.dtype.element_ty))
                 scores += head_stride
+                weights += head_stride
     else:
         # The product with the values goes over whole blocks of rows, of which this is a part.
         block_t = query_start + block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

