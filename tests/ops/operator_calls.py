@@ -14,7 +14,7 @@ from dcformer.ops.arguments import Composition, Mask
 
 
 class Call(NamedTuple):
-    """Shapes of the inputs, and the mask: a window, left padding, packed documents, any visible pairs, or what is added to scores."""
+    """Shapes of the inputs, and the mask: window, left padding, documents, any pairs, numbers that are added."""
 
     shape: dict = {}
     is_causal: bool = True
