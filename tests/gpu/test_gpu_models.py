@@ -1,4 +1,4 @@
-"""Models with the forms for GPUs: golden logits, gradients, generation. Triton's kernels run in its interpreter here."""
+"""Models with the forms for GPUs: golden logits, gradients, generation; by the interpreter where there is no GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Print as JSON what the kernels of every operator take of a GPU: `python compile_all.py CAPABILITY FOLDER_OF_OPS`."""
+"""Print as JSON what the kernels of every operator take of GPUs: `python compile_all.py FOLDER CAPABILITY ...`."""
 
 import functools
 import importlib
@@ -80,12 +80,14 @@ def prepare(preparation, layout) -> object:
 
 
 def main() -> None:
-    capability, folder = int(sys.argv[1]), sys.argv[2]
+    folder, *capabilities = sys.argv[1:]
     # As a package of its own, which is how others may take it.
     sys.path.insert(0, folder)
     found = []
-    for name, call in operators("ops", capability):
-        found += [{"operator": name, **usage._asdict()} for usage in compile_launches(call, capability)]
+    for capability in map(int, capabilities):
+        for name, call in operators("ops", capability):
+            about = {"capability": capability, "operator": name}
+            found += [{**about, **usage._asdict()} for usage in compile_launches(call, capability)]
     json.dump(found, sys.stdout)
 
 
