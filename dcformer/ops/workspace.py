@@ -30,7 +30,7 @@ def workspace_bytes() -> int:
 
 def set_workspace_bytes(number: int | None) -> None:
     """
-    Set how much memory [`workspace_bytes`] allows.
+    Set how much memory the fused forms may use beside their inputs and outputs; see `docs/gpu.md`.
 
     Args:
         number (`int`, *optional*): Bytes, at least 1. None: back to the environment variable or the default.
