@@ -23,7 +23,7 @@ from .arguments import LOG2_E, Composition, Mask
 from .backward_kernels import launch_score_gradients, launch_softmax_gradients
 from .backward_maps import launch_weights_and_maps
 from .backward_sums import launch_join_keys, launch_join_queries, launch_static_gradients
-from .config import BackwardConfig, tuned
+from .config import BackwardConfig, for_type, tuned
 from .examples import random_operands
 from .forward import composed_forward
 from .plan import Chunk, Problem, Stage, plan_chunks, round_up, workspace_dtype
@@ -78,7 +78,7 @@ def composed_backward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or tuned(BackwardConfig(), "backward", query)
+    config = config or tuned(for_type(BackwardConfig(), query.dtype), "backward", query)
     batch, heads, queries, _ = query.shape
     if output_gradient.stride(3) != 1:
         output_gradient = output_gradient.contiguous()

@@ -54,6 +54,14 @@ Config = ForwardConfig | BackwardConfig
 _Config = TypeVar("_Config", bound=tuple[Any, ...])
 
 
+_Tiles = TypeVar("_Tiles", ForwardConfig, BackwardConfig)
+
+
+def for_type(config: _Tiles, dtype: torch.dtype) -> _Tiles:
+    """Products of float32 do not use tensor cores: their tiles need the registers of twice as many warps."""
+    return config._replace(product_warps=8) if dtype == torch.float32 else config
+
+
 def tuned(default: _Config, kernel: str, query: Tensor) -> _Config:
     """`default` with what was tuned for this kernel on the query's device, at its shape or the nearest."""
     if not query.is_cuda:

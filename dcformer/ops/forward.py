@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .arguments import LOG2_E, Composition, Mask
-from .config import ForwardConfig, tuned
+from .config import ForwardConfig, for_type, tuned
 from .examples import random_operands
 from .forward_kernels import launch_log_sums, launch_weights
 from .plan import Problem, plan_chunks, round_up, workspace_dtype
@@ -75,7 +75,7 @@ def composed_forward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or tuned(ForwardConfig(), "forward", query)
+    config = config or tuned(for_type(ForwardConfig(), query.dtype), "forward", query)
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)

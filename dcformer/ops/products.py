@@ -1,5 +1,6 @@
 """The matrix products of attention over a workspace of scores, only where a query sees a key."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +30,7 @@ def launch_products(
         HEADS=heads,
         SERVED=heads // key.shape[1],
         CHANNELS=channels,
-        BLOCK_CHANNELS=channel_block(channels),
+        BLOCK_CHANNELS=channel_block(channels, query.dtype),
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
         PRECISION="ieee",
@@ -39,9 +40,16 @@ def launch_products(
     )
 
 
-def channel_block(channels: int) -> int:
+def channel_block(channels: int, dtype: torch.dtype) -> int:
     """Channels of one step of a matrix product: what divides them, so that heads of 80 or 96 channels waste nothing."""
-    return next((size for size in (64, 32) if channels % size == 0), 16)
+    # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
+    sizes = (32,) if dtype == torch.float32 else (64, 32)
+    return next((size for size in sizes if channels % size == 0), 16)
+
+
+def output_block(channels: int, dtype: torch.dtype) -> int:
+    """Channels of a tile of sums over keys or queries: all of them up to 128, or 64 for sums of float32 products."""
+    return min(64 if dtype == torch.float32 else 128, max(16, triton.next_power_of_2(channels)))
 
 
 @triton.jit(do_not_specialize=LENGTHS + STRIDES)
@@ -110,7 +118,7 @@ def launch_output(
     """output = weights . value for the queries of a chunk."""
     number, heads, rows, _ = weights.shape
     channels = value.shape[3]
-    block = min(128, max(16, triton.next_power_of_2(channels)))
+    block = output_block(channels, value.dtype)
     value, output = value[chunk.batch], output[chunk.batch]
     _output_kernel[(-(-channels // block), rows // config.block_rows, number * heads)](
         weights,
@@ -203,7 +211,7 @@ def launch_key_products(
     """
     number, heads, rows, _ = weights.shape
     channels = query.shape[3]
-    block = min(128, max(16, triton.next_power_of_2(channels)))
+    block = output_block(channels, query.dtype)
     query, gradients = query[chunk.batch], gradients[chunk.batch]
     grid = (-(-channels // block), -(-problem.keys // config.block_keys), number * problem.key_value_heads)
     _key_products_kernel[grid](
