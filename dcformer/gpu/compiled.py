@@ -76,7 +76,27 @@ def _why_no_compiler(device: str, index: int | None) -> str | None:
         return "torch.compile is not available here, since Triton is missing; pip install 'dcformer[triton]'"
     if torch.version.hip is None and torch.cuda.get_device_capability(index) < (7, 0):
         return "torch.compile needs a GPU of compute capability 7.0 or later"
-    return None
+    return why_compiling_fails(torch.device(device, index))
+
+
+def why_compiling_fails(device: torch.device) -> str | None:
+    """
+    What goes wrong when a line of arithmetic is compiled for a device, None if nothing does.
+
+    Whatever is raised is the answer: a missing C compiler, headers of Python, or a driver that is too old for Triton all
+    show here alone, and would otherwise end the first forward of a model that never asked to be compiled.
+    """
+    numbers = torch.arange(8.0, device=device)
+    try:
+        is_right = torch.equal(torch.compile(_a_line_of_arithmetic, dynamic=False)(numbers), numbers * 2 + 1)
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        return f"torch.compile fails on this device ({type(error).__name__}: {first_line})"[:300]
+    return None if is_right else "torch.compile gives wrong results on this device"
+
+
+def _a_line_of_arithmetic(numbers: Tensor) -> Tensor:
+    return numbers * 2 + 1
 
 
 def _dense_parts(dense: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -150,3 +150,18 @@ def learns_in_two_processes():
 
 def test_two_processes_learn_what_one_does(not_compiled):
     run_in_two_processes(learns_in_two_processes)
+
+
+def test_a_compiler_that_fails_is_a_reason_and_not_an_error(monkeypatch):
+    def broken(function, **options):
+        def call(*arguments):
+            raise RuntimeError("Failed to find C compiler. Please specify via CC.\nmore lines")
+
+        return call
+
+    assert adapter.why_compiling_fails(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "compile", broken)
+    reason = adapter.why_compiling_fails(torch.device("cpu"))
+    assert reason == (
+        "torch.compile fails on this device (RuntimeError: Failed to find C compiler. Please specify via CC.)"
+    )
