@@ -16,9 +16,11 @@ from .. import ops
 from ..dcmha_chunked import chunked_attention
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
+from ..dcmha_one_query import one_query_attention
 from ..version_dcformer import __version__
 from .cases import PREFILL, Case, case_of
 from .checks import Examination
+from .compiled import compiled_forward, why_not_unasked
 from .triton_form import triton_attention, triton_version, why_not_triton
 from .verdict_file import Machine, Verdict
 from .verdicts import Verdicts, describe
@@ -39,12 +41,13 @@ def torch_attention(
     scaling: float,
     mask: Visibility,
 ) -> Tensor:
-    """What is chosen on a GPU without the Triton forms: the compiled form, or the chunked one where it cannot run."""
-    from .compiled import compiled_forward, why_not_compiled
-
+    """What is chosen on a GPU without the Triton forms: of the compiled form and those below it, the first that can."""
     arguments = (query, key, value, pre, post)
-    can_compile = why_not_compiled(*arguments, mask=mask, dropout=0.0) is None
-    return (compiled_forward if can_compile else chunked_attention)(*arguments, scaling=scaling, mask=mask)
+    if why_not_unasked(*arguments, mask=mask, dropout=0.0) is None:
+        form = compiled_forward
+    else:
+        form = one_query_attention if query.shape[2] == 1 else chunked_attention
+    return form(*arguments, scaling=scaling, mask=mask)
 
 
 _examination = Examination(triton_attention, torch_attention)

@@ -5,6 +5,7 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..dcmha_factors import ComposeWeights
@@ -13,6 +14,8 @@ from ..ops.arguments import Mask
 from ..ops.compiled import compiled_attention
 from .adapters import to_composition
 
+
+_FEWEST_QUERIES = 16
 
 # The boolean form of floating point masks, which all layers of a model share, with the masks' versions.
 _VISIBLE: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -56,6 +59,16 @@ def why_not_compiled(query: Tensor, *_: Tensor | ComposeWeights | None, mask: Vi
     return _why_no_compiler(query.device.type, query.device.index)
 
 
+def why_not_unasked(
+    query: Tensor, *arguments: Tensor | ComposeWeights | None, mask: Visibility, dropout: float
+) -> str | None:
+    """Why the automatic choice passes over it: also where there are few queries for what it lays out anew."""
+    reason = why_not_compiled(query, *arguments, mask=mask, dropout=dropout)
+    if reason is None and has_static_value(query.shape[2]) and query.shape[2] < _FEWEST_QUERIES:
+        return f"it copies keys and values, which pays from {_FEWEST_QUERIES} queries on"
+    return reason
+
+
 @functools.cache
 def _why_no_compiler(device: str, index: int | None) -> str | None:
     """Whether torch can compile for a device here; it is asked once, as the answer takes a process of its own."""
@@ -83,7 +96,7 @@ def why_compiling_fails(device: torch.device) -> str | None:
     """
     What goes wrong when a line of arithmetic is compiled for a device, None if nothing does.
 
-    Whatever is raised is the answer: a missing C compiler, headers of Python, or a driver that is too old for Triton all
+    Whatever is raised is the answer: a missing C compiler, headers of Python, or a driver that is too old for Triton
     show here alone, and would otherwise end the first forward of a model that never asked to be compiled.
     """
     numbers = torch.arange(8.0, device=device)

@@ -2,7 +2,7 @@
 
 from ..dcmha import register_implementation
 from .automatic import why_not_chosen
-from .compiled import compiled_forward, why_not_compiled
+from .compiled import compiled_forward, why_not_compiled, why_not_unasked
 from .preparation import prepare_step
 from .triton_form import triton_attention, why_not_triton
 
@@ -17,6 +17,7 @@ def register() -> None:
         "chunks whose compositions torch.compile fuses, with gradients",
         is_automatic=True,
         automatic_on="cuda",
+        why_not_automatic=why_not_unasked,
     )
     register_implementation(
         "triton",

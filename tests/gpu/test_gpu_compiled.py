@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from dcformer import Visibility
 from dcformer.dcmha import composed_attention_reference
 from dcformer.gpu import compiled as adapter
 from dcformer.ops import compiled as compiled_module
@@ -165,3 +166,13 @@ def test_a_compiler_that_fails_is_a_reason_and_not_an_error(monkeypatch):
     assert reason == (
         "torch.compile fails on this device (RuntimeError: Failed to find C compiler. Please specify via CC.)"
     )
+
+
+def test_the_automatic_choice_leaves_few_queries_to_other_forms():
+    def reason(queries):
+        inputs = make_inputs(batch=1, queries=queries, keys=20)
+        mask = Visibility(queries, 20)
+        return adapter.why_not_unasked(*inputs, mask=mask, dropout=0.0)
+
+    assert reason(15) == "it copies keys and values, which pays from 16 queries on"
+    assert reason(16) is None
