@@ -12,7 +12,12 @@ def random_operands(
     """
     Query, key, value (1, heads, length, channels), and what is composed before and after the softmax, of rank 2 with
     gates from both sides.
+
+    Raises:
+        ValueError: on a CPU, where kernels run in Triton's interpreter, whose times mean nothing.
     """
+    if device.type == "cpu":
+        raise ValueError("Kernels are tuned on a GPU, and the device is 'cpu'; give --device cuda where there is one.")
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
