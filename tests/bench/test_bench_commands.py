@@ -36,13 +36,15 @@ def context():
 
 
 @pytest.fixture
-def only_chunked(monkeypatch):
-    """The form for every device alone, so that little is timed."""
-    others = [name for name in implementations() if name != "chunked"]
-    for name in others:
-        monkeypatch.delitem(_TABLE, name)
+def only_chunked():
+    """The form for every device alone, so that little is timed; the table keeps its order, in which forms are tried."""
+    before = implementations()
+    for name in before:
+        if name != "chunked":
+            del _TABLE[name]
     yield
-    _TABLE.pop("take_down", None)
+    _TABLE.clear()
+    _TABLE.update(before)
 
 
 @pytest.fixture
@@ -144,9 +146,8 @@ def _wrong(error):
 
 
 @pytest.fixture
-def wrong(request, only_chunked, monkeypatch):
-    """In the table, a form with the fault that the test is told; the table is put right afterwards."""
-    monkeypatch.setitem(_TABLE, "wrong", None)
+def wrong(request, only_chunked):
+    """In the table, a form with the fault that the test is told."""
     register_implementation("wrong", _wrong(request.param), purpose="shows that the gate works")
     return request.param
 
