@@ -23,7 +23,7 @@ from .arguments import LOG2_E, Composition, Mask
 from .backward_kernels import launch_score_gradients, launch_softmax_gradients
 from .backward_maps import launch_weights_and_maps
 from .backward_sums import launch_join_keys, launch_join_queries, launch_static_gradients
-from .config import BackwardConfig, for_type, tuned
+from .config import BACKWARD, TileConfig, for_type, tuned
 from .examples import random_operands
 from .forward import composed_forward
 from .plan import Chunk, Problem, Stage, plan_chunks, round_up, workspace_dtype
@@ -34,9 +34,9 @@ from .workspace import workspace_bytes as default_workspace_bytes
 # What `dcformer bench tune` tries, the default first.
 KERNELS = {
     "backward": [
-        BackwardConfig(*sizes)._asdict()
+        TileConfig(*sizes)._asdict()
         for sizes in (
-            (),
+            BACKWARD,
             (64, 64, 16, 4, 2, 4),
             (64, 64, 16, 4, 3, 8),
             (64, 32, 32, 4, 3, 4),
@@ -58,7 +58,7 @@ def composed_backward(
     scaling: float,
     mask: Mask,
     workspace_bytes: int,
-    config: BackwardConfig | None = None,
+    config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Composition | None, Composition | None]:
     """
     Gradients of [`composed_forward`]'s inputs.
@@ -69,7 +69,7 @@ def composed_backward(
         log_sums (`Tensor`): What the forward pass returned beside its output.
         workspace_bytes (`int`): Bound of what is needed beside inputs and gradients; those of keys, values and keys'
             factors are summed in float32, whatever their type.
-        config (`BackwardConfig`, *optional*): Tile sizes.
+        config (`TileConfig`, *optional*): Tile sizes.
 
     Returns:
         Gradients of query, key, value, pre and post, in the types and shapes of these; None for what is None. Queries
@@ -78,7 +78,7 @@ def composed_backward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or tuned(for_type(BackwardConfig(), query.dtype), "backward", query)
+    config = config or tuned(for_type(BACKWARD, query.dtype), "backward", query)
     batch, heads, queries, _ = query.shape
     if output_gradient.stride(3) != 1:
         output_gradient = output_gradient.contiguous()
@@ -185,7 +185,7 @@ class _Workspace(NamedTuple):
 
     @classmethod
     def of(
-        cls, problem: Problem, chunk: Chunk, config: BackwardConfig, query: Tensor, score_type: torch.dtype
+        cls, problem: Problem, chunk: Chunk, config: TileConfig, query: Tensor, score_type: torch.dtype
     ) -> "_Workspace":
         number = chunk.batch.stop - chunk.batch.start
         rows = round_up(chunk.stop - chunk.start, config.block_rows)
@@ -221,7 +221,7 @@ class _Workspace(NamedTuple):
             query.new_empty(elements // config.compose_rows * key_channels, dtype=torch.float32),
         )
 
-    def partial(self, stage: Stage, config: BackwardConfig) -> tuple[Tensor, Tensor]:
+    def partial(self, stage: Stage, config: TileConfig) -> tuple[Tensor, Tensor]:
         """
         Where blocks put what they add to the gradients of a composition's factors: (batch, block of keys, channels,
         heads, row) and (batch, block of queries, channels, heads, column).
@@ -248,9 +248,7 @@ def _channels(problem: Problem) -> tuple[int, int]:
     return max(2, before[0], after[0]), max(before[1], after[1])
 
 
-def _bytes_per_column(
-    problem: Problem, config: BackwardConfig, score_type: torch.dtype, gradient_type: torch.dtype
-) -> int:
+def _bytes_per_column(problem: Problem, config: TileConfig, score_type: torch.dtype, gradient_type: torch.dtype) -> int:
     """Of the workspace, for each query of a row of the batch."""
     static_after, static_before = problem.post.static is not None, problem.pre.static is not None
     score_arrays = 2 + static_after
@@ -269,7 +267,7 @@ def _bytes_per_column(
 def _softmax_gradients(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     workspace: _Workspace,
     log_sums: Tensor,
     sums: Tensor,
@@ -324,7 +322,7 @@ def _softmax_gradients(
 def _score_gradients(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     workspace: _Workspace,
     gradients: _Gradients,
     scaling: float,
@@ -357,7 +355,7 @@ def _score_gradients(
 def _join(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     query_sums: Tensor,
     key_sums: Tensor,
     gradients: _Gradients,
@@ -378,7 +376,7 @@ def tuning_example(
     output, log_sums = composed_forward(*operands, **options)
 
     def call(configs: dict[str, dict[str, int]]) -> list[Tensor]:
-        config = BackwardConfig(**configs.get("backward", {}))
+        config = TileConfig(**configs.get("backward", BACKWARD._asdict()))
         *states, pre, post = composed_backward(output, *operands, log_sums, **options, config=config)
         return [*states, pre.query, pre.key, post.query, post.key]
 

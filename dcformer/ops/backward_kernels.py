@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .backward_maps import tile_constants, tile_grid, transposed_static
-from .config import BackwardConfig
+from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import (
     LENGTHS,
@@ -76,7 +76,7 @@ def _store_factor_sums(
 def launch_softmax_gradients(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     gradients: Tensor,
     weights: Tensor,
     composed: Tensor,
@@ -345,7 +345,7 @@ def _softmax_gradients_kernel(
 def launch_score_gradients(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     scores: Tensor,
     exponent_gradients: Tensor,
     score_gradients: Tensor,

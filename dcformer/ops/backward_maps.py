@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import BackwardConfig
+from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import (
     LENGTHS,
@@ -35,12 +35,12 @@ def transposed_static(static: Tensor | None) -> Tensor | None:
     return None if static is None else static.mT.contiguous()
 
 
-def tile_grid(problem: Problem, config: BackwardConfig, scores: Tensor) -> tuple[int, int, int]:
+def tile_grid(problem: Problem, config: TileConfig, scores: Tensor) -> tuple[int, int, int]:
     number, _, rows, columns = scores.shape
     return columns // config.block_keys, rows // config.compose_rows, number * problem.groups
 
 
-def tile_constants(problem: Problem, config: BackwardConfig, scores: Tensor) -> dict[str, Any]:
+def tile_constants(problem: Problem, config: TileConfig, scores: Tensor) -> dict[str, Any]:
     return {
         **problem.head_constants(),
         "ROWS": scores.shape[2],
@@ -56,7 +56,7 @@ def tile_constants(problem: Problem, config: BackwardConfig, scores: Tensor) -> 
 def launch_weights_and_maps(
     problem: Problem,
     chunk: Chunk,
-    config: BackwardConfig,
+    config: TileConfig,
     scores: Tensor,
     gradients: Tensor,
     weights: Tensor,

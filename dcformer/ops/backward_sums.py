@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import BackwardConfig
+from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, query_range
 
@@ -15,7 +15,7 @@ _STATIC_ROWS = 16  # queries of one program; divides a block of queries
 
 
 def launch_join_queries(
-    problem: Problem, chunk: Chunk, config: BackwardConfig, partial: Tensor, gradients: Tensor, factor: float
+    problem: Problem, chunk: Chunk, config: TileConfig, partial: Tensor, gradients: Tensor, factor: float
 ) -> None:
     """
     gradients = factor * sum over blocks of keys, for the queries of a chunk.
@@ -100,7 +100,7 @@ def _join_queries_kernel(
 
 
 def launch_join_keys(
-    problem: Problem, chunk: Chunk, config: BackwardConfig, partial: Tensor, gradients: Tensor, factor: float
+    problem: Problem, chunk: Chunk, config: TileConfig, partial: Tensor, gradients: Tensor, factor: float
 ) -> None:
     """
     gradients += factor * sum over the blocks of queries of a chunk.
@@ -193,7 +193,7 @@ def _join_keys_kernel(
 
 
 def launch_static_gradients(
-    problem: Problem, chunk: Chunk, config: BackwardConfig, inputs: Tensor, gradients: Tensor
+    problem: Problem, chunk: Chunk, config: TileConfig, inputs: Tensor, gradients: Tensor
 ) -> Tensor:
     """
     What a chunk adds to the gradient of a static map, (groups, in, out) in float32: for heads j and h of a group, the

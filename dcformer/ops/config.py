@@ -9,12 +9,12 @@ from torch import Tensor
 from .tuning import tuned_config
 
 
-class ForwardConfig(NamedTuple):
+class TileConfig(NamedTuple):
     """
-    Sizes of tiles and numbers of warps.
+    Of the forward and the backward pass.
 
     Args:
-        block_rows (`int`, defaults to 64): Queries of a tile of the two matrix products, and of a block of the band.
+        block_rows (`int`, defaults to 64): Queries of a tile of the matrix products, and of a block of the band.
         block_keys (`int`, defaults to 64): Keys of a tile.
         compose_rows (`int`, defaults to 32): Queries of a tile of the compositions; divides `block_rows`.
         product_warps, product_stages, compose_warps: Of the matrix products and of the compositions.
@@ -28,36 +28,14 @@ class ForwardConfig(NamedTuple):
     compose_warps: int = 4
 
 
-class BackwardConfig(NamedTuple):
-    """
-    Sizes of tiles and numbers of warps of the backward pass.
-
-    Args:
-        block_rows (`int`, defaults to 64): Queries of a tile of the matrix products, and of a block of the band.
-        block_keys (`int`, defaults to 64): Keys of a tile, 128 at most.
-        compose_rows (`int`, defaults to 32): Queries of a tile of the compositions, a multiple of 16 that divides
-            `block_rows`.
-        product_warps, product_stages, compose_warps: Of the matrix products and of the compositions. A tile of the
-            compositions keeps twelve maps in registers at rank 2, so more threads than forward share it.
-    """
-
-    block_rows: int = 64
-    block_keys: int = 64
-    compose_rows: int = 32
-    product_warps: int = 4
-    product_stages: int = 2
-    compose_warps: int = 8
-
-
-Config = ForwardConfig | BackwardConfig
+FORWARD = TileConfig()
+# A tile of the compositions keeps twelve maps in registers at rank 2, so more threads than forward share it.
+BACKWARD = TileConfig(compose_warps=8)
 
 _Config = TypeVar("_Config", bound=tuple[Any, ...])
 
 
-_Tiles = TypeVar("_Tiles", ForwardConfig, BackwardConfig)
-
-
-def for_type(config: _Tiles, dtype: torch.dtype) -> _Tiles:
+def for_type(config: TileConfig, dtype: torch.dtype) -> TileConfig:
     """Products of float32 do not use tensor cores: their tiles need the registers of twice as many warps."""
     return config._replace(product_warps=8) if dtype == torch.float32 else config
 

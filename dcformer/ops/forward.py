@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .arguments import LOG2_E, Composition, Mask
-from .config import ForwardConfig, for_type, tuned
+from .config import FORWARD, TileConfig, for_type, tuned
 from .examples import random_operands
 from .forward_kernels import launch_log_sums, launch_weights
 from .plan import Problem, plan_chunks, round_up, workspace_dtype
@@ -29,7 +29,7 @@ from .workspace import workspace_bytes as default_workspace_bytes
 # What `dcformer bench tune` tries, the default first.
 KERNELS = {
     "forward": [
-        ForwardConfig(*sizes)._asdict()
+        TileConfig(*sizes)._asdict()
         for sizes in (
             (),
             (64, 64, 16, 4, 2, 4),
@@ -53,7 +53,7 @@ def composed_forward(
     scaling: float,
     mask: Mask,
     workspace_bytes: int,
-    config: ForwardConfig | None = None,
+    config: TileConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
     Composed attention of float32, float16 or bfloat16 inputs.
@@ -66,7 +66,7 @@ def composed_forward(
         scaling (`float`): Factor of the scores.
         mask (`Mask`): Which key a query sees.
         workspace_bytes (`int`): Bound of what is needed beside inputs and outputs.
-        config (`ForwardConfig`, *optional*): Tile sizes.
+        config (`TileConfig`, *optional*): Tile sizes.
 
     Returns:
         output (batch, heads, query, value channels) in the query's type, zeros for a query that sees no key; and the
@@ -75,7 +75,7 @@ def composed_forward(
     Raises:
         ValueError: for other types, or if pre and post have different groups.
     """
-    config = config or tuned(for_type(ForwardConfig(), query.dtype), "forward", query)
+    config = config or tuned(for_type(FORWARD, query.dtype), "forward", query)
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -120,6 +120,6 @@ def tuning_example(
     options = {"scaling": channels**-0.5, "mask": Mask(), "workspace_bytes": default_workspace_bytes()}
 
     def call(configs: dict[str, dict[str, int]]) -> tuple[Tensor, ...]:
-        return composed_forward(*operands, **options, config=ForwardConfig(**configs.get("forward", {})))
+        return composed_forward(*operands, **options, config=TileConfig(**configs.get("forward", FORWARD._asdict())))
 
     return call

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import ForwardConfig
+from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import (
     LENGTHS,
@@ -26,7 +26,7 @@ from .tiles import (
 
 
 def launch_log_sums(
-    problem: Problem, chunk: Chunk, config: ForwardConfig, scores: Tensor, maps: Tensor, log_sums: Tensor
+    problem: Problem, chunk: Chunk, config: TileConfig, scores: Tensor, maps: Tensor, log_sums: Tensor
 ) -> None:
     """Pre-compose the scores block by block for the softmax's sums, and keep the maps over the heads."""
     number, heads, rows, columns = scores.shape
@@ -240,7 +240,7 @@ def _join_sums_kernel(
 def launch_weights(
     problem: Problem,
     chunk: Chunk,
-    config: ForwardConfig,
+    config: TileConfig,
     scores: Tensor,
     weights: Tensor | None,
     maps: Tensor,

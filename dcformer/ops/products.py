@@ -5,13 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .config import Config
+from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import LENGTHS, STRIDES, first_key_of_block, key_ranges, query_range, sees_any
 
 
 def launch_products(
-    problem: Problem, chunk: Chunk, config: Config, query: Tensor, key: Tensor, products: Tensor, factor: float
+    problem: Problem, chunk: Chunk, config: TileConfig, query: Tensor, key: Tensor, products: Tensor, factor: float
 ) -> None:
     """products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights."""
     number, heads, rows, columns = products.shape
@@ -113,7 +113,7 @@ def _products_kernel(
 
 
 def launch_output(
-    problem: Problem, chunk: Chunk, config: Config, weights: Tensor, value: Tensor, output: Tensor
+    problem: Problem, chunk: Chunk, config: TileConfig, weights: Tensor, value: Tensor, output: Tensor
 ) -> None:
     """output = weights . value for the queries of a chunk."""
     number, heads, rows, _ = weights.shape
@@ -199,7 +199,7 @@ def _output_kernel(
 
 
 def launch_key_products(
-    problem: Problem, chunk: Chunk, config: Config, weights: Tensor, query: Tensor, gradients: Tensor
+    problem: Problem, chunk: Chunk, config: TileConfig, weights: Tensor, query: Tensor, gradients: Tensor
 ) -> None:
     """
     gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves.

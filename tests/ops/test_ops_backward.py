@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 
 from dcformer.ops.arguments import Composition, Mask
 from dcformer.ops.backward import _bytes_per_column, _Workspace, composed_backward
-from dcformer.ops.config import BackwardConfig, ForwardConfig
+from dcformer.ops.config import BACKWARD, TileConfig
 from dcformer.ops.forward import composed_forward
 from dcformer.ops.plan import Problem, plan_chunks
 
 
-SMALL_TILES = BackwardConfig(block_rows=32, block_keys=32, compose_rows=16)
+SMALL_TILES = BACKWARD._replace(block_rows=32, block_keys=32, compose_rows=16)
 QUERY_WISE, KEY_WISE = ("query_low_rank", "query_gate"), ("key_low_rank", "key_gate")
 DYNAMIC = QUERY_WISE + KEY_WISE
 
@@ -176,7 +176,7 @@ def test_half_precision_gradients_keep_their_type_and_are_close():
         scaling=half.query.shape[3] ** -0.5,
         mask=mask_of(seen),
         workspace_bytes=2**28,
-        config=ForwardConfig(block_rows=32, block_keys=32, compose_rows=16),
+        config=TileConfig(block_rows=32, block_keys=32, compose_rows=16),
     )
     found = gradients_of(half, seen, log_sums)
     assert all(tensor.dtype == torch.float16 for tensor in found.values())
@@ -201,7 +201,7 @@ def test_the_workspace_stays_within_its_bound(branches, window):
     heads, length = 32, 4096
     static = meta(1, heads, heads) if "static" in branches else None
     weights = Composition(meta(2, heads, length, 5), meta(2, heads, length, 5), static)
-    query, mask, config, bound = meta(2, heads, length, 128), Mask(sliding_window=window), BackwardConfig(), 2**28
+    query, mask, config, bound = meta(2, heads, length, 128), Mask(sliding_window=window), BACKWARD, 2**28
     problem = Problem.of(query, query, weights, weights, mask, query)
     chunks = list(
         plan_chunks(

@@ -6,7 +6,7 @@ from operator_calls import Call, composition_of, expected_output, mask_of, poiso
 from operator_inputs import BRANCHES
 
 from dcformer.ops.arguments import Mask
-from dcformer.ops.config import ForwardConfig
+from dcformer.ops.config import TileConfig
 from dcformer.ops.folding import can_fold, fold
 from dcformer.ops.forward import composed_forward
 from dcformer.ops.plan import plan_chunks
@@ -95,7 +95,7 @@ def test_a_thousand_queries_in_chunks():
     visibility = call.visibility(inputs)
     expected = expected_output(inputs, visibility)
     # What the interpreter takes goes by the number of tiles.
-    large_tiles = ForwardConfig(block_rows=128, block_keys=128, compose_rows=128)
+    large_tiles = TileConfig(block_rows=128, block_keys=128, compose_rows=128)
     assert (
         output_of(call, inputs, visibility, large_tiles).double() - expected
     ).abs().max() <= EXACT * expected.abs().max()
