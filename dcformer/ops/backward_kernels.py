@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backward_maps import tile_constants, tile_grid, transposed_static
+from .backward_maps import transposed_static
 from .config import TileConfig
 from .plan import Chunk, Problem
 from .tiles import (
@@ -99,7 +99,7 @@ def launch_softmax_gradients(
         query_sums (`Tensor`): (batch, block of keys, channels, heads, row), filled in where a query may see a key.
         key_sums (`Tensor`): (batch, block of queries, channels, heads, column), likewise.
     """
-    _softmax_gradients_kernel[tile_grid(problem, config, weights)](
+    _softmax_gradients_kernel[problem.tile_grid(config, weights)](
         gradients,
         weights,
         composed,
@@ -119,7 +119,7 @@ def launch_softmax_gradients(
         **problem.post.arguments(chunk.batch, "POST"),
         **problem.range_arguments(chunk),
         BY_PRODUCT=gradients.dtype != torch.float32,
-        **tile_constants(problem, config, weights),
+        **problem.tile_constants(config, weights),
     )
 
 
@@ -359,7 +359,7 @@ def launch_score_gradients(
     Through pre-composition: `factor` times the gradients of scores from those of composed scores, and the gradients of
     pre-composition's factors by block. Arguments as of `launch_softmax_gradients`.
     """
-    _score_gradients_kernel[tile_grid(problem, config, scores)](
+    _score_gradients_kernel[problem.tile_grid(config, scores)](
         scores,
         exponent_gradients,
         score_gradients,
@@ -373,7 +373,7 @@ def launch_score_gradients(
         **problem.pre.arguments(chunk.batch, "PRE"),
         **problem.range_arguments(chunk),
         BY_PRODUCT=exponent_gradients.dtype != torch.float32,
-        **tile_constants(problem, config, scores),
+        **problem.tile_constants(config, scores),
     )
 
 

@@ -6,8 +6,6 @@ over the heads of d instead of a. The gradient of w1 is a times a map of d, of w
 gate it is a d, each summed over the keys for a query's factors and over the queries for a key's.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,24 +33,6 @@ def transposed_static(static: Tensor | None) -> Tensor | None:
     return None if static is None else static.mT.contiguous()
 
 
-def tile_grid(problem: Problem, config: TileConfig, scores: Tensor) -> tuple[int, int, int]:
-    number, _, rows, columns = scores.shape
-    return columns // config.block_keys, rows // config.compose_rows, number * problem.groups
-
-
-def tile_constants(problem: Problem, config: TileConfig, scores: Tensor) -> dict[str, Any]:
-    return {
-        **problem.head_constants(),
-        "ROWS": scores.shape[2],
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_QUERIES": config.compose_rows,
-        "BLOCK_KEYS": config.block_keys,
-        "num_warps": config.compose_warps,
-        "num_stages": 2,
-        "enable_fp_fusion": True,
-    }
-
-
 def launch_weights_and_maps(
     problem: Problem,
     chunk: Chunk,
@@ -74,7 +54,7 @@ def launch_weights_and_maps(
         score_maps, gradient_maps, weight_maps (`Tensor`): (batch, groups, map, row, column), filled in.
         partial_sums (`Tensor`): (batch, block of keys, 2, heads, row), filled in where a query may see a key.
     """
-    _weights_and_maps_kernel[tile_grid(problem, config, scores)](
+    _weights_and_maps_kernel[problem.tile_grid(config, scores)](
         scores,
         gradients,
         weights,
@@ -91,7 +71,7 @@ def launch_weights_and_maps(
         **problem.post.arguments(chunk.batch, "POST"),
         **problem.range_arguments(chunk),
         **problem.mask_arguments(chunk),
-        **tile_constants(problem, config, scores),
+        **problem.tile_constants(config, scores),
     )
 
 

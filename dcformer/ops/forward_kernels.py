@@ -12,10 +12,10 @@ from .tiles import (
     STRIDES,
     add_to_key_maps,
     add_to_query_maps,
-    first_key_of_block,
     gated,
     key_ranges,
     load_maps,
+    place_of_program,
     sees_any,
     spread_maps,
     static_term,
@@ -32,24 +32,16 @@ def launch_log_sums(
     number, heads, rows, columns = scores.shape
     blocks = columns // config.block_keys
     partial = scores.new_empty(2, number, blocks, heads, rows, dtype=torch.float32)  # largest, sum
-    _log_sums_kernel[(blocks, rows // config.compose_rows, number * problem.groups)](
+    _log_sums_kernel[problem.tile_grid(config, scores)](
         scores,
         maps,
         *partial,
         scores.stride(1),
-        *problem.pre.pointers(chunk.batch),
-        *problem.pre.strides(),
+        PRE_STATIC=problem.pre.static,
+        **problem.pre.arguments(chunk.batch, "PRE"),
         **problem.range_arguments(chunk),
         **problem.mask_arguments(chunk),
-        **problem.pre.flags("PRE"),
-        **problem.head_constants(),
-        ROWS=rows,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_QUERIES=config.compose_rows,
-        BLOCK_KEYS=config.block_keys,
-        num_warps=config.compose_warps,
-        num_stages=2,
-        enable_fp_fusion=True,
+        **problem.tile_constants(config, scores),
     )
     block = 64
     _join_sums_kernel[(-(-rows // block), heads, number)](
@@ -74,13 +66,13 @@ def _log_sums_kernel(
     LARGEST,
     SUMS,
     head_stride,
-    QUERY_FACTORS,
-    KEY_FACTORS,
-    STATIC,
-    query_batch_stride,
-    query_channel_stride,
-    key_batch_stride,
-    key_channel_stride,
+    PRE_QUERY,
+    PRE_KEY,
+    PRE_STATIC,
+    pre_query_batch_stride,
+    pre_query_stride,
+    pre_key_batch_stride,
+    pre_key_stride,
     query_start,
     queries,
     keys,
@@ -110,12 +102,8 @@ def _log_sums_kernel(
 ):
     b = (tl.program_id(2) // GROUPS).to(tl.int64)
     group = tl.program_id(2) % GROUPS
-    row = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
-    column = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    row, column, block_key = place_of_program(query_start, query_offset, window, BLOCK_ROWS, BLOCK_QUERIES, BLOCK_KEYS)
     t = query_start + row
-    block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
-    block_key = first_key_of_block(block_row, query_start, query_offset, window, BLOCK_ROWS)
-    block_key += tl.program_id(0) * BLOCK_KEYS
     s = block_key + tl.arange(0, BLOCK_KEYS)
     if FIRST_KEYS is not None:
         FIRST_KEYS += b * sequence_stride
@@ -132,10 +120,10 @@ def _log_sums_kernel(
         bias = visible_bias(t, s, first, last, queries, keys, PADDING, SEQUENCES, VISIBLE, visible_stride)
         places = row[:, None] * columns + column[None, :]
         # Past the ends are zeros. Lengths are multiples of 16, which lets tiles load them by vectors.
-        query_factors = QUERY_FACTORS + b * query_batch_stride
-        key_factors = KEY_FACTORS + b * key_batch_stride
-        query_length = query_channel_stride // (GROUPS * HEADS * 16) * 16
-        key_length = key_channel_stride // (GROUPS * HEADS * 16) * 16
+        query_factors = PRE_QUERY + b * pre_query_batch_stride
+        key_factors = PRE_KEY + b * pre_key_batch_stride
+        query_length = pre_query_stride // (GROUPS * HEADS * 16) * 16
+        key_length = pre_key_stride // (GROUPS * HEADS * 16) * 16
         query_factors += group * HEADS * query_length
         key_factors += group * HEADS * key_length
         group_scores = SCORES + (b * GROUPS + group) * HEADS * head_stride
@@ -146,10 +134,10 @@ def _log_sums_kernel(
             for h in range(HEADS):
                 a = tl.load(head_scores + places).to(tl.float32)  # [BLOCK_QUERIES, BLOCK_KEYS]
                 query_maps = add_to_query_maps(
-                    query_maps, a, query_factors, query_channel_stride, h * query_length + t, 0, PRE_QUERY_RANK
+                    query_maps, a, query_factors, pre_query_stride, h * query_length + t, 0, PRE_QUERY_RANK
                 )
                 key_maps = add_to_key_maps(
-                    key_maps, a, key_factors, key_channel_stride, h * key_length + s, 0, PRE_KEY_RANK
+                    key_maps, a, key_factors, pre_key_stride, h * key_length + s, 0, PRE_KEY_RANK
                 )
                 head_scores += head_stride
             map_stride = ROWS * columns
@@ -164,10 +152,10 @@ def _log_sums_kernel(
             x = gated(
                 a,
                 query_factors,
-                query_channel_stride,
+                pre_query_stride,
                 query_at,
                 key_factors,
-                key_channel_stride,
+                pre_key_stride,
                 key_at,
                 PRE_QUERY_RANK,
                 PRE_QUERY_GATE,
@@ -180,18 +168,18 @@ def _log_sums_kernel(
                 query_maps,
                 key_maps,
                 query_factors,
-                query_channel_stride,
+                pre_query_stride,
                 query_at,
                 key_factors,
-                key_channel_stride,
+                pre_key_stride,
                 key_at,
                 PRE_QUERY_RANK,
                 PRE_QUERY_RANK,
                 PRE_KEY_RANK,
                 PRE_KEY_RANK,
             )
-            if STATIC is not None:
-                column_of_static = STATIC + group * HEADS * HEADS + h
+            if PRE_STATIC is not None:
+                column_of_static = PRE_STATIC + group * HEADS * HEADS + h
                 x = static_term(x, group_scores, places, head_stride, column_of_static, HEADS, BLOCK_KEYS)
             largest = tl.maximum(tl.max(x, 1), -1e30)  # [BLOCK_QUERIES]
             tl.store(LARGEST + partial + h * ROWS, largest)
@@ -247,31 +235,21 @@ def launch_weights(
     log_sums: Tensor,
 ) -> None:
     """Replace scores by composed weights; `weights` takes those not yet composed, None for in the scores' place."""
-    number, _, rows, columns = scores.shape
-    _weights_kernel[(columns // config.block_keys, rows // config.compose_rows, number * problem.groups)](
+    _weights_kernel[problem.tile_grid(config, scores)](
         scores,
         weights,
         maps,
         log_sums[chunk.batch],
         *log_sums.stride()[:2],
         scores.stride(1),
-        *problem.pre.pointers(chunk.batch),
-        *problem.pre.strides(),
-        *problem.post.pointers(chunk.batch),
-        *problem.post.strides(),
+        PRE_STATIC=problem.pre.static,
+        POST_STATIC=problem.post.static,
+        **problem.pre.arguments(chunk.batch, "PRE"),
+        **problem.post.arguments(chunk.batch, "POST"),
         **problem.range_arguments(chunk),
         **problem.mask_arguments(chunk),
-        **problem.pre.flags("PRE"),
-        **problem.post.flags("POST"),
-        **problem.head_constants(),
-        ROWS=rows,
         COMPOSES_AFTER=not problem.post.is_empty,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_QUERIES=config.compose_rows,
-        BLOCK_KEYS=config.block_keys,
-        num_warps=config.compose_warps,
-        num_stages=2,
-        enable_fp_fusion=True,
+        **problem.tile_constants(config, scores),
     )
 
 
@@ -332,12 +310,8 @@ def _weights_kernel(
 ):
     b = (tl.program_id(2) // GROUPS).to(tl.int64)
     group = tl.program_id(2) % GROUPS
-    row = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
-    column = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    row, column, block_key = place_of_program(query_start, query_offset, window, BLOCK_ROWS, BLOCK_QUERIES, BLOCK_KEYS)
     t = query_start + row
-    block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
-    block_key = first_key_of_block(block_row, query_start, query_offset, window, BLOCK_ROWS)
-    block_key += tl.program_id(0) * BLOCK_KEYS
     s = block_key + tl.arange(0, BLOCK_KEYS)
     if FIRST_KEYS is not None:
         FIRST_KEYS += b * sequence_stride
@@ -473,6 +447,7 @@ def _weights_kernel(
                 weights += head_stride
     else:
         # The product with the values goes over whole blocks of rows, of which this is a part.
+        block_row = tl.program_id(1) * BLOCK_QUERIES // BLOCK_ROWS
         block_t = query_start + block_row * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         block_first, block_last = key_ranges(
             block_t, queries, keys, query_offset, window, FIRST_KEYS, LAST_KEYS, IS_CAUSAL

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Composition, Mask, channels_of, dense_mask
+from .config import TileConfig
 
 
 # Scores of float32 inputs stay in float32; those of 16-bit inputs have their range of exponents from the composition's
@@ -51,30 +52,19 @@ class Stage(NamedTuple):
     def is_empty(self) -> bool:
         return self.static is None and self.maps == 0 and not self.query_gate and not self.key_gate
 
-    def pointers(self, batch: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.query[batch], self.key[batch], self.static
-
-    def strides(self) -> tuple[int, int, int, int]:
-        """Of the query's factors from row to row of the batch and from channel to channel, and of the key's."""
-        return self.query.stride(0), self.query.stride(1), self.key.stride(0), self.key.stride(1)
-
-    def flags(self, name: str) -> dict[str, int | bool]:
-        """The constants of a kernel whose names begin with `name`."""
+    def arguments(self, batch: slice, name: str) -> dict[str, Any]:
+        """The arguments of a kernel about the factors of these rows of the batch, whose names begin with `name`."""
         return {
+            f"{name}_QUERY": self.query[batch],
+            f"{name}_KEY": self.key[batch],
+            f"{name.lower()}_query_batch_stride": self.query.stride(0),
+            f"{name.lower()}_query_stride": self.query.stride(1),
+            f"{name.lower()}_key_batch_stride": self.key.stride(0),
+            f"{name.lower()}_key_stride": self.key.stride(1),
             f"{name}_QUERY_RANK": self.query_rank,
             f"{name}_QUERY_GATE": self.query_gate,
             f"{name}_KEY_RANK": self.key_rank,
             f"{name}_KEY_GATE": self.key_gate,
-        }
-
-    def arguments(self, batch: slice, name: str) -> dict[str, Any]:
-        """The arguments of a kernel about the factors of these rows of the batch, whose names begin with `name`."""
-        numbers = ("query_batch_stride", "query_stride", "key_batch_stride", "key_stride")
-        return {
-            f"{name}_QUERY": self.query[batch],
-            f"{name}_KEY": self.key[batch],
-            **{f"{name.lower()}_{number}": stride for number, stride in zip(numbers, self.strides())},
-            **self.flags(name),
         }
 
 
@@ -167,6 +157,24 @@ class Problem(NamedTuple):
 
     def head_constants(self) -> dict[str, int]:
         return {"GROUPS": self.groups, "HEADS": self.heads // self.groups}
+
+    def tile_grid(self, config: TileConfig, scores: Tensor) -> tuple[int, int, int]:
+        """Programs of a composition: blocks of columns, blocks of rows, groups of heads in each row of the batch."""
+        number, _, rows, columns = scores.shape
+        return columns // config.block_keys, rows // config.compose_rows, number * self.groups
+
+    def tile_constants(self, config: TileConfig, scores: Tensor) -> dict[str, Any]:
+        """What every kernel that composes tiles of `scores` is compiled for and launched with."""
+        return {
+            **self.head_constants(),
+            "ROWS": scores.shape[2],
+            "BLOCK_ROWS": config.block_rows,
+            "BLOCK_QUERIES": config.compose_rows,
+            "BLOCK_KEYS": config.block_keys,
+            "num_warps": config.compose_warps,
+            "num_stages": 2,
+            "enable_fp_fusion": True,
+        }
 
 
 def _rows(tensor: Tensor | None, chunk: Chunk) -> Tensor | None:
