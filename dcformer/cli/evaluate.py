@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..eval.report_tables import Report
 
-_HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "debug")
+_HANDED_ON_APART = ("models", "num_fewshot", "dtype", "authors", "data_hash", "debug")
 _TOLD_ON_STDERR = ("dcformer.eval", "dcformer.head_tasks")
 _INTERRUPTED = "Interrupted; finished tasks are kept, run the same command to resume."
 _INTERRUPTED_HEAD_TASKS = "Interrupted; nothing was written, run the same command to start again."
@@ -39,8 +39,9 @@ def eval_command(
     suite: Annotated[
         str,
         typer.Option(
-            help="The suites to run, separated by commas: table4, head_tasks_authors, perplexity, wikitext2 or all; "
-            "or head_tasks alone."
+            help="The suites to run, separated by commas: table4, head_tasks_authors, perplexity, wikitext2, or all, "
+            "which is these four; lm_eval_0_4_13 asks four columns of table4 in the words of that version. The suite "
+            "head_tasks is not part of all and runs alone."
         ),
     ] = "table4",
     tasks: Annotated[
@@ -58,10 +59,21 @@ def eval_command(
         str, typer.Option(help="The folder to write results to; finished results in it are reused.")
     ] = "results",
     limit: Annotated[
-        int | None, typer.Option(help="The number of documents to take from each task; all unless given.")
+        int | None,
+        typer.Option(
+            help="The number of documents to take from each task, spread evenly over it, or windows of running text; "
+            "all unless given."
+        ),
     ] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="A folder that holds the data of the tasks; the Hub unless given.")
+    ] = None,
+    data_hash: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The hash that the documents of a task must have, as TASK=sha256:..., or TASK=any to take what is "
+            "found; may be given several times."
+        ),
     ] = None,
     batch_size: Annotated[
         str,
@@ -121,6 +133,13 @@ def eval_command(
             "of prompts once."
         ),
     ] = "transformers",
+    shared_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--shared-prefixes/--no-shared-prefixes",
+            help="Compute once what several prompts begin with, such as the choices of a question, where a model can.",
+        ),
+    ] = True,
     debug: Debug = False,
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
@@ -131,7 +150,10 @@ def eval_command(
     with running_command(debug, interrupted, is_first), leaving_process_group(), _log_on_stderr():
         shots = _numbers(num_fewshot)
         refuse_old_name("suite", suite.strip())
+        hashes = _pairs("--data-hash", data_hash or [], "TASK=HASH, such as pile_ppl=sha256:...")
         if is_head_tasks:
+            if hashes:
+                raise ValueError(f"--data-hash has no meaning for --suite {suite}; leave it out.")
             if is_first:
                 _compare_on_head_tasks(models or [], shots, authors, dtype or "float32", **options)
             return
@@ -142,7 +164,14 @@ def eval_command(
         from ..eval.runner import evaluate
 
         with _progress() as on_progress:
-            evaluate(models, num_fewshot=shots, dtype=dtype or "bfloat16", on_progress=on_progress, **options)
+            evaluate(
+                models,
+                num_fewshot=shots,
+                dtype=dtype or "bfloat16",
+                data_hash=hashes,
+                on_progress=on_progress,
+                **options,
+            )
         if is_first:
             _print_report(output, baseline)
 
@@ -150,7 +179,7 @@ def eval_command(
 def report_command(
     output: Annotated[str, typer.Argument(metavar="RESULTS", help="The folder that `dcformer eval` wrote.")],
     layout: Annotated[
-        Literal["terminal", "markdown", "csv", "html"],
+        Literal["terminal", "markdown", "csv", "json", "html"],
         typer.Option("--format", help="The format in which to print the tables."),
     ] = "terminal",
     plot: Annotated[
@@ -164,15 +193,28 @@ def report_command(
             help="The row of the paper's table to compare a model with, as MODEL=ROW; may be given several times."
         ),
     ] = None,
+    correction: Annotated[
+        Literal["none", "holm"],
+        typer.Option(
+            help="How to correct p-values for the number of differences in a table: not at all, or by Holm's rule, so "
+            "that models which do not differ show any difference in at most 5 % of tables."
+        ),
+    ] = "none",
     debug: Debug = False,
 ) -> None:
     """Print the results of evaluations as tables, laid out as in the paper."""
     with running_command(debug, loads_models=False):
-        report = _build_report(output, baseline, _paper_rows(paper_row or []))
+        report = _build_report(output, baseline, _paper_rows(paper_row or []), correction)
         if layout == "terminal":
             report.print(_console())
         else:
-            text = {"markdown": report.to_markdown, "csv": report.to_csv, "html": report.to_html}[layout]()
+            write = {
+                "markdown": report.to_markdown,
+                "csv": report.to_csv,
+                "json": report.to_json,
+                "html": report.to_html,
+            }[layout]
+            text = write()
             typer.echo(text, nl=not text.endswith("\n"))
         if plot is not None:
             from ..eval.plot import plot_deltas
@@ -205,6 +247,12 @@ def tasks_command(
             shots = " and ".join(map(str, task.paper_shots)) or "-"
             table.add_row(task.name, task.suite, task.asks, shots)
         _console().print(table)
+        typer.echo(
+            "A task is run by `dcformer eval MODEL --tasks TASK`, a suite by --suite. The suite all is every task of "
+            "table4, head_tasks_authors, perplexity and wikitext2, not of lm_eval_0_4_13; head_tasks is no part of it "
+            "and runs alone."
+        )
+        typer.echo("`dcformer tasks --folder` prints the folder of the definitions, for lm-eval's --include_path.")
 
 
 def _compare_on_head_tasks(
@@ -223,6 +271,7 @@ def _compare_on_head_tasks(
     stock: bool,
     engine: str,
     seed: int,
+    shared_prefixes: bool,
     **options: Any,
 ) -> None:
     """The suite head_tasks, which needs no lm-eval."""
@@ -233,6 +282,7 @@ def _compare_on_head_tasks(
         "--max-length": max_length is not None,
         "--stock": stock,
         "--engine": engine != "transformers",
+        "--no-shared-prefixes": not shared_prefixes,
     }
     for name, is_given in meaningless.items():
         if is_given:
@@ -270,10 +320,10 @@ def _print_report(output: str, baseline: str | None) -> None:
     report.print(_console())
 
 
-def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str]) -> Report:
+def _build_report(output: str, baseline: str | None, paper_rows: dict[str, str], correction: str = "none") -> Report:
     from ..eval.report import build_report
 
-    return build_report(output, baseline=baseline, paper_rows=paper_rows)
+    return build_report(output, baseline=baseline, paper_rows=paper_rows, correction=correction)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -284,10 +334,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _paper_rows(pairs: list[str]) -> dict[str, str]:
+    return _pairs("--paper-row", pairs, "MODEL=ROW, such as my/folder=DCFormer++2.8B")
+
+
+def _pairs(option: str, pairs: list[str], form: str) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise ValueError(f"--paper-row must be MODEL=ROW, such as my/folder=DCFormer++2.8B; got {pair!r}.")
-    return dict(pair.rsplit("=", 1) for pair in pairs)
+            raise ValueError(f"{option} must be {form}; got {pair!r}.")
+    return {name: value for name, _, value in (pair.rpartition("=") for pair in pairs)}
 
 
 class _OnStderr(logging.Handler):

@@ -1,8 +1,9 @@
-"""Standard errors, and paired bootstrap intervals of the difference between two models on the same documents.
+"""Standard errors, and intervals and p-values of the difference between two models on the same documents.
 
 Every metric is a function of two sums over documents: of what was measured, and of what it is measured per. An accuracy
 is hits per document, the logarithm of a perplexity is minus the log-likelihood per token, and bits per byte are the
-same per byte. A resample therefore needs only the sums of what it drew.
+same per byte. A resample therefore needs only the sums of what it drew. What is only right or wrong is also put to the
+exact sign test over the documents that are right for one of the two models alone (McNemar's test).
 """
 
 from __future__ import annotations
@@ -11,26 +12,49 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
+
+from ..common.optional import import_optional
 
 
 RESAMPLES = 10_000
 _DRAWN_AT_ONCE = 1 << 17  # documents in one block of resamples: 1 MiB, which stays in the cache
 _FEW_VALUES = 16  # so many different documents are counted with one multinomial draw per resample
+SIGNIFICANCE = 0.05
+_NOTHING = 1e-12  # sums of the same numbers in another order differ by less than this
 
 
 @dataclass(frozen=True)
 class Difference:
     """
-    Model minus baseline, with the ends of the 95 % interval, which a single document does not have (`nan`).
+    Model minus baseline. Perplexities are compared by their natural logarithm.
 
-    Perplexities are compared by their natural logarithm.
+    Attributes:
+        low, high: Ends of the 95 % interval, which a single document does not have (`nan`).
+        p_value: Probability of a difference at least as large if the models did not differ: of the exact sign test for
+            what is only right or wrong, else by how many resamples lie beyond zero; `nan` for a single document that is
+            not only right or wrong.
+        only_here, only_there: Documents that only the model, and only the baseline, has right; `None` for what is not
+            only right or wrong.
+        documents: On how many the two were compared.
+        by_sign_test: Whether `p_value` is that of the exact sign test.
     """
 
     value: float
     low: float
     high: float
+    p_value: float = math.nan
+    only_here: int | None = None
+    only_there: int | None = None
+    documents: int = 0
+    by_sign_test: bool = False
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval neither contains zero nor ends there."""
+        return self.low > _NOTHING or self.high < -_NOTHING
 
 
 def is_perplexity(metric: str) -> bool:
@@ -68,7 +92,7 @@ def paired_difference(
     resamples: int = RESAMPLES,
 ) -> Difference:
     """
-    Difference of a metric between two models, with the percentile interval of resampled documents.
+    Difference of a metric between two models, with the percentile interval of resampled documents, and its p-value.
 
     Args:
         samples: Lines of a record's samples (see records.py). The metric of a line is a number, or for perplexities and
@@ -80,6 +104,7 @@ def paired_difference(
 
     Raises:
         ValueError: if the two have different documents, or a line lacks the metric.
+        ImportError: without SciPy.
     """
     return paired_mean_difference({task: (samples, baseline)}, metric, seed=seed, resamples=resamples)
 
@@ -100,15 +125,62 @@ def paired_mean_difference(
     if resamples < 1:
         raise ValueError(f"resamples must be at least 1, got {resamples}")
     # A stream of its own for every task: a task's interval does not depend on which others are there.
-    point, resampled, is_single = 0.0, np.zeros(resamples), False
+    point, resampled, counts = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():
         pairs = _paired_sums(samples, baseline, metric, task)  # (documents, 4)
-        is_single |= len(pairs) == 1
+        counts.append((len(pairs), *_right_only_once(pairs)))
         generator = np.random.default_rng([seed, *task.encode()])
         point += float(_difference(pairs.sum(axis=0))) / len(tasks)
         resampled += _difference(_resampled_sums(pairs, resamples, generator)) / len(tasks)
+    documents, here, there = zip(*counts)
+    is_single, is_zero_or_one = 1 in documents, None not in here
+    only_here, only_there = (sum(here), sum(there)) if is_zero_or_one else (None, None)
+    by_sign_test = is_zero_or_one and len(tasks) == 1
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
-    return Difference(point, float(low), float(high))
+    if by_sign_test:
+        p_value = sign_test(only_here, only_there)
+    else:
+        p_value = math.nan if is_single else _p_value_of_resamples(resampled)
+    return Difference(point, float(low), float(high), p_value, only_here, only_there, sum(documents), by_sign_test)
+
+
+def sign_test(only_here: int, only_there: int) -> float:
+    """
+    Two-sided p-value of the exact sign test (McNemar's): how probable it is that documents which are right for one of
+    two models alone fall this unevenly, or more so, if each is as likely to be either's; 1 if there are none.
+
+    Raises:
+        ImportError: without SciPy.
+    """
+    discordant = only_here + only_there
+    return float(_scipy_stats().binomtest(only_here, discordant).pvalue) if discordant else 1.0
+
+
+def sign_test_error(discordant: int) -> float:
+    """
+    How often the sign test finds a difference at the 5 % level although there is none, given the number of documents
+    that are right for one model alone: at most 5 %, and less the fewer they are.
+
+    Raises:
+        ImportError: without SciPy.
+    """
+    p_values = 2 * _scipy_stats().binom.cdf(np.arange((discordant + 1) // 2), discordant, 0.5)
+    return float(max(p_values[p_values <= SIGNIFICANCE], default=0.0))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """
+    P-values corrected for their number by Holm's step-down rule: where no model differs, the probability that any of
+    them is at most 5 % is itself at most 5 %, whatever their dependence.
+
+    Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 6.
+    """
+    order = sorted(range(len(p_values)), key=p_values.__getitem__)
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = largest
+    return corrected
 
 
 def metric_and_stderr(samples: Sequence[Mapping], metric: str, *, task: str) -> tuple[float, float]:
@@ -175,6 +247,25 @@ def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric
 
 def _difference(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+
+
+def _right_only_once(pairs: np.ndarray) -> tuple[int, int] | tuple[None, None]:
+    """Documents that only the first, and only the second, has right; `None` if they are not only right or wrong."""
+    measured, per = pairs[:, ::2], pairs[:, 1::2]
+    if not (per == 1).all() or not np.isin(measured, (0, 1)).all():
+        return None, None
+    first, second = measured.T
+    return int((first > second).sum()), int((second > first).sum())
+
+
+def _p_value_of_resamples(resampled: np.ndarray) -> float:
+    """Two-sided: twice the share of resamples on the other side of zero, of which one is added so that none is 0."""
+    beyond = min((resampled <= _NOTHING).sum(), (resampled >= -_NOTHING).sum())
+    return float(min(1.0, 2 * (beyond + 1) / (len(resampled) + 1)))
+
+
+def _scipy_stats() -> ModuleType:
+    return import_optional("scipy.stats", "P-values of differences need SciPy: pip install 'dcformer[eval]'.")
 
 
 def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:

@@ -2,7 +2,8 @@
 
     <data_dir>/<column>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
 
-With a folder nothing is fetched; without one the Hub is asked, and nothing is taken from anywhere else.
+With a folder nothing is fetched; without one the sources of `sources.py` are asked, and nothing is taken from anywhere
+else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,73 +19,21 @@ from urllib.request import urlopen
 
 from ..common.digests import file_digest
 from ..common.optional import import_optional
+from .sources import SOURCES, Source
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-SUFFIXES = (".parquet", ".jsonl", ".txt")
-
-
-@dataclass(frozen=True)
-class Source:
-    """
-    Where a task's data are published.
-
-    Attributes:
-        path (`str`): Data set on the Hub, or repository on GitHub if there is an address.
-        name (`str`, *optional*): Configuration of the data set.
-        revision (`str`, *optional*): Git revision that is always read; `None` for the newest.
-        address (`str`, *optional*): Where the files lie, if not on the Hub.
-    """
-
-    path: str
-    name: str | None = None
-    revision: str | None = None
-    address: str | None = None
-
-    def __str__(self) -> str:
-        return self.path if self.name is None else f"{self.path} ({self.name})"
-
-
-AUTHORS_TEXTS_REVISION = "f908c732040aa446c909e14b08427cab713d832d"
-LOGIQA_REVISION = "ff6c4cbca47627b3ac2da94a29fa28204a167b41"
-
-# By the name of a folder below `data_dir`.
-SOURCES = {
-    "lambada_openai": Source("EleutherAI/lambada_openai", "default"),
-    "piqa": Source("baber/piqa"),
-    "winogrande": Source("allenai/winogrande", "winogrande_xl"),
-    "arc_easy": Source("allenai/ai2_arc", "ARC-Easy"),
-    "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge"),
-    "sciq": Source("allenai/sciq"),
-    # On the Hub it is a script, which datasets >= 4 refuses; these are the authors' files that the script reads.
-    "logiqa": Source(
-        "lgw863/LogiQA-dataset",
-        revision=LOGIQA_REVISION,
-        address=f"https://raw.githubusercontent.com/lgw863/LogiQA-dataset/{LOGIQA_REVISION}",
-    ),
-    "boolq": Source("aps/super_glue", "boolq"),
-    "hellaswag": Source("Rowan/hellaswag"),
-    "race_middle": Source("ehovy/race", "middle"),
-    "race_high": Source("ehovy/race", "high"),
-    "synthetic": Source(
-        "Caiyun-AI/DCFormer",
-        revision=AUTHORS_TEXTS_REVISION,
-        address=f"https://raw.githubusercontent.com/Caiyun-AI/DCFormer/{AUTHORS_TEXTS_REVISION}/data",
-    ),
-    "pile": Source("EleutherAI/pile_val_test"),
-    # 350,023 examples drawn by others from the Flan Collection; the whole collection has hundreds of gigabytes.
-    "flan": Source("itay1itzhak/flan_2022_350k"),
-    "wikitext2": Source("Salesforce/wikitext", "wikitext-2-raw-v1"),
-}
+SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
 # Folders of the tasks that are not called like theirs; the first that holds files is read.
 _FOLDERS = {
     **{f"head_tasks_authors_k{shots}": ("synthetic",) for shots in range(2, 8)},
     "pile_ppl": ("pile", "pile_sample"),
     "flan_ppl": ("flan",),
     "wikitext2_ppl": ("wikitext2",),
+    **{f"{column}_lm_eval_0_4_13": (column,) for column in ("lambada_openai", "sciq", "race_middle", "race_high")},
 }
 
 
@@ -198,43 +146,45 @@ def require_columns(rows: Dataset, columns: tuple[str, ...], where: str | os.Pat
     return rows
 
 
-def hub_splits(column: str) -> dict[str, Dataset]:
+def hub_splits(source: Source) -> dict[str, Dataset]:
     """
-    All splits of a column's data set on the Hub, from the cache of `datasets` if they are there.
+    All splits of a data set on the Hub, from the cache of `datasets` if they are there.
 
     Raises:
-        FileNotFoundError: if the Hub cannot be reached and the cache does not hold them.
+        OSError: if the Hub cannot be reached and the cache does not hold them.
     """
-    source = SOURCES[column]
     datasets = import_datasets()
     from .hub import without_waiting_for
 
-    try:
-        with without_waiting_for(source.path):
-            return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
-    except OSError as error:  # of which the errors of the Hub and of the network are all kinds
-        raise _unreachable(column) from error
+    with without_waiting_for(source.path):
+        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
 
 
-def fetch_file(column: str, name: str, sha256: str) -> Path:
+def fetch_file(source: Source, split: str) -> Path:
     """
-    A file from the address of a source, from the cache of `datasets` if it is there.
+    The file of a split, from a cache if it is there.
 
     Raises:
-        FileNotFoundError: if the address cannot be reached and the cache does not hold the file.
+        OSError: if it cannot be reached and no cache holds it.
         ValueError: if it is not the file that was asked for.
     """
-    address = f"{SOURCES[column].address}/{name}"
-    datasets = import_datasets()
-    try:
-        # The address names a revision and the sum is checked, so what the cache holds needs no question to the server.
-        settings = datasets.DownloadConfig(use_etag=False)
-        file = Path(datasets.DownloadManager(download_config=settings).download(address))
-    except OSError as error:
-        raise _unreachable(column) from error
-    if (found := file_digest(file)) != sha256:
+    name, sha256 = source.files[split]
+    where = f"{source.address or source.path}/{name}"
+    if source.address is None:
+        from huggingface_hub import hf_hub_download
+
+        from .hub import without_waiting_for
+
+        with without_waiting_for(source.path):
+            file = Path(hf_hub_download(source.path, name, repo_type="dataset", revision=source.revision))
+    else:
+        datasets = import_datasets()
+        # The sum is checked, so what the cache holds needs no question to the server.
+        settings = datasets.DownloadConfig(use_etag=sha256 is None)
+        file = Path(datasets.DownloadManager(download_config=settings).download(where))
+    if sha256 is not None and (found := file_digest(file)) != sha256:
         raise ValueError(
-            f"{address} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
+            f"{where} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
             "folder as --data-dir."
         )
     return file
@@ -259,7 +209,7 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
     """
     folders = data_folders(column)
     if data_dir is not None:
-        chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl"))), folders[0])
+        chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl*"))), folders[0])
         files = sorted(file for file in data_folder(data_dir, chosen).iterdir() if file.suffix in SUFFIXES)
         contents = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
         return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
@@ -281,10 +231,3 @@ def _newest_revision(path: str) -> str | None:
     with suppress(OSError):
         return Path(hf_hub_download(path, "README.md", repo_type="dataset", local_files_only=True)).parent.name
     return None
-
-
-def _unreachable(column: str) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"The data of {column} ({SOURCES[column]}) cannot be downloaded; check the network, or give a --data-dir that "
-        f"holds {column}/."
-    )

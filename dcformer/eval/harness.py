@@ -19,6 +19,7 @@ from .plan import STOCK_SCORER, VLLM_SCORER, Job
 from .provenance import Model, hardware_name
 from .scoring import message_of_nan
 from .suites import PREFIX
+from .text_files import spread_places
 
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def build_scorer(model: Model, policy: str | None, device: str, common: dict[str
         model: What [`dcformer.eval.provenance.find_model`] found.
         policy: What to do with token ids without an embedding row; `None` if there are none, or for the stock scorer.
         device: What [`dcformer.eval.devices.choose_device`] has chosen.
-        common: Settings of the run: `dtype`, `batch_size` and `scorer`.
+        common: Settings of the run: `dtype`, `batch_size`, `scorer` and `shared_prefixes`.
         max_length: Most tokens of an input.
 
     Raises:
@@ -59,7 +60,7 @@ def build_scorer(model: Model, policy: str | None, device: str, common: dict[str
     try:
         if common["scorer"] == STOCK_SCORER:
             return stock_language_model(model.name, **options)
-        return DCFormerLM(model.name, oov_policy=policy, **options)
+        return DCFormerLM(model.name, oov_policy=policy, shared_prefixes=common["shared_prefixes"], **options)
     except (ValueError, OSError) as error:
         raise type(error)(f"{model.name!r} cannot be loaded: {error}") from error
 
@@ -85,7 +86,8 @@ def score_task(
         scorer: What [`build_scorer`] returned.
         task: The task object of lm-eval.
         job: Which record is to be made.
-        limit: Number of documents, the first ones; `None` for all.
+        limit: Number of documents, spread evenly over the task; `None` for all. Of running text all is scored, since
+            what there is was cut to so many windows when it was loaded.
         seed: Seed of the choice of few-shot examples, and of all generators.
         on_progress: Called with the numbers of requests done and in all.
 
@@ -111,10 +113,14 @@ def score_task(
     start = time.perf_counter()
     name = PREFIX + job.task
     is_running_text = task.OUTPUT_TYPE == "loglikelihood_rolling"
+    places = None if is_running_text or limit is None else _Places(spread_places(len(task.eval_docs), limit))
     with ours.whole_documents() if ours is not None and is_running_text else contextlib.nullcontext():
         # lm-eval would draw 100,000 bootstrap samples for a perplexity.
         results = run_harness(
-            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, limit=limit, bootstrap_iters=0
+            scorer,
+            {"tasks": {name: task}, "groups": {}, "group_map": {}},
+            samples=None if places is None else {name: places},
+            bootstrap_iters=0,
         )
     seconds = time.perf_counter() - start
     counts = None if ours is None else _counts(ours)
@@ -137,11 +143,23 @@ def score_task(
             "requests": counts["requests"],
             "input_tokens": counts["input_tokens"],
             "cached_tokens": counts["cached_tokens"],
+            **({} if ours is None else ours.sharing()),
             "processes": scorer.world_size,
             "hardware": hardware_name(scorer.device),
         },
     }
     return results["results"][name], samples, measured
+
+
+class _Places(list):
+    """Places of documents, in which the harness looks up every document that there is."""
+
+    def __init__(self, places: list[int]):
+        super().__init__(places)
+        self._known = frozenset(places)
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._known
 
 
 def _check_numbers(samples: list[dict], task: str) -> None:

@@ -1,15 +1,19 @@
 """Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
 
-Importing this module registers the class under the name "dcformer". It differs from the harness's own `HFLM` in two
+Importing this module registers the class under the name "dcformer". It differs from the harness's own `HFLM` in three
 points: logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored;
-and a token id without an embedding row is handled by a named policy instead of reading past the end of the table.
+what several inputs begin with is computed once; and a token id without an embedding row is handled by a named policy
+instead of reading past the end of the table.
 `stock_language_model` is the harness's own class, to compare with.
 """
 
 import contextlib
+import functools
 import io
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,9 +28,13 @@ from ..configuration_dcformer import DCFormerConfig
 from .devices import choose_device
 from .log_likelihoods import LogLikelihoods, check_policy, policy_in_force
 from .model_files import check_complete
+from .prefix_scoring import CannotShare, PrefixScorer
 from .processes import processes_here
 from .scoring import ScoredInput, TargetScore, TargetScorer
+from .shared_prefixes import shared_stretches
 
+
+logger = logging.getLogger(__name__)
 
 CPU_BATCH_SIZE = 16
 # Arguments by which the harness loads something else than the weights of a folder.
@@ -45,7 +53,14 @@ class DCFormerLM(LogLikelihoods, HFLM):
             row, as JAX does; "pad" adds mean rows and is known to our models only. None: the configuration's own, for
             other models "error".
         on_progress (`Callable`, *optional*): Called with the numbers of requests done and in all; None: a tqdm bar.
+        shared_prefixes (`bool`, defaults to `True`): Compute once what several inputs begin with, as the choices of a
+            question do, and read it from the model's cache for the rest. A model is tried out first; where it cannot,
+            every input is computed whole, and a warning says why.
         kwargs: As `HFLM`.
+
+    Attributes:
+        sharing_problem (`str`, *optional*): Why the model computes every input whole although it was to share; None
+            if nothing is known against it.
 
     Raises:
         ValueError: for an unknown policy, or "pad" with a model that cannot; for a device that is not there, or is not
@@ -60,6 +75,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
         batch_size: int | str = "auto",
         oov_policy: str | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        shared_prefixes: bool = True,
         backend: str = "causal",
         **kwargs,
     ):
@@ -77,6 +93,8 @@ class DCFormerLM(LogLikelihoods, HFLM):
             # HFLM counts processes only where each of several sees all GPUs of one machine.
             self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
         self._scorer = TargetScorer(self.model, self.softmax_dtype, self.mixed_precision_dtype)
+        self.shared_prefixes = shared_prefixes
+        self.sharing_problem: str | None = None
         self.embedding_rows = self._scorer.rows
         # Rows that hold an embedding of their own; HFLM's configuration was read before any were added.
         self.trained_rows = min(self.embedding_rows, self.config.get_text_config().vocab_size)
@@ -99,12 +117,35 @@ class DCFormerLM(LogLikelihoods, HFLM):
         # The harness would ask the Hub for a repository of the folder's name.
         return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
 
+    def sharing(self) -> dict[str, Any]:
+        shares = self.shared_prefixes and self.sharing_problem is None
+        return {"shared_prefixes": shares} | ({"sharing_problem": self.sharing_problem} if self.sharing_problem else {})
+
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[tuple[int, list[TargetScore]]]]:
+        sizes = self._batch_sizes(requests, override_bs)
+        roots = shared_stretches([each.ids for each in inputs]) if self.shared_prefixes else []
+        sharing = self._prefix_scorer if any(root.children for root in roots) else None
+        if sharing is not None:
+            before = sharing.saved_tokens
+            for done in sharing.score(inputs, roots, sizes):
+                self.cached_tokens += sharing.saved_tokens - before
+                before = sharing.saved_tokens
+                yield done
+            return
         places = iter(range(len(inputs)))
-        for batch in self._scorer.batches(inputs, self._batch_sizes(requests, override_bs)):
+        for batch in self._scorer.batches(inputs, sizes):
             yield [(next(places), scores) for scores in self._scorer.score(batch)]
+
+    @functools.cached_property
+    def _prefix_scorer(self) -> PrefixScorer | None:
+        try:
+            return PrefixScorer(self._scorer)
+        except CannotShare as error:
+            self.sharing_problem = str(error)
+            logger.warning("What inputs begin with alike is computed again for each of them: %s.", error)
+            return None
 
     def _batch_sizes(self, longest_first: Sequence[tuple], override_bs: int | None) -> Callable[[int], int]:
         """Number of inputs in the batch that begins with the input of an index."""

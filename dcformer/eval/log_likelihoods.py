@@ -57,6 +57,10 @@ class LogLikelihoods(TemplateLM):
         self.cut_documents: set[tuple[str, int]] = set()
         self.scored_requests = self.input_tokens = self.cached_tokens = 0
 
+    def sharing(self) -> dict[str, Any]:
+        """What a record says of inputs that begin alike, beside the number of tokens that were not computed again."""
+        return {}
+
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[tuple[int, list[TargetScore]]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .origin import ANY_HASH
 from .records import model_folder
 
 
@@ -31,6 +33,25 @@ def check_options(
         raise ValueError(f'batch_size must be "auto" or a number of at least 1, got {batch_size!r}.')
     if not _is_whole(seed, 0) or seed > _LARGEST_SEED:
         raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed!r}.")
+
+
+def check_hashes(hashes: Mapping[str, str], tasks: Iterable[str]) -> dict[str, str]:
+    """
+    The hashes that the documents of tasks must have.
+
+    Raises:
+        ValueError: for a task that is not run, or a value that is no hash.
+    """
+    known = tuple(tasks)
+    for task, value in hashes.items():
+        if task not in known:
+            raise ValueError(f"A hash is given for {task!r}, which is not run; choose from {', '.join(known)}.")
+        if value != ANY_HASH and not re.fullmatch(r"sha256:[0-9a-f]{64}", value):
+            raise ValueError(
+                f"The hash of {task} must be sha256: and 64 digits from 0 to f as in a record, or {ANY_HASH}, got "
+                f"{value!r}."
+            )
+    return dict(hashes)
 
 
 def numbers_of_shots(num_fewshot: int | Iterable[int]) -> tuple[int, ...]:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import SOURCES, import_datasets
+from .data import fetch_file, hub_splits, import_datasets
+from .origin import check_required, documents_hash, origin, read_published, remember
+from .sources import Source
 from .task_tokens import continuation_ids, load_task_tokenizer
 from .text_files import DEFAULT_SEED, drawn_places, existing_file, jsonl_fields
 from .windows import PAPER_WINDOW, check_window, pack_documents
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The Pile's own validation split as one plain file. Names of test and validation follow the Pile, not lm-eval.
-PILE_FILE = "val.jsonl"
-
 _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
 
@@ -45,28 +43,32 @@ def load_pile(
     seed: int = DEFAULT_SEED,
     window: int = PAPER_WINDOW,
     windows: int | None = None,
+    data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
     Documents of the Pile, packed into streams of about 64 windows.
 
-    With `data_dir` they are the `text` fields of `pile/*.jsonl` (download the Pile's `val.jsonl` for the paper's set)
-    or, if there are none, of `pile_sample/test.jsonl`. Without, they come from the validation split of the Pile in
-    `EleutherAI/pile_val_test` on the Hub (1.4 GB, a plain file). The authors' copy, `Caiyun-AI/Pile_tfrecord`, holds
-    token ids and is not read; the order of documents, and so where windows begin, need not be the same there.
+    With `data_dir` they are the `text` fields of `pile/*.jsonl` or `*.jsonl.zst` (put the Pile's `val.jsonl.zst` there
+    for the paper's set) or, if there are none, of `pile_sample/test.jsonl`. Without, they come from the Pile's own
+    validation file, which is no longer published by its makers, in the copy that `sources.py` names and checks by its
+    checksum. The authors' copy, `Caiyun-AI/Pile_tfrecord`, holds token ids and is not read; the order of documents, and
+    so where windows begin, need not be the same there.
 
     Args:
         data_dir: Folder with local data; the Hub if not given.
         subset: Number of documents, drawn by `seed` and kept in their order; all if `None` or more than there are.
         seed: Which documents `subset` takes.
         window (in tokens): Targets per forward pass; must be what the model is asked to take at most.
-        windows: Stop after this many windows, in the middle of a document if need be; for quick runs.
+        windows: Take so many windows of documents spread evenly over all, the last of which is cut; for quick runs.
+        data_hash: The hash that the documents must have, or `"any"`; by default the hash that is known.
         settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
             `trust_remote_code`, `add_bos_token`, `max_length`.
 
     Returns:
-        One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, and `n_unscored`,
-        the number of streams that `windows` left out or cut.
+        One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, the
+        number of streams that `windows` left out or cut, and `n_artificial_ends`, of documents that it cut. The rows
+        remember their origin, see [`dcformer.eval.origin.origin_of`].
 
     Raises:
         FileNotFoundError: if the data are not there or cannot be reached.
@@ -75,11 +77,14 @@ def load_pile(
     check_window("dcformer_pile_ppl", window, **settings)
     tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
-        rows = _from_hub("the Pile", "pile/val.jsonl", SOURCES["pile"].path, data_files={"test": PILE_FILE})
-        documents = [row["text"] for row in rows.select(drawn_places(len(rows), subset, seed))]
+        documents, found = read_published(
+            "pile", lambda source: _texts([fetch_file(source, "validation")], subset, seed), _hash_of, data_hash
+        )
     else:
-        documents = [text for (text,) in jsonl_fields(_pile_files(Path(data_dir)), ("text",), subset, seed)]
-    return {"test": pack_documents(documents, tokenizer, window, windows, settings.get("add_bos_token"))}
+        documents = _texts(_pile_files(Path(data_dir)), subset, seed)
+        found = _local_origin("pile", documents, data_hash)
+    packed = pack_documents(documents, tokenizer, window, windows, settings.get("add_bos_token"))
+    return {"test": remember(packed, found)}
 
 
 def load_wikitext2(
@@ -88,6 +93,7 @@ def load_wikitext2(
     seed: int = DEFAULT_SEED,
     window: int = PAPER_WINDOW,
     windows: int | None = None,
+    data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
@@ -101,17 +107,14 @@ def load_wikitext2(
     check_window("dcformer_wikitext2_ppl", window, **settings)
     tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
-        source = SOURCES["wikitext2"]
-        rows = _from_hub("WikiText-2", "wikitext2/wikitext2_test.txt", source.path, source.name)
-        # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
-        text = "".join(line or " \n" for line in rows["text"])
+        articles, found = read_published("wikitext2", _articles_of_the_hub, _hash_of, data_hash)
     else:
-        text = existing_file(Path(data_dir) / "wikitext2" / "wikitext2_test.txt", "the test split").read_text(
-            encoding="utf-8"
-        )
-    articles = wikitext_articles(text)
+        file = existing_file(Path(data_dir) / "wikitext2" / "wikitext2_test.txt", "the test split")
+        articles = wikitext_articles(file.read_text(encoding="utf-8"))
+        found = _local_origin("wikitext2", articles, data_hash)
     chosen = [articles[index] for index in drawn_places(len(articles), subset, seed)]
-    return {"test": pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token"))}
+    packed = pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token"))
+    return {"test": remember(packed, found)}
 
 
 def load_flan(
@@ -119,6 +122,7 @@ def load_flan(
     subset: int | None = 320_000,
     seed: int = DEFAULT_SEED,
     window: int = PAPER_WINDOW,
+    data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
@@ -137,6 +141,7 @@ def load_flan(
         subset: Number of examples, drawn by `seed` and kept in their order; all if `None` or more than there are.
         seed: Which examples `subset` takes.
         window (in tokens): Most tokens of input and target together; must be what the model is asked to take at most.
+        data_hash: As for [`load_pile`].
         settings: The model's arguments, as for [`load_pile`].
 
     Returns:
@@ -148,9 +153,13 @@ def load_flan(
     check_window("dcformer_flan_ppl", window, **settings)
     tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
-        rows = _from_hub("Flan", "flan/*.jsonl", SOURCES["flan"].path, split="train")
-        chosen = rows.select(drawn_places(len(rows), subset, seed))
-        pairs: Iterable = ((row["prompt"], row["completion"]) for row in chosen)
+
+        def read(source: Source) -> list[tuple[str, str]]:
+            rows = hub_splits(source)["train"]
+            chosen = rows.select(drawn_places(len(rows), subset, seed))
+            return [(row["prompt"], row["completion"]) for row in chosen]
+
+        pairs, found = read_published("flan", read, documents_hash, data_hash)
     else:
         files = sorted((Path(data_dir) / "flan").glob("*.jsonl"))
         if not files:
@@ -158,7 +167,9 @@ def load_flan(
                 f"There is no file {str(Path(data_dir) / 'flan' / '*.jsonl')!r}; put examples of Flan there, one "
                 'object with "inputs" and "targets" per line.'
             )
-        pairs = jsonl_fields(files, ("inputs", "targets"), subset, seed)
+        pairs = list(jsonl_fields(files, ("inputs", "targets"), subset, seed))
+        found = origin(None, documents_hash(pairs), "flan")
+        check_required("flan", found["hash"], data_hash)
     examples, left_out = [], 0
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()
@@ -179,7 +190,7 @@ def load_flan(
             f"No example of Flan has a target that fits the window of {window} tokens; check the files, or take a "
             "longer window (--max-length, or `window` with lm-eval)."
         )
-    return {"test": import_datasets().Dataset.from_list(examples)}
+    return {"test": remember(import_datasets().Dataset.from_list(examples), found)}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
@@ -214,22 +225,27 @@ def wikitext_articles(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
 
 
+def _texts(files: list[Path], subset: int | None, seed: int) -> list[str]:
+    return [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
+
+
+def _hash_of(texts: list[str]) -> str:
+    return documents_hash(((text,) for text in texts), is_ordered=True)
+
+
+def _local_origin(column: str, texts: list[str], required: str | None) -> dict[str, Any]:
+    found = origin(None, _hash_of(texts), column)
+    check_required(column, found["hash"], required)
+    return found
+
+
+def _articles_of_the_hub(source: Source) -> list[str]:
+    # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
+    return wikitext_articles("".join(line or " \n" for line in hub_splits(source)["test"]["text"]))
+
+
 def _pile_files(data_dir: Path) -> list[Path]:
-    files = sorted((data_dir / "pile").glob("*.jsonl"))
+    files = sorted(file for file in (data_dir / "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst"))
     return files or [
         existing_file(data_dir / "pile_sample" / "test.jsonl", 'documents of the Pile, {"text": ...} per line,')
     ]
-
-
-def _from_hub(what: str, local_file: str, *arguments: str, split: str = "test", **options: Any) -> Dataset:
-    from .hub import without_waiting_for
-
-    datasets = import_datasets()
-    try:
-        with without_waiting_for(arguments[0]):
-            return datasets.load_dataset(*arguments, split=split, **options)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{what} cannot be read from {arguments[0]!r} on the Hub ({type(error).__name__}); check the network, or "
-            f"give --data-dir with a folder that holds {local_file}."
-        ) from error

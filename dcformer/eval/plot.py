@@ -1,7 +1,7 @@
 """Differences to the baseline, task by task, as a picture that needs no colour.
 
 A model is a marker of its own shape: filled with its interval where it was measured, hollow where the paper has the
-number (the difference of the paper's two rows).
+number (the difference of the paper's two rows). The interval of an undecided difference is dotted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX"
 _GREYS = ("black", "0.45", "0.7")
+_UNDECIDED = ":"  # the line of an interval
 _INCHES_PER_ROW = 0.16  # for a line of one model
 
 
@@ -85,7 +86,8 @@ def _draw(axis, report: Report, models: list[str], shots: int, tasks: list[str])
             if cell and cell.delta:
                 ends = (100 * cell.delta.low, 100 * cell.delta.high)
                 # matplotlib leaves out ends that are not there, for a single document.
-                axis.plot(ends, (height, height), "-", color="black", linewidth=1.2, zorder=2)
+                style = _UNDECIDED if cell.is_undecided else "-"
+                axis.plot(ends, (height, height), style, color="black", linewidth=1.2, zorder=2)
                 value = 100 * cell.delta.value
                 axis.plot(value, height, marker, color="black", markerfacecolor=grey, markersize=5, zorder=3)
     axis.axvline(0, color="black", linewidth=0.8, zorder=1)
@@ -131,6 +133,10 @@ def _add_legend(figure, report: Report, models: list[str], panels: int) -> None:
         hollow = Line2D([], [], color="black", linestyle="none", marker="o", markersize=9, markerfacecolor="none")
         hollow.set_label("difference in the paper\n(hollow, of the same shape)")
         handles.append(hollow)
+    if any(cell.is_undecided for cell in report.cells.values()):
+        p_value = "p-value by Holm's rule" if report.correction == "holm" else "p-value"
+        label = f"undecided: the interval contains 0\nor ends there, or its {p_value} is above 0.05"
+        handles.append(Line2D([], [], color="black", linestyle=_UNDECIDED, linewidth=1.2, label=label))
     title = f"Accuracy: difference to\n{report.names[report.baseline]}\n(95 % intervals of a paired bootstrap)"
     figure.suptitle(f"{title}\nCONTROL FAILED: see the report's warning" if report.warnings else title)
     figure.legend(handles=handles, loc="outside lower center", ncols=1 if panels == 1 else 2, frameon=False)

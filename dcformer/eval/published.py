@@ -2,7 +2,8 @@
 
 The paper's rows of Pythia repeat EleutherAI's scores where there are any, so those tell whether the protocol is the
 same. `published/paper.json` holds the paper's tables, `published/pythia.json` accuracies and the files of EleutherAI's
-repository that they come from. Accuracies are fractions everywhere outside these files.
+repository that they come from, of the models in the paper, and of their neighbours in size, step and data for telling
+whose scores a result has. Accuracies are fractions everywhere outside these files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 AVERAGE = "average"
 NO_ROW = "none"
+HALF_A_DIGIT = 0.0005  # the paper's accuracies are rounded to 0.1 points
 
 PAPER_ROWS = (
     "Pythia-2.8B",
@@ -49,6 +51,15 @@ class PublishedAccuracy:
     value: float
     stderr: float
     source: str
+
+
+@dataclass(frozen=True)
+class ControlAccuracy:
+    """What a Pythia model must reach: an accuracy (fraction), who published it, and by how much it may be rounded."""
+
+    value: float
+    publisher: str
+    rounding: float
 
 
 def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | None:
@@ -109,6 +120,48 @@ def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, Publishe
         return {}
     source = f"{numbers['source']}/blob/{numbers['commit']}/{scores['path']}"
     return {task: PublishedAccuracy(cell["acc"], cell["acc_stderr"], source) for task, cell in scores["tasks"].items()}
+
+
+def control_accuracies(row: str | None, num_fewshot: int) -> dict[str, ControlAccuracy]:
+    """
+    What is published of a Pythia model, by task of Table 4 and `"average"`: EleutherAI's accuracies, which are exact,
+    and for the other columns and the average the paper's, which are rounded to 0.1 points. Empty for other rows.
+    """
+    if row not in _PYTHIA_OF_ROW:
+        return {}
+    exact = eleuther_accuracies(row, num_fewshot)
+    return {
+        task: ControlAccuracy(exact[task].value, "EleutherAI", 0.0)
+        if task in exact
+        else ControlAccuracy(value, "the paper", HALF_A_DIGIT)
+        for task, value in paper_accuracies(row, num_fewshot).items()
+    }
+
+
+def eleuther_length_normalised(row: str | None, num_fewshot: int) -> dict[str, float]:
+    """EleutherAI's `acc_norm` of a row, by task; WinoGrande and LAMBADA have none."""
+    scores = _numbers("pythia")["scores"].get(_PYTHIA_OF_ROW.get(row or ""), {}).get(str(num_fewshot), {"tasks": {}})
+    return {task: cell["acc_norm"] for task, cell in scores["tasks"].items() if "acc_norm" in cell}
+
+
+def other_zero_shot_accuracies(row: str) -> dict[str, dict[str, float]]:
+    """
+    Accuracies that a Pythia model should not have without examples, by whose they are: other sizes, steps and data, and
+    its own with five examples.
+    """
+    others = {
+        f"{row} with five examples": {task: cell.value for task, cell in control_accuracies(row, 5).items()},
+    }
+    for other in _PYTHIA_OF_ROW:
+        if other != row:
+            others[other] = {task: cell.value for task, cell in control_accuracies(other, 0).items()}
+    return others | neighbour_accuracies(0)
+
+
+def neighbour_accuracies(num_fewshot: int) -> dict[str, dict[str, float]]:
+    """EleutherAI's accuracies of Pythia models beside those in the paper, by what they are, with 0 or 5 examples."""
+    neighbours = _numbers("pythia")["neighbours"]
+    return {name: scores[str(num_fewshot)]["acc"] for name, scores in neighbours.items()}
 
 
 @cache

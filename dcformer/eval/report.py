@@ -5,7 +5,6 @@ The tables themselves are laid out in report_tables.py.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,19 @@ from .bootstrap import (
     accuracy_stderr,
     as_pair,
     have_same_documents,
+    holm,
     mean_stderr,
     metric_and_stderr,
     paired_difference,
     paired_mean_difference,
 )
+from .control import check_average, check_column
+from .plan import OBSERVED
 from .published import AVERAGE
 from .records import Record, model_folder, read_records, read_samples, record_path, samples_path
-from .report_notes import control_warnings, incomparable_notes, legend, partial_banners, window_of
-from .report_tables import AUTHORS_ALL, AUTHORS_METRICS, Cell, Key, Report
+from .report_control import control_statements, control_warnings
+from .report_notes import incomparable_notes, legend, partial_banners, window_of
+from .report_tables import AUTHORS_ALL, AUTHORS_METRICS, Cell, Key, Report, finite, table_kind
 from .short_names import short_names
 from .suites import AUTHORS_TASKS, PERPLEXITY_TASKS
 from .table4_tasks import TABLE4_COLUMNS
@@ -36,6 +39,8 @@ from .windows import PAPER_WINDOW
 # What must be the same for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
 
+CORRECTIONS = ("none", "holm")
+
 
 def build_report(
     output: str | os.PathLike,
@@ -44,6 +49,7 @@ def build_report(
     seed: int = 0,
     resamples: int = RESAMPLES,
     paper_rows: Mapping[str, str] | None = None,
+    correction: str = "none",
 ) -> Report:
     """
     Read a folder of results and compare them.
@@ -54,12 +60,17 @@ def build_report(
         seed (`int`, defaults to 0): Seed of the bootstrap.
         resamples (`int`, defaults to 10,000): Number of its resamples.
         paper_rows (`Mapping[str, str]`, *optional*): Model -> row of the paper, see `published.paper_row`.
+        correction (`str`, defaults to `"none"`): `"holm"` corrects the p-values of each table for their number, by
+            Holm's rule; a summary (the average, all K) is corrected with those of the other models alone.
 
     Raises:
         FileNotFoundError: if the folder is not there or holds no results.
         ValueError: if a file is damaged, the baseline or a model of `paper_rows` has no results, a row is not the
-            paper's, or `resamples` is not positive.
+            paper's, `resamples` is not positive, or there is no such correction.
+        ImportError: without SciPy, if there is a baseline.
     """
+    if correction not in CORRECTIONS:
+        raise ValueError(f"There is no correction {correction!r}; choose from {', '.join(CORRECTIONS)}.")
     if resamples < 1:
         raise ValueError(f"resamples must be at least 1, got {resamples}")
     records = {}
@@ -71,7 +82,7 @@ def build_report(
                 f"{record.num_fewshot}-shot; remove one."
             )
         records[key] = record
-    return _Builder(output, records, baseline, paper_rows or {}, seed, resamples).build()
+    return _Builder(output, records, baseline, paper_rows or {}, correction, seed, resamples).build()
 
 
 class _Builder:
@@ -83,6 +94,7 @@ class _Builder:
         records: dict[tuple[str, str, int], Record],
         baseline: str | None,
         paper_rows: Mapping[str, str],
+        correction: str,
         seed: int,
         resamples: int,
     ):
@@ -91,7 +103,7 @@ class _Builder:
         for name in ([baseline] if baseline else []) + list(paper_rows):
             if model_folder(name) not in by_folder:
                 raise ValueError(f"There are no results of {name!r}; there are of {', '.join(sorted(models))}.")
-        self.output, self.records = output, records
+        self.output, self.records, self.correction = output, records, correction
         self.baseline = by_folder[model_folder(baseline)] if baseline else None
         chosen = {by_folder[model_folder(name)]: row for name, row in paper_rows.items()}
         rows = {model: published.paper_row(model, chosen) for model in models}
@@ -116,6 +128,8 @@ class _Builder:
                         self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
+        if self.correction == "holm":
+            self._correct_p_values()
         report = Report(
             cells=self.cells,
             models=self.models,
@@ -123,8 +137,10 @@ class _Builder:
             policies={model: self._policy(model) for model in self.models},
             rows=self.rows,
             baseline=self.baseline,
+            correction=self.correction,
         )
         report.warnings = control_warnings(report)
+        report.control = control_statements(report)
         report.partial = partial_banners(report, self.records)
         report.notes = [
             *legend(report, self.records, self.bootstrap),
@@ -145,7 +161,7 @@ class _Builder:
                 record.num_fewshot,
                 metric,
                 measured["value"],
-                _finite(stderr),
+                finite(stderr),
                 record.num_samples,
                 record.num_documents,
                 self._delta(record, other, metric) if other else None,
@@ -208,7 +224,7 @@ class _Builder:
                 others = self._texts([self.records[self.baseline, task, shots] for task in AUTHORS_TASKS])
                 delta = paired_difference(texts, others, metric, task=AUTHORS_ALL, **self.bootstrap)
             counts = sum(cell.num_samples for cell in cells), sum(cell.num_documents for cell in cells)
-            self._add(Cell(model, AUTHORS_ALL, shots, metric, value, _finite(stderr), *counts, delta))
+            self._add(Cell(model, AUTHORS_ALL, shots, metric, value, finite(stderr), *counts, delta))
 
     def _reason_against_pooling(self, records: Sequence[Record]) -> str:
         for record in records:
@@ -237,19 +253,40 @@ class _Builder:
             texts.append({"doc_id": doc_id, "doc_hash": doc_hash, "metrics": metrics})
         return texts
 
+    def _is_of_another_split(self, cell: Cell) -> bool:
+        observed = self.records[cell.model, cell.task, cell.num_fewshot].settings.get(OBSERVED) or {}
+        return "stands_in_for" in (observed.get("documents") or {})
+
     def _add(self, cell: Cell) -> None:
-        """With the paper's number and the verdict on it."""
-        row = self.rows.get(cell.model)
+        """With the paper's number, the verdict on it, and the control of a Pythia model."""
+        row, control = self.rows.get(cell.model), None
         numbers: Mapping[str, float | None] = {}
         if cell.task == AUTHORS_ALL:
             numbers = {cell.task: published.paper_authors_texts(row).get(cell.metric)}
         elif cell.metric == "acc":
             numbers = published.paper_accuracies(row, cell.num_fewshot)
+            if cell.task == AVERAGE:
+                columns = [self.cells[cell.model, task, cell.num_fewshot, "acc"].control for task in TABLE4_COLUMNS]
+                control = check_average(row, cell.num_fewshot, cell.value, columns)
+            elif not self._is_of_another_split(cell):
+                counts = cell.num_samples, cell.num_documents
+                control = check_column(row, cell.task, cell.num_fewshot, cell.value, *counts)
         elif cell.metric == "token_perplexity" and window_of(cell, self.records) == PAPER_WINDOW:
             numbers = published.paper_perplexities(row)
         paper = numbers.get(cell.task)
         within = None if paper is None else cell.is_within(paper)
-        self.cells[cell.model, cell.task, cell.num_fewshot, cell.metric] = replace(cell, paper=paper, within=within)
+        key = (cell.model, cell.task, cell.num_fewshot, cell.metric)
+        self.cells[key] = replace(cell, paper=paper, within=within, control=control)
+
+    def _correct_p_values(self) -> None:
+        """Of each table, and of the summaries in it, for their number."""
+        families: dict[tuple[str, int, bool], list[Key]] = defaultdict(list)
+        for key, cell in self.cells.items():
+            if cell.p_value is not None:
+                families[table_kind(cell.task, cell.metric), cell.num_fewshot, cell.is_summary].append(key)
+        for keys in families.values():
+            for key, p_value in zip(keys, holm([self.cells[key].delta.p_value for key in keys])):
+                self.cells[key] = replace(self.cells[key], corrected=p_value)
 
     def _comparable(self, record: Record) -> Record | None:
         """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
@@ -322,10 +359,6 @@ def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str,
             f"{'none' if r.limit is None else r.limit} ({r.num_samples} documents)" for r in (record, other)
         )
     return differing
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
 
 
 def _samples_name(record: Record) -> str:

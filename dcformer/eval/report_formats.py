@@ -1,8 +1,9 @@
-"""The tables of a report as markdown, HTML and CSV by pandas, and in the terminal by rich."""
+"""The tables of a report as markdown, HTML and CSV by pandas, as JSON, and in the terminal by rich."""
 
 from __future__ import annotations
 
 import html
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -25,7 +26,11 @@ _GAP = 2  # between columns of a rich table
 def to_markdown(report: Report) -> str:
     """All tables of a report in the markdown of GitHub, with warnings above and notes below."""
     import_optional("tabulate", "Markdown tables need tabulate: pip install 'dcformer[eval]'.")
-    banners = [f"> **{_markdown(text)}**\n" for text in (*report.warnings, *report.partial)]
+    banners = [
+        "> " + "<br>".join(f"**{_markdown(line)}**" for line in text.splitlines()) + "\n"
+        for text in (*report.warnings, *report.partial)
+    ]
+    banners += [f"> {_markdown(text)}\n" for text in report.control]
     tables = [_markdown_table(section) for section in report.sections()]
     notes = "".join(f"- {_markdown(note)}\n" for note in report.notes)
     return "\n".join([*banners, *tables, notes])
@@ -33,7 +38,9 @@ def to_markdown(report: Report) -> str:
 
 def to_html(report: Report) -> str:
     """All tables of a report as a whole page that needs no other file."""
-    banners = "".join(f"<p><strong>{html.escape(text)}</strong></p>\n" for text in (*report.warnings, *report.partial))
+    lines = [line for text in (*report.warnings, *report.partial) for line in text.splitlines()]
+    banners = "".join(f"<p><strong>{html.escape(line)}</strong></p>\n" for line in lines)
+    banners += "".join(f"<p>{html.escape(text)}</p>\n" for text in report.control)
     tables = "".join(_html_table(section) for section in report.sections())
     notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in report.notes)
     head = '<meta charset="utf-8">\n<title>DCFormer evaluation</title>'
@@ -43,7 +50,23 @@ def to_html(report: Report) -> str:
 
 def to_csv(report: Report) -> str:
     """One line per number at full precision; accuracies are fractions here."""
-    return _pandas().DataFrame(map(_csv_row, report.cells.values())).to_csv(index=False, lineterminator="\n")
+    frame = _pandas().DataFrame(map(_csv_row, report.cells.values()))
+    counts = dict.fromkeys(("only_here", "only_there"), "Int64")  # whole numbers, of which some may be missing
+    return frame.astype(counts).to_csv(index=False, lineterminator="\n")
+
+
+def to_json(report: Report) -> str:
+    """An object of sentences and of the numbers of CSV; accuracies are fractions here."""
+    numbers = [
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in _csv_row(cell).items()
+        }
+        for cell in report.cells.values()
+    ]
+    sentences = {name: getattr(report, name) for name in ("warnings", "partial", "control", "notes")}
+    options = {"baseline": report.baseline, "correction": report.correction}
+    return json.dumps({**sentences, **options, "numbers": numbers}, indent=2, ensure_ascii=False) + "\n"
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -66,6 +89,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for texts, style in ((report.warnings, "bold red"), (report.partial, "bold reverse")):
         for text in texts:
             console.print(Panel(Text(text), style=style))
+    for text in report.control:
+        console.print(Text(text, "bold"))
     for section in report.sections():
         for table in _rich_tables(section, console.width):
             console.print(table)
@@ -78,7 +103,7 @@ def _pandas() -> ModuleType:
 
 
 def _csv_row(cell: Cell) -> dict[str, Any]:
-    delta = cell.delta
+    delta, control = cell.delta, cell.control
     return {
         "model": cell.model,
         "task": cell.task,
@@ -90,8 +115,16 @@ def _csv_row(cell: Cell) -> dict[str, Any]:
         "delta": None if delta is None else delta.value,
         "low": None if delta is None else delta.low,
         "high": None if delta is None else delta.high,
+        "only_here": None if delta is None else delta.only_here,
+        "only_there": None if delta is None else delta.only_there,
+        "p": None if delta is None else delta.p_value,
+        "p_corrected": cell.corrected,
+        "undecided": "undecided" if cell.is_undecided else "",
         "paper": cell.paper,
         "verdict": cell.verdict,
+        "published": None if control is None else control.published.value,
+        "tolerance": None if control is None else control.tolerance,
+        "control": "" if control is None else "within tolerance" if control.agrees else "outside tolerance",
         "partial": cell.partial,
     }
 

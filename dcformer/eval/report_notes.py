@@ -1,13 +1,14 @@
-"""The sentences around the tables of a report: warnings and marks above them, notes below."""
+"""The sentences around the tables of a report: marks above them, notes below."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from . import published
+from .bootstrap import SIGNIFICANCE, sign_test_error
 from .records import Record
-from .report_tables import AUTHORS_ALL, Cell, Report
+from .report_tables import AUTHORS_ALL, Cell, Report, table_kind, table_title
 from .suites import PERPLEXITY_TASKS
 from .windows import PAPER_WINDOW
 
@@ -15,27 +16,6 @@ from .windows import PAPER_WINDOW
 Records = Mapping[tuple[str, str, int], Record]  # by model, task and shots
 
 _FEW_DOCUMENTS = 20
-
-
-def control_warnings(report: Report) -> list[str]:
-    """One for every Pythia model that misses the accuracies published for it."""
-    warnings = []
-    for model in report.models:
-        misses = []
-        for cell in report.cells.values():
-            scores = published.eleuther_accuracies(report.rows.get(model), cell.num_fewshot)
-            score = scores.get(cell.task) if (cell.model, cell.metric) == (model, "acc") else None
-            if score and cell.is_within(score.value) is False:
-                mark = f", {cell.partial}" if cell.is_partial else ""
-                ours = f"{100 * cell.value:.1f} instead of {100 * score.value:.1f}"
-                misses.append(f"{cell.task} {cell.num_fewshot}-shot {ours}{mark}")
-        if misses:
-            warnings.append(
-                f"CONTROL FAILED: {report.names[model]} misses EleutherAI's published accuracies by more than "
-                "2 stderr; no other number in these tables can be trusted until this is explained: "
-                f"{'; '.join(misses)}."
-            )
-    return warnings
 
 
 def partial_banners(report: Report, records: Records) -> list[str]:
@@ -71,6 +51,7 @@ def legend(report: Report, records: Records, bootstrap: Mapping[str, int]) -> li
             f"Intervals of differences to {report.names[report.baseline]} are 95 % percentiles of a paired bootstrap "
             f"({draws}); differences of perplexities are of their natural logarithms."
         )
+        notes += _notes_on_differences(report)
         few = {c.task: None for c in report.cells.values() if c.delta and c.num_samples < _FEW_DOCUMENTS}
         if few:
             notes.append(f"Fewer than {_FEW_DOCUMENTS} documents give no reliable interval: {', '.join(few)}.")
@@ -88,6 +69,46 @@ def legend(report: Report, records: Records, bootstrap: Mapping[str, int]) -> li
     if "flan_ppl" in tasks:
         notes.append("The paper's sample of Flan is unpublished; its perplexity is of other documents.")
     return notes
+
+
+def _notes_on_differences(report: Report) -> list[str]:
+    """How differences are judged, and how many are found in a table where there are none."""
+    name = report.names[report.baseline]
+    notes = [
+        f"21 : 17 of 1,838 means that of 1,838 documents 38 are right for only one of two models: 21 only for the "
+        f"model of the row, 17 only for {name}. P-values of single columns of accuracy are of the exact sign test over "
+        "these documents (McNemar's), all others of the bootstrap.",
+        "A difference is undecided if its interval contains 0 or ends there, or if its p-value is above 0.05: the "
+        "documents do not tell which of the two models is better. All others are decided.",
+    ]
+    tables: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+    for cell in report.cells.values():
+        if cell.delta and not cell.is_summary:
+            tables[table_kind(cell.task, cell.metric), cell.num_fewshot].append(cell)
+    notes += [_note_on_chance(table_title(*table), cells, report.correction) for table, cells in tables.items()]
+    if report.correction == "holm":
+        notes.append(
+            "P-values are corrected for the number of differences in their table by Holm's rule (the average and all K "
+            "for that of the other models); intervals are not."
+        )
+    return notes
+
+
+def _note_on_chance(title: str, cells: list[Cell], correction: str) -> str:
+    found = sum(not cell.is_undecided for cell in cells)
+    counted = f"{title}: {found} of {len(cells)} {'difference is' if len(cells) == 1 else 'differences are'} decided"
+    if correction == "holm":
+        return f"{counted}. If no model differed, there would be any in at most 5 % of such tables."
+    errors = [
+        sign_test_error(cell.delta.only_here + cell.delta.only_there) if cell.delta.by_sign_test else SIGNIFICANCE
+        for cell in cells
+    ]
+    once = 1 - math.prod(1 - error for error in errors)
+    is_independent = len({cell.task for cell in cells}) == len(cells)
+    return (
+        f"{counted}. If no model differed, chance alone would decide {sum(errors):.1f} on average, and at least one in "
+        f"{'' if is_independent else 'at most '}{100 * once:.0f} % of such tables."
+    )
 
 
 def _window_notes(report: Report, records: Records) -> list[str]:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from .devices import choose_device, describe_device
 from .engines import TRANSFORMERS, VLLM, check_device_of_vllm, check_engine
 from .harness import build_scorer, free_memory, quiet_harness, score_task
 from .model_files import check_path
-from .options import check_options, names_of_models, numbers_of_shots
+from .options import check_hashes, check_options, names_of_models, numbers_of_shots
+from .origin import origin_of
 from .output import check_places, locked_folders
 from .plan import OBSERVED, OUR_SCORER, STOCK_SCORER, VLLM_SCORER, Job, finished, make_plan, task_manager
 from .processes import Processes, processes_here, processes_in_all
@@ -48,10 +49,12 @@ def evaluate(
     oov_policy: str | None = None,
     stock: bool = False,
     engine: str = TRANSFORMERS,
+    shared_prefixes: bool = True,
     seed: int = 1234,
     revision: str | None = None,
     tokenizer: str | None = None,
     trust_remote_code: bool = False,
+    data_hash: Mapping[str, str] | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> list[Record]:
     """
@@ -62,7 +65,8 @@ def evaluate(
         output: Folder of the records; those in it are reused if their settings are the same.
         suite, tasks: What to run, see `suites.find_tasks`; by default the eleven columns of Table 4.
         num_fewshot (`int` or list, defaults to 0): Examples before a question, in Table 4. Others have their own form.
-        limit (`int`, *optional*): Number of documents per task, or of windows of packed text, the first ones.
+        limit (`int`, *optional*): Number of documents per task, or of windows of packed text, spread evenly over all
+            that there are, and so over the sub-tasks of a task.
         data_dir (*optional*): Folder with the data; by default they are fetched from the Hub.
         batch_size (`int` or `"auto"`): Inputs in a forward pass; "auto" is 16 on a CPU and what fits on a GPU. With
             vLLM the most inputs in one step; "auto" is what vLLM takes.
@@ -78,10 +82,16 @@ def evaluate(
             the two; in one process, and without an `oov_policy`.
         engine (`str`, defaults to `"transformers"`): What computes, "transformers" or "vllm". The latter works in a
             process of its own, so a script needs `if __name__ == "__main__":` around the call.
+        shared_prefixes (`bool`, defaults to `True`): Compute once what several inputs begin with, as the choices of a
+            question do, where a model can; the scores are the same but for rounding. Of our own scorer with
+            Transformers; vLLM always does so, and lm-eval's own class never.
         seed (`int`, defaults to 1234): Seed of the choice of few-shot examples, and of all generators.
         revision (`str`, *optional*): Git revision of the models on the Hub.
         tokenizer (`str`, *optional*): Folder, `tokenizer.json` or Hub id, instead of every model's own.
         trust_remote_code (`bool`, defaults to `False`): Run code that comes with a model.
+        data_hash (mapping, *optional*): Task -> the hash that its documents must have, `"sha256:..."` as in a record,
+            or `"any"` to take the first that can be fetched. By default what is fetched must have the hash that is
+            known, where one is, and files of `data_dir` may have any.
         on_progress (`Callable`, *optional*): Called in the first process with what is running, and the numbers of
             requests done and in all.
 
@@ -99,6 +109,7 @@ def evaluate(
     names, shots = names_of_models(models, baseline), numbers_of_shots(num_fewshot)
     chosen = find_tasks(suite, tasks)
     check_options(limit=limit, batch_size=batch_size, dtype=dtype, seed=seed, max_length=max_length)
+    hashes = check_hashes(data_hash or {}, chosen)
     check_engine(engine, stock=stock, processes=processes_in_all())
     asked, device = device, choose_device(device, processes_here())
     if engine == VLLM:
@@ -121,13 +132,16 @@ def evaluate(
             "dtype": dtype,
             "batch_size": _batch_size(batch_size, device, engine),
             "limit": limit,
+            # A limit took the first documents before; a record of these is not one of this run.
+            **({} if limit is None else {"limited_to": "documents spread evenly"}),
             "scorer": VLLM_SCORER if engine == VLLM else STOCK_SCORER if stock else OUR_SCORER,
         }
+        common["shared_prefixes"] = shared_prefixes and common["scorer"] == OUR_SCORER
         jobs = group.decided_by_first(
             lambda: make_plan(found, policies, chosen, shots, data_dir, seed, max_length, common)
         )
         left = group.decided_by_first(lambda: _left(output, found, jobs))
-        task_objects = _load_tasks(found, left, data_dir, limit)
+        task_objects = _load_tasks(found, left, data_dir, limit, hashes)
         if left and group.is_first:
             logger.info("Device: %s.", describe_device(device))
         # An input's length belongs to a scorer, so tasks of another length load the model again.
@@ -144,8 +158,10 @@ def evaluate(
                         continue
                     progress = _named_progress(on_progress if group.is_first else None, model, job)
                     with _naming_the_task(model, job):
-                        result = score_task(scorer, task_objects[_task_key(model, job)], job, limit, seed, progress)
-                    group.decided_by_first(functools.partial(_write, output, model, job, limit, result))
+                        task = task_objects[_task_key(model, job)]
+                        result = score_task(scorer, task, job, limit, seed, progress)
+                    origins = _origins(task, job)
+                    group.decided_by_first(functools.partial(_write, output, model, job, limit, result, origins))
         return [finished(output, found[job.model], job) for job in jobs] if group.is_first else []
 
 
@@ -185,7 +201,7 @@ def _task_key(model: provenance.Model, job: Job) -> tuple:
     return job.task, provenance.tokenizer_fingerprint(model.tokenizer), job.settings["max_length"]
 
 
-def _load_tasks(models, jobs: list[Job], data_dir, limit: int | None) -> dict[tuple, Any]:
+def _load_tasks(models, jobs: list[Job], data_dir, limit: int | None, hashes: Mapping[str, str]) -> dict[tuple, Any]:
     """The task objects of lm-eval with their documents, each loaded once."""
     loaded: dict[tuple, Any] = {}
     for job in jobs:
@@ -203,6 +219,7 @@ def _load_tasks(models, jobs: list[Job], data_dir, limit: int | None) -> dict[tu
             **({"window": length} if job.task in PERPLEXITY_TASKS else {}),
             # Streams of packed documents are long: of these the limit counts windows.
             "windows": limit,
+            "data_hash": hashes.get(job.task),
         }
         with _naming_the_task(model, job):
             name = PREFIX + job.task
@@ -222,7 +239,20 @@ def _check_examples(task, job: Job) -> None:
         )
 
 
-def _write(output, model: provenance.Model, job: Job, limit: int | None, result: tuple) -> None:
+def _origins(task, job: Job) -> dict[str, Any]:
+    """What a record says of the documents: where they and the examples come from, and what was cut out of them."""
+    scored = task.eval_docs
+    found: dict[str, Any] = {"documents": origin_of(scored)}
+    if job.num_fewshot:
+        found["examples"] = origin_of(task.fewshot_docs())
+    if "n_artificial_ends" in scored.column_names:
+        found["artificial_ends"] = scored[0]["n_artificial_ends"]
+    return found
+
+
+def _write(
+    output, model: provenance.Model, job: Job, limit: int | None, result: tuple, origins: dict[str, Any]
+) -> None:
     results, samples, measured = result
     metrics = {}
     for name in samples[0]["metrics"]:
@@ -236,7 +266,7 @@ def _write(output, model: provenance.Model, job: Job, limit: int | None, result:
         num_samples=len(samples),
         num_documents=measured["documents"],
         limit=limit,
-        settings={**job.settings, OBSERVED: measured["observed"]},
+        settings={**job.settings, OBSERVED: {**measured["observed"], **origins}},
         timings=measured["timings"],
     )
     write_record(output, record, samples)

@@ -137,7 +137,7 @@ class TargetScorer:
             own = [column[position] for position in each.positions]
             is_range = own[-1] - own[0] + 1 == len(own)  # of which a slice is no copy
             rows = logits[own[0] : own[-1] + 1] if is_range else logits[own]
-            normalizer, best = self._normalizer_and_best(rows)
+            normalizer, best = self.normalizer_and_best(rows)
             in_rows = torch.searchsorted(torch.tensor(own, device=device), places)
             picked = logits[places, expected].to(normalizer.dtype)
             log_probabilities.append(picked - normalizer[in_rows])
@@ -147,7 +147,7 @@ class TargetScorer:
         scores = (TargetScore(float(values.double().sum()), bool(greedy.all())) for values, greedy in parts)
         return [[next(scores) for _ in each.targets] for each in batch]
 
-    def _normalizer_and_best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def normalizer_and_best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-sum-exp of (positions, vocabulary) logits and the id of the largest, without a copy of all of them."""
         pieces = logits.split(_POSITIONS_AT_ONCE)
         normalizer = torch.cat([piece.to(self._softmax_dtype).logsumexp(-1) for piece in pieces])
@@ -155,12 +155,32 @@ class TargetScorer:
 
     def _logits(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """(batch, positions, vocabulary). Right padding needs no mask, since no scored position sees it."""
+        return self.forward_at(input_ids, positions, **self._arguments)[0]
+
+    def forward_at(self, input_ids: Tensor, positions: Tensor, **arguments: Any) -> tuple[Tensor, Any]:
+        """
+        Run the model on (batch, length) ids.
+
+        Args:
+            input_ids: The ids.
+            positions: Where logits are needed, in every row.
+            arguments: Further arguments of the model.
+
+        Returns:
+            Logits (batch, positions, vocabulary), and all that the model returned.
+        """
+        if self._keeps_logits:
+            output = self.forward(input_ids, logits_to_keep=positions, **arguments)
+            return output.logits, output
+        output = self.forward(input_ids, **arguments)
+        return output.logits[:, positions], output
+
+    def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """What the model returns, computed in the precision that was asked for."""
         mixed = self._mixed_precision_dtype
         context = contextlib.nullcontext() if mixed is None else torch.autocast(self.model.device.type, dtype=mixed)
         with context:
-            if self._keeps_logits:
-                return self.model(input_ids, logits_to_keep=positions, **self._arguments).logits
-            return self.model(input_ids, **self._arguments).logits[:, positions]
+            return self.model(input_ids, **arguments)
 
 
 def usable_rows(model: Any) -> int:

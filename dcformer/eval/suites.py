@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..common.renamed import refuse_old_name
 from .data import SOURCES, data_folders
-from .table4_tasks import TABLE4_COLUMNS
+from .table4_tasks import OTHER_PROMPTS, TABLE4_COLUMNS
 
 
 PREFIX = "dcformer_"
@@ -24,8 +24,12 @@ SUITES = {
     "wikitext2": ("wikitext2_ppl",),
 }
 PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
+# "all" is what the paper reports and WikiText-2: a column of Table 4 is not asked twice.
 SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
-TASKS = SUITES["all"]
+SUITES["lm_eval_0_4_13"] = tuple(OTHER_PROMPTS)
+TASKS = (*SUITES["all"], *OTHER_PROMPTS)
+# Asked with as many examples before the question as one likes.
+_WITH_EXAMPLES = (*TABLE4_COLUMNS, *OTHER_PROMPTS)
 # It has no tasks of lm-eval and runs alone, see dcformer/head_tasks.
 HEAD_TASKS = "head_tasks"
 
@@ -84,6 +88,8 @@ def list_tasks() -> list[TaskSummary]:
 def _question_of(task: str) -> str:
     if task in AUTHORS_TASKS:
         return f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks"
+    if task in OTHER_PROMPTS:
+        return f"{OTHER_PROMPTS[task]}, in the words of lm-eval 0.4.13 instead of those of 2023"
     return _QUESTIONS[task]
 
 
@@ -128,13 +134,13 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
 
 
 def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of shots that a task is run with: those asked for in Table 4, 0 in others, whose prompts are complete."""
-    return tuple(dict.fromkeys(num_fewshot)) if task in TABLE4_COLUMNS else (0,)
+    """Numbers of shots of a task: those asked for in questions, 0 in others, whose prompts are complete."""
+    return tuple(dict.fromkeys(num_fewshot)) if task in _WITH_EXAMPLES else (0,)
 
 
 def depends_on_tokenizer(task: str) -> bool:
     """Whether a task's documents are made with the tokenizer and the length of the model."""
-    return task not in TABLE4_COLUMNS
+    return task not in _WITH_EXAMPLES
 
 
 def _split(names: str | Iterable[str]) -> list[str]:

@@ -1,8 +1,10 @@
-"""The eleven columns of Table 4: their documents, and the prompt of each as lm-eval asks for it.
+"""The eleven columns of Table 4: their documents, and the prompt of each as the harness of 2023 asked for it.
 
-The prompts are those of lm-eval 0.4.13, word for word, except RACE, which is asked as the harness did before version
-3.0 of its task. `tasks/*.yaml` names these functions; `tasks/CHANGELOG.md` tells where documents and examples come
-from. A prompt function takes a document, which is one row of the data.
+The published scores of Pythia, which the paper repeats and the control compares with, were made with the harness of
+early 2023 (lm-eval 0.3), so the columns ask word for word as it did. Four of them are asked otherwise by lm-eval
+0.4.13, and there is a task for each of these forms too, see `OTHER_PROMPTS`. `tasks/*.yaml` names these functions;
+`tasks/CHANGELOG.md` lists all differences and tells where documents and examples come from. A prompt function takes a
+document, which is one row of the data.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import data
+from .origin import check_required, documents_hash, origin, read_published, remember
+from .sources import Source
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from datasets import Dataset
 
@@ -41,6 +46,10 @@ DOCUMENT_COUNTS = {
     "race_high": 1045,
 }
 TABLE4_COLUMNS = tuple(DOCUMENT_COUNTS)
+# Tasks that ask a column as lm-eval 0.4.13 does, where that is not as in 2023.
+OTHER_PROMPTS = {
+    f"{column}_lm_eval_0_4_13": column for column in ("lambada_openai", "sciq", "race_middle", "race_high")
+}
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,8 @@ _LAYOUTS = {
     "race_high": _RACE,
 }
 _RACE_QUESTION = ("article", "question", "options", "answer")
-_LOGIQA_FILES = {
-    "train": ("Train.txt", "7d5bb1f58278e33b395744cd2ad8d7600faa0b3c4d615c659a44ec1181d759fa"),
-    "validation": ("Eval.txt", "4c49e6753b7262c001506b9151135abf722247035ab075dad93acdea5789c01f"),
-    "test": ("Test.txt", "359acb78c37802208f7fde9e2f6574b8526527c63d6a336f90a53f1932cb4701"),
-}
 _LETTERS = "ABCD"
+_RACE_BLANK = " _  ."
 
 
 def tasks_folder() -> Path:
@@ -92,7 +97,9 @@ def scored_split(column: str) -> str:
     return _LAYOUTS[column].split
 
 
-def load_documents(column: str, data_dir: str | os.PathLike | None = None, **_) -> dict[str, Dataset]:
+def load_documents(
+    column: str, data_dir: str | os.PathLike | None = None, data_hash: str | None = None, **_
+) -> dict[str, Dataset]:
     """
     The documents of a column, as lm-eval's `custom_dataset` wants them.
 
@@ -100,27 +107,66 @@ def load_documents(column: str, data_dir: str | os.PathLike | None = None, **_) 
         column (`str`): One of `TABLE4_COLUMNS`.
         data_dir (*optional*): Folder with `<column>/<split>.parquet` or `.jsonl`, for LogiQA also the authors' `.txt`;
             `None` to fetch the data.
+        data_hash (`str`, *optional*): The hash that the scored documents must have, or `"any"`; by default, of data
+            that are fetched, the hash that is known.
 
     Returns:
         `{"scored": Dataset, "examples": Dataset}`: the documents to score, and those from which few-shot examples are
-        drawn: the train split, else the validation split, else the scored documents themselves.
+        drawn: the train split, else the validation split, else the scored documents themselves. Both remember their
+        origin, see [`dcformer.eval.origin.origin_of`].
 
     Raises:
         FileNotFoundError: if a file or folder is missing, or the data cannot be fetched.
-        ValueError: if the column is unknown, or the data are not what the task reads.
+        ValueError: if the column is unknown, or the data are not what the task reads or was told to read.
     """
     if column not in _LAYOUTS:
         raise ValueError(f"There is no column {column!r} in Table 4; choose from {', '.join(TABLE4_COLUMNS)}.")
     scored = _LAYOUTS[column].split
-    splits = _published_splits(column) if data_dir is None else _local_splits(column, data_dir)
-    if column == "sciq" and data_dir is not None and scored not in splits and "validation" in splits:
-        logger.warning("sciq: there is no test split in %s; its validation split is scored in its place.", data_dir)
-        scored = "validation"
-    if data_dir is not None and scored not in splits:
-        data.require_file(data_dir, column, scored, _suffixes(column))
+    if data_dir is None:
+        documents, found = read_published(
+            column, partial(_published, column), lambda read: _hash_of(column, read["scored"]), data_hash
+        )
+    else:
+        splits = _local_splits(column, data_dir)
+        if column == "sciq" and scored not in splits and "validation" in splits:
+            logger.warning("sciq: there is no test split in %s; its validation split is scored in its place.", data_dir)
+            scored = "validation"
+        if scored not in splits:
+            data.require_file(data_dir, column, scored, _suffixes(column))
+        documents = _scored_and_examples(column, scored, splits)
+        found = origin(None, _hash_of(column, documents["scored"]), column)
+        check_required(column, found["hash"], data_hash)
+        if scored != _LAYOUTS[column].split:
+            found["stands_in_for"] = _LAYOUTS[column].split
+    is_apart = documents["examples"] is not documents["scored"]
+    examples = {**found, "hash": _hash_of(column, documents["examples"]), "as_known": None} if is_apart else found
+    remember(documents["examples"], examples)
+    remember(documents["scored"], found)
+    return documents
+
+
+def _scored_and_examples(column: str, scored: str, splits: dict[str, Path] | dict[str, Dataset]) -> dict[str, Dataset]:
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     return {"scored": documents[scored], "examples": documents[examples]}
+
+
+def _hash_of(column: str, documents: Dataset) -> str:
+    """Of the values that the prompt is made of; an answer is a number in one copy and a string in another."""
+    layout = _LAYOUTS[column]
+    columns = (
+        [str(value).strip() for value in documents[name][:]] if name in (layout.answer, "label") else documents[name][:]
+        for name in layout.fields
+    )
+    return documents_hash(zip(*columns))
+
+
+def _published(column: str, source: Source) -> dict[str, Dataset]:
+    splits: dict = {split: data.fetch_file(source, split) for split in source.files} or data.hub_splits(source)
+    scored = _LAYOUTS[column].split
+    if scored not in splits:
+        raise ValueError(f"{str(source)!r} has no {scored} split.")
+    return _scored_and_examples(column, scored, splits)
 
 
 def _local_splits(column: str, data_dir: str | os.PathLike) -> dict[str, Path]:
@@ -133,18 +179,12 @@ def _suffixes(column: str) -> tuple[str, ...]:
     return (".parquet", ".jsonl", ".txt") if column == "logiqa" else (".parquet", ".jsonl")
 
 
-def _published_splits(column: str) -> dict[str, Dataset] | dict[str, Path]:
-    if column == "logiqa":
-        return {split: data.fetch_file(column, *_LOGIQA_FILES[split]) for split in ("train", "test")}
-    return data.hub_splits(column)
-
-
-def _documents(column: str, origin: Path | Dataset) -> Dataset:
+def _documents(column: str, place: Path | Dataset) -> Dataset:
     """The rows of a file or of a split of the Hub, brought into the form that the prompt functions read."""
-    where = origin if isinstance(origin, Path) else str(data.SOURCES[column])
-    if isinstance(origin, Path) and origin.suffix == ".txt":
-        return data.import_datasets().Dataset.from_list(parse_logiqa(origin.read_text(encoding="utf-8"), origin))
-    rows = data.read_rows(origin) if isinstance(origin, Path) else origin
+    where = place if isinstance(place, Path) else str(data.SOURCES[column])
+    if column == "logiqa" and isinstance(place, Path) and place.suffix not in (".parquet", ".jsonl"):
+        return data.import_datasets().Dataset.from_list(parse_logiqa(place.read_text(encoding="utf-8"), place))
+    rows = data.read_rows(place) if isinstance(place, Path) else place
     if column not in ("race_middle", "race_high"):
         return _with_answers(column, data.require_columns(rows, _LAYOUTS[column].fields, where), where)
     if "problems" in rows.column_names:
@@ -271,6 +311,12 @@ def arc_answer(document: dict) -> int:
 
 
 def sciq_context(document: dict) -> str:
+    """The text, if there is one, and the question; without a text the question is the first line."""
+    return sciq_context_lm_eval_0_4_13(document).strip()
+
+
+def sciq_context_lm_eval_0_4_13(document: dict) -> str:
+    """A question without a text has an empty line before it."""
     return document["support"].lstrip() + "\n" + _question(document["question"])
 
 
@@ -314,13 +360,21 @@ def race_context(document: dict) -> str:
     A question that ends in a blank was meant to be completed by its answer, but the harness kept the blank and dropped
     the question, until version 3.0 of its task, which is younger than the paper.
     """
-    blank = " _  ."
+    return _race_context(document, lambda question: _RACE_BLANK)
+
+
+def race_context_lm_eval_0_4_13(document: dict) -> str:
+    """As [`race_context`], but a solved question that ends in a blank has its answer in place of the blank."""
+    return _race_context(document, lambda question: question.removesuffix(_RACE_BLANK))
+
+
+def _race_context(document: dict, beginning: Callable[[str], str]) -> str:
     *solved, asked = document["problems"]
     text = f"Article: {document['article']}\n\n"
     for problem in solved:
         answer = problem["options"][_LETTERS.index(problem["answer"])]
-        if problem["question"].endswith(" " + blank):
-            text += f"{blank}{answer}\n"
+        if problem["question"].endswith(" " + _RACE_BLANK):
+            text += f"{beginning(problem['question'])}{answer}\n"
         else:
             text += f"Question: {problem['question']}\nAnswer: {answer}\n"
     return text + asked["question"]

@@ -23,6 +23,7 @@ from ..loading_dcformer import padded_rows
 from .engines import import_vllm
 from .log_likelihoods import LogLikelihoods, check_policy, policy_in_force
 from .scoring import ScoredInput, TargetScore
+from .shared_prefixes import shared_length
 from .task_tokens import encode
 
 
@@ -177,7 +178,7 @@ class VLLMLM(LogLikelihoods):
         for place, each, may_read in inputs:
             has_longer = any(len(target.ids) > 1 for target in each.targets)
             context = each.ids[: _first_of_prompt(each) // self.block_size * self.block_size]
-            if has_longer and may_read and _shared_length(before, each.ids) < len(context):
+            if has_longer and may_read and shared_length(before, each.ids) < len(context):
                 yield f"context of {place}", context, self._sampling()
             before = each.ids
             sampling = self._sampling(
@@ -222,7 +223,7 @@ def _which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool
     The cache can hold of an input what it shares with another one, in whole blocks, and never its last token. Of a
     token that is read, vLLM does not tell how probable the one after it is.
     """
-    shared = [0, *(_shared_length(one.ids, other.ids) for one, other in itertools.pairwise(inputs)), 0]
+    shared = [0, *(shared_length(one.ids, other.ids) for one, other in itertools.pairwise(inputs)), 0]
     may_read = []
     for each, before, after in zip(inputs, shared, shared[1:]):
         most_cached = min(max(before, after), len(each.ids) - 1) // block_size * block_size
@@ -233,18 +234,6 @@ def _which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool
 def _first_of_prompt(each: ScoredInput) -> int:
     """The first position of an input that predicts one of its own tokens; the last one predicts none of them."""
     return min((target.positions[0] for target in each.targets if len(target.ids) > 1), default=len(each.ids) - 1)
-
-
-def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
 
 
 def _score_of(ids: Sequence[int], output: Any) -> TargetScore:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from .data import import_datasets
 from .task_tokens import encode
+from .text_files import spread_order
 
 
 if TYPE_CHECKING:
@@ -66,15 +66,19 @@ def pack_documents(
     """
     Join documents, each followed by the end-of-text token, to streams of about 64 windows.
 
+    With `windows`, documents are taken one by one, spread evenly over all, until their tokens fill so many windows. The
+    last of them is cut, and the end-of-text token that follows what is left of it is artificial: the text does not end
+    there. It is one target of `windows * window`.
+
     Args:
         documents: Texts in their order.
         tokenizer: Tokenizer of the model under test.
         window: Number of tokens of a window.
-        windows: Number of windows after which to stop, in the middle of a document if need be; `None` for all.
+        windows: Number of windows to take; `None` for all.
         add_bos_token: As in the model's arguments.
 
     Returns:
-        Rows of `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`.
+        Rows of `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, `n_artificial_ends`.
 
     Raises:
         ValueError: if the tokenizer has no end-of-text token for texts, or `windows` is not positive.
@@ -87,27 +91,47 @@ def pack_documents(
         )
     if windows is not None and windows < 1:
         raise ValueError(f"windows must be at least 1, got {windows}; leave it out to score everything.")
-    left = math.inf if windows is None else windows * window
-    streams: list[dict[str, Any]] = []
-    packed: list[str] = []
-    length = n_whole = n_all = 0
-    for index, document in enumerate(documents, start=1):
-        n_tokens = len(encode(tokenizer, document, add_bos_token=False)) + 1
-        length += n_tokens
-        is_end = length >= WINDOWS_PER_STREAM * window or index == len(documents)
-        if left > 0:
-            is_cut = n_tokens > left
-            packed.append(_beginning(tokenizer, document, int(left) - 1) if is_cut else document)
-            left -= n_tokens
-            if is_end or left <= 0:
-                streams.append(_stream(packed, separator, tokenizer, window, add_bos_token))
-                n_whole += is_end and not is_cut
-                packed = []
-        if is_end:
-            n_all += 1
-            length = 0
-    rows = [{**stream, "n_unscored": n_all - n_whole} for stream in streams]
+    lengths = [len(encode(tokenizer, document, add_bos_token=False)) + 1 for document in documents]
+    taken = dict(enumerate(lengths)) if windows is None else _taken(lengths, windows * window)
+    texts, kept, n_cut = [], [], 0
+    for place in sorted(taken):
+        is_cut = taken[place] < lengths[place]
+        texts.append(_beginning(tokenizer, documents[place], taken[place] - 1) if is_cut else documents[place])
+        kept.append(taken[place])
+        n_cut += is_cut
+    groups = _groups(kept, window)
+    is_whole = len(taken) == len(documents) and n_cut == 0
+    n_unscored = 0 if is_whole else max(1, len(_groups(lengths, window)) - len(groups))
+    rows = [
+        {
+            **_stream([texts[index] for index in group], separator, tokenizer, window, add_bos_token),
+            "n_unscored": n_unscored,
+            "n_artificial_ends": n_cut,
+        }
+        for group in groups
+    ]
     return import_datasets().Dataset.from_list(rows)
+
+
+def _taken(lengths: list[int], budget: int) -> dict[int, int]:
+    """Places of documents that fill a number of tokens, with how many of each one's are taken."""
+    taken: dict[int, int] = {}
+    for place in range(len(lengths)) if sum(lengths) <= budget else spread_order(len(lengths)):
+        if budget > 0:
+            taken[place] = min(lengths[place], budget)
+            budget -= taken[place]
+    return taken
+
+
+def _groups(lengths: list[int], window: int) -> list[range]:
+    """Which documents make a stream: so many that they fill its windows."""
+    groups, start, length = [], 0, 0
+    for index, n_tokens in enumerate(lengths, start=1):
+        length += n_tokens
+        if length >= WINDOWS_PER_STREAM * window or index == len(lengths):
+            groups.append(range(start, index))
+            start, length = index, 0
+    return groups
 
 
 def _stream(

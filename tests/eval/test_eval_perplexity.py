@@ -9,6 +9,7 @@ import torch
 from tiny_models import tiny_model
 
 from dcformer.eval import perplexity
+from dcformer.eval.origin import documents_hash, origin_of
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
@@ -128,6 +129,70 @@ def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
     assert "leaves out 2 of 4 examples" in caplog.text
 
 
+def test_windows_are_of_documents_spread_over_all_and_the_last_is_cut(tmp_path, tokenizer):
+    texts = [f"{place} " + "word " * 40 for place in range(16)]
+    (tmp_path / "pile").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "pile" / "val.jsonl").write_text(lines)
+
+    def taken(windows):
+        (stream,) = perplexity.load_pile(
+            str(tmp_path), tokenizer=tokenizer, max_length=WINDOW, window=WINDOW, windows=windows
+        )["test"]
+        return stream, [text.split()[0] for text in stream["text"].split("<|endoftext|>")[:-1]]
+
+    stream, places = taken(2)
+    assert stream["n_tokens"] == 2 * WINDOW and stream["n_unscored"] == 1
+    assert places == ["0", "4", "8"] and stream["n_artificial_ends"] == 1
+    whole, places = taken(100)
+    assert places == [str(place) for place in range(16)]
+    assert whole["n_artificial_ends"] == whole["n_unscored"] == 0 and whole == taken(None)[0]
+
+
+def test_a_compressed_file_of_several_parts_is_read(documents, tokenizer, tmp_path):
+    import pyarrow
+
+    folder, _ = documents
+    options = {"tokenizer": tokenizer, "max_length": 2048}
+    plain = perplexity.load_pile(folder, **options)["test"]
+    file = tmp_path / "pile" / "val.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    parts = [b"".join(lines[:2]), b"".join(lines[2:])]
+    compressed = b"".join(pyarrow.compress(part, codec="zstd", asbytes=True) for part in parts)
+    (tmp_path / "pile" / "val.jsonl.zst").write_bytes(compressed)
+    file.unlink()
+    found = perplexity.load_pile(folder, **options)["test"]
+    assert list(found) == list(plain) and origin_of(found) == origin_of(plain)
+
+
+def test_the_pile_must_be_its_own_file_or_have_the_hash_that_is_given(documents, tokenizer, monkeypatch):
+    import huggingface_hub
+
+    folder, texts = documents
+    file = Path(folder) / "pile" / "val.jsonl"
+    asked = []
+
+    def download(path, name, **options):
+        asked.append((path, name, options["revision"]))
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    options = {"tokenizer": tokenizer, "max_length": 2048}
+    with pytest.raises(
+        ValueError, match=r"mit-han-lab/pile-val-backup/val\.jsonl\.zst has the sha256 .* no hash is known"
+    ):
+        perplexity.load_pile(**options)
+    assert [path for path, *_ in asked] == [
+        "mit-han-lab/pile-val-backup",
+        "EleutherAI/pile_val_test",
+        "monology/pile-test-val",
+    ]
+    given = documents_hash(((text,) for text in texts), is_ordered=True)
+    found = origin_of(perplexity.load_pile(data_hash=given, **options)["test"])
+    assert found == {"source": "EleutherAI/pile_val_test", "hash": given, "as_known": None}
+
+
 def test_articles_of_wikitext(fixtures):
     text = (fixtures / "benchdata" / "wikitext2" / "wikitext2_test.txt").read_text(encoding="utf-8")
     articles = perplexity.wikitext_articles(text)
@@ -142,7 +207,7 @@ def test_the_copy_on_the_hub_gives_the_text_of_the_file(fixtures, tokenizer, dat
     text = (fixtures / "benchdata" / "wikitext2" / "wikitext2_test.txt").read_text(encoding="utf-8")
     lines = ["" if line == " \n" else line for line in text.splitlines(keepends=True)]
     rows = datasets.Dataset.from_dict({"text": lines})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: {"test": rows})
     options = {"tokenizer": tokenizer, "max_length": 2048, "windows": 2}
     assert perplexity.load_wikitext2(**options)["test"][0] == perplexity.load_wikitext2(data_dir, **options)["test"][0]
 
@@ -195,12 +260,12 @@ def test_missing_and_damaged_files(tokenizer, tmp_path):
 @pytest.mark.parametrize("load", [perplexity.load_pile, perplexity.load_wikitext2, perplexity.load_flan])
 def test_without_network_the_error_names_the_folder(load, tokenizer, monkeypatch):
     import datasets
+    import huggingface_hub
 
     def unreachable(*_, **__):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        FileNotFoundError, match=r"on the Hub \(ConnectionError\); check the network, or give --data-dir"
-    ):
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(FileNotFoundError, match=r"cannot be downloaded.*; check the network, or give a --data-dir"):
         load(tokenizer=tokenizer, max_length=2048)

@@ -23,6 +23,7 @@ from dcformer.cli import evaluate as command
 from dcformer.eval import provenance, runner
 from dcformer.eval.records import read_records, read_samples
 from dcformer.eval.runner import evaluate
+from dcformer.eval.sources import DOCUMENT_HASHES
 from dcformer.eval.suites import SUITES, TASKS, find_tasks, shots_of
 
 
@@ -103,6 +104,35 @@ def test_every_model_task_and_number_of_shots_has_a_record(run, folders, tmp_pat
     assert len(read_records(tmp_path / "results")) == 8
 
 
+def test_a_limit_is_spread_over_the_documents_and_the_record_names_them(run, tmp_path):
+    (record,) = run("ours", tasks="piqa", limit=4, num_fewshot=1)
+    places = [sample["doc_id"] for sample in read_samples(tmp_path / "results", record)]
+    assert places == [place * 1838 // 4 for place in range(4)]
+    observed = record.settings["observed"]
+    assert observed["documents"] == {
+        "source": "files of --data-dir",
+        "hash": DOCUMENT_HASHES["piqa"],
+        "as_known": True,
+    }
+    assert observed["examples"] == observed["documents"]  # there is no train split
+    assert record.settings["limited_to"] == "documents spread evenly"
+    with pytest.raises(ValueError, match=rf"piqa, 0-shot, .* have the hash {DOCUMENT_HASHES['piqa']} instead of"):
+        run("ours", tasks="piqa", limit=4, data_hash={"piqa": f"sha256:{'0' * 64}"})
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"boolq": "any"}, "A hash is given for 'boolq', which is not run; choose from piqa"),
+        ({"piqa": "abc"}, "The hash of piqa must be sha256: and 64 digits .* got 'abc'"),
+    ],
+    ids=["another task", "no hash"],
+)
+def test_a_hash_must_be_one_of_a_task_that_is_run(run, given, message):
+    with pytest.raises(ValueError, match=message):
+        run("ours", tasks="piqa", data_hash=given)
+
+
 def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures, folders, tmp_path):
     folders["long"] = shutil.copytree(folders["pythia"], tmp_path / "long")
     config = json.loads((tmp_path / "long" / "config.json").read_text())
@@ -115,6 +145,11 @@ def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures, folders, 
     for record in (pile, wikitext):
         assert record.timings["input_tokens"] == 2 * 2048 and record.settings["max_length"] == 2048
         assert record.is_partial and record.metrics["token_perplexity"]["value"] > 1000
+        assert record.settings["observed"]["artificial_ends"] == 1
+    # One of each half of the 888 texts, whose tasks stand one after another.
+    assert [sample["doc_id"] for sample in read_samples(tmp_path / "results", answers)] == [0, 444]
+    hashes = [record.settings["observed"]["documents"]["hash"] for record in (answers, wikitext)]
+    assert hashes == [DOCUMENT_HASHES["synthetic"], DOCUMENT_HASHES["wikitext2"]]
     assert len({record.settings["data"] for record in (answers, pile, wikitext)}) == 3
 
 
@@ -122,7 +157,7 @@ def test_tasks_made_with_the_tokenizer_have_records_too(run, fixtures, folders, 
 def test_samples_hold_log_likelihoods_of_plain_forward_passes(name, run, folders, tmp_path):
     (record,) = run(name, tasks="winogrande", limit=3)
     samples = read_samples(tmp_path / "results", record)
-    assert [sample["doc_id"] for sample in samples] == [0, 1, 2]
+    assert [sample["doc_id"] for sample in samples] == [0, 1267 // 3, 2 * 1267 // 3]
     for sample in samples:
         for request in sample["requests"]:
             expected, greedy = by_hand(folders[name], request["context"], request["continuation"])
@@ -202,7 +237,8 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(ru
     assert [record.task for record in read_records(tmp_path / "results")] == ["piqa"]
     records = run("few_rows", "pythia", tasks="race_middle", limit=2, oov_policy="pad")
     assert [record.settings["oov_policy"] for record in records] == ["pad", None]
-    assert records[0].settings["observed"] == {"oov_documents": 2, "truncated_documents": 2}
+    observed = records[0].settings["observed"]
+    assert (observed["oov_documents"], observed["truncated_documents"]) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +301,8 @@ def test_a_tokenizer_may_be_a_single_file(run, fixtures, folders):
 
 
 def test_names_of_tasks_and_suites():
-    assert len(find_tasks()) == 11 and find_tasks("all") == TASKS and len(TASKS) == 20
+    assert len(find_tasks()) == 11 and len(TASKS) == 24
+    assert find_tasks("all,lm_eval_0_4_13") == TASKS and len(find_tasks("all")) == 20
     assert find_tasks(tasks="piqa, dcformer_sciq,piqa") == ("piqa", "sciq")
     assert find_tasks(tasks="head_tasks_authors,pile_ppl") == (*SUITES["head_tasks_authors"], "pile_ppl")
     assert find_tasks("head_tasks_authors,wikitext2")[-1] == "wikitext2_ppl"
@@ -321,7 +358,7 @@ def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = ["--tasks", "piqa,winogrande", "--limit", 7, "--data-dir", data_dir, "--dtype", "float32"]
+    arguments = ["--tasks", "piqa,winogrande", "--limit", 5, "--data-dir", data_dir, "--dtype", "float32"]
     arguments = [folders["ours"], *arguments, "--device", "cpu", "--output", tmp_path / "two"]
     # Forked, so that they need not import all of it again.
     context = multiprocessing.get_context("fork")
@@ -336,8 +373,8 @@ def test_two_processes_write_what_one_does(run, data_dir, folders, tmp_path):
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0], [file.read_text() for file in told]
     said = "".join(file.read_text() for file in told)
-    assert said.count("piqa, 0-shot: 8 requests") == 1  # four of the seven documents
-    run("ours", output="one", tasks="piqa,winogrande", limit=7)
+    assert said.count("piqa, 0-shot: 6 requests") == 1  # three of the five documents
+    run("ours", output="one", tasks="piqa,winogrande", limit=5)
     one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
     assert one.keys() == two.keys()
     for path, expected in one.items():

@@ -18,9 +18,11 @@ pytest.importorskip("datasets", reason="evaluation data are read with datasets")
 import datasets
 import huggingface_hub
 
-from dcformer.eval import TaskSummary, data, list_tasks, suites, tasks_folder
+from dcformer.eval import TaskSummary, data, list_tasks, sources, suites, tasks_folder
+from dcformer.eval.origin import documents_hash, origin_of
 from dcformer.eval.table4_tasks import (
     DOCUMENT_COUNTS,
+    OTHER_PROMPTS,
     TABLE4_COLUMNS,
     group_by_article,
     load_documents,
@@ -28,6 +30,9 @@ from dcformer.eval.table4_tasks import (
     race_answer,
     race_choices,
     race_context,
+    race_context_lm_eval_0_4_13,
+    sciq_context,
+    sciq_context_lm_eval_0_4_13,
 )
 
 
@@ -118,7 +123,10 @@ def test_every_task_scores_all_documents_by_accuracy(tasks, column):
     task = tasks[column]
     assert len(task.eval_docs) == DOCUMENT_COUNTS[column]
     assert set(task.aggregation()) == {"acc", "perplexity"} if column == "lambada_openai" else {"acc"}
-    assert task.config.metadata["version"] == 1.0
+    assert task.config.metadata["version"] == (2.0 if column == "sciq" else 1.0)
+    origin = origin_of(task.eval_docs)
+    assert origin["as_known"] is (None if column == "sciq" else True), origin  # of SciQ only validation is at hand
+    assert origin_of(task.fewshot_docs())["hash"].startswith("sha256:")
 
 
 @pytest.mark.parametrize("column", TABLE4_COLUMNS)
@@ -132,13 +140,16 @@ def test_prompts_equal_those_of_lm_eval(tasks, column):
 
     scored = tasks[column].dataset["scored"].select(range(50))
     examples = tasks[column].dataset["examples"].select(range(100, 200))
-    ours = task_of(tasks_folder() / f"dcformer_{column}.yaml", {"scored": scored, "examples": examples})
+    name = f"{column}_lm_eval_0_4_13"
+    ours = task_of(
+        tasks_folder() / f"dcformer_{name if name in OTHER_PROMPTS else column}.yaml",
+        {"scored": scored, "examples": examples},
+    )
     # LAMBADA has no train split, there or here.
     splits = {"train": examples, "validation": scored, "test": examples if column == "lambada_openai" else scored}
     stock = task_of(Path(lm_eval.tasks.__file__).parent / STOCK[column], splits)
     if column == "lambada_openai":
         stock.task_docs = scored
-        stock.fewshot_cfg.target_delimiter = ""  # the one difference, see CHANGELOG.md
     for task in (ours, stock):
         task.set_fewshot_seed(SEED)
     for number in range(50):
@@ -243,6 +254,46 @@ def test_race_differs_from_lm_eval_only_in_solved_blanks(tasks):
         assert race_choices(document) == stock.doc_to_choice(stock_document)
         assert race_answer(document) == stock.doc_to_target(stock_document)
     assert differing > 10
+
+
+def test_race_has_the_words_of_lm_eval_by_name(tasks):
+    from lm_eval.tasks.race import preprocess_race as stock
+
+    for document in tasks["race_high"].eval_docs.select(range(50)):
+        assert race_context_lm_eval_0_4_13(document) == stock.doc_to_text(
+            {**document, "problems": repr(document["problems"])}
+        )
+
+
+def test_a_science_question_without_a_text_is_asked_as_in_2023():
+    with_text = {"support": " Ice melts.\n", "question": "What melts?"}
+    assert sciq_context(with_text) == "Ice melts.\n\nQuestion: What melts?\nAnswer:"
+    assert sciq_context(with_text) == sciq_context_lm_eval_0_4_13(with_text)
+    for support in ("", " \n"):
+        document = {"support": support, "question": "What melts?"}
+        assert sciq_context(document) == "Question: What melts?\nAnswer:"
+        assert sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
+
+
+def test_examples_of_lambada_have_one_space_as_in_2023_or_two_by_name():
+    documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
+    found = {}
+    for name in ("dcformer_lambada_openai", "dcformer_lambada_openai_lm_eval_0_4_13"):
+        task = task_of(tasks_folder() / f"{name}.yaml", {"scored": documents, "examples": documents})
+        task.set_fewshot_seed(SEED)
+        ((context, continuation),) = requests(task, documents[0], 1)
+        assert continuation == " hat"
+        found[name] = context
+    one, two = found.values()
+    assert "has a hat\n\nThe" in one and two == one.replace("a hat\n", "a  hat\n")
+
+
+def test_tasks_of_other_prompts_take_examples_and_are_no_columns_of_the_table():
+    for task, column in OTHER_PROMPTS.items():
+        assert suites.shots_of(task, (0, 5)) == (0, 5) and not suites.depends_on_tokenizer(task)
+        assert data.data_folders(task) == (column,) and task not in suites.SUITES["all"]
+        assert (tasks_folder() / f"dcformer_{task}.yaml").is_file()
+    assert suites.find_tasks("lm_eval_0_4_13") == tuple(OTHER_PROMPTS)
 
 
 def test_race_rows_of_one_question_are_grouped_by_article():
@@ -375,25 +426,84 @@ def test_without_network_the_folder_is_suggested(monkeypatch, tmp_path, column):
     for name in ("HF_DATASETS_CACHE", "DOWNLOADED_DATASETS_PATH"):
         monkeypatch.setattr(datasets.config, name, tmp_path)
     with pytest.raises(
-        FileNotFoundError, match=rf"{column} .* cannot be downloaded; check the network, or give a --data-dir"
+        FileNotFoundError, match=rf"{column} .* cannot be downloaded.*; check the network, or give a --data-dir"
     ):
         load_documents(column)
 
 
-def test_a_fetched_file_must_be_the_one_that_was_asked_for(monkeypatch, tmp_path):
+def test_a_fetched_file_must_be_the_one_that_was_asked_for(tmp_path):
     (tmp_path / "Test.txt").write_text(LOGIQA_TEXT, encoding="utf-8")
-    monkeypatch.setitem(data.SOURCES, "logiqa", data.Source("somebody/LogiQA", address=str(tmp_path)))
-    assert data.fetch_file("logiqa", "Test.txt", digest(LOGIQA_TEXT)).read_text(encoding="utf-8") == LOGIQA_TEXT
+
+    def fetched(sha256):
+        files = {"test": ("Test.txt", sha256)}
+        return data.fetch_file(sources.Source("somebody/LogiQA", address=str(tmp_path), files=files), "test")
+
+    assert fetched(digest(LOGIQA_TEXT)).read_text(encoding="utf-8") == LOGIQA_TEXT
     with pytest.raises(ValueError, match=r"has the sha256 .* instead of 0000; download it yourself"):
-        data.fetch_file("logiqa", "Test.txt", "0000")
+        fetched("0000")
+
+
+def published(monkeypatch, by_path):
+    """Let the Hub have these data sets alone; `None` stands for one that cannot be reached."""
+
+    def load_dataset(path, name, revision):
+        if by_path.get(path) is None:
+            raise ConnectionError("no route")
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in by_path[path].items()})
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+def hash_of_piqa(rows):
+    return documents_hash([row["goal"], row["sol1"], row["sol2"], str(row["label"])] for row in rows)
 
 
 def test_published_splits_are_chosen_like_local_ones(monkeypatch):
-    splits = {
-        name: datasets.Dataset.from_list(piqa_rows(n)) for name, n in (("train", 4), ("validation", 3), ("test", 2))
+    rows = {"train": piqa_rows(4), "validation": piqa_rows(3), "test": piqa_rows(2)}
+    published(monkeypatch, {"baber/piqa": rows})
+    monkeypatch.setitem(sources.DOCUMENT_HASHES, "piqa", hash_of_piqa(piqa_rows(3)))
+    documents = load_documents("piqa")
+    assert {split: len(rows) for split, rows in documents.items()} == {"scored": 3, "examples": 4}
+    assert origin_of(documents["scored"]) == {
+        "source": "baber/piqa",
+        "hash": hash_of_piqa(piqa_rows(3)),
+        "as_known": True,
     }
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, name, revision: datasets.DatasetDict(splits))
-    assert {split: len(rows) for split, rows in load_documents("piqa").items()} == {"scored": 3, "examples": 4}
+    assert origin_of(documents["examples"])["hash"] == hash_of_piqa(piqa_rows(4))
+
+
+def test_another_source_is_taken_only_with_the_same_documents(monkeypatch, caplog):
+    right, wrong = piqa_rows(3), piqa_rows(3, label=1)
+    monkeypatch.setitem(sources.DOCUMENT_HASHES, "piqa", hash_of_piqa(right))
+    for first in (None, {"validation": wrong}):
+        # The order of questions decides nothing.
+        published(monkeypatch, {"baber/piqa": first, "ybisk/piqa": {"validation": right[::-1]}})
+        origin = origin_of(load_documents("piqa")["scored"])
+        assert origin["source"] == "ybisk/piqa (plain_text)" and origin["as_known"]
+        assert "piqa: ybisk/piqa (plain_text) is read in place of baber/piqa" in caplog.text
+    published(monkeypatch, {"ybisk/piqa": {"validation": wrong}})
+    with pytest.raises(ValueError, match=f"No source of piqa .* have the hash {hash_of_piqa(wrong)}, not sha256:"):
+        load_documents("piqa")
+    assert origin_of(load_documents("piqa", data_hash="any")["scored"])["as_known"] is False
+
+
+def test_where_no_hash_is_known_only_the_first_source_is_taken(monkeypatch):
+    monkeypatch.delitem(sources.DOCUMENT_HASHES, "piqa")
+    published(monkeypatch, {"ybisk/piqa": {"validation": piqa_rows(3)}})
+    with pytest.raises(ValueError, match="no hash is known that could tell whether they are the right ones"):
+        load_documents("piqa")
+    assert len(load_documents("piqa", data_hash=hash_of_piqa(piqa_rows(3)))["scored"]) == 3
+    published(monkeypatch, {"baber/piqa": {"validation": piqa_rows(3)}})
+    assert origin_of(load_documents("piqa")["scored"])["as_known"] is None
+
+
+def test_a_folder_must_have_the_hash_that_was_asked_for(tmp_path):
+    write_split(tmp_path, "piqa", "validation", piqa_rows(3))
+    found = origin_of(load_documents("piqa", tmp_path, data_hash=hash_of_piqa(piqa_rows(3)))["scored"])
+    assert found["source"] == "files of --data-dir" and found["as_known"] is False
+    with pytest.raises(ValueError, match=f"have the hash {found['hash']} instead of sha256:00; check the files"):
+        load_documents("piqa", tmp_path, data_hash="sha256:00")
 
 
 def test_datasets_is_asked_for_by_name(monkeypatch, tmp_path):
@@ -420,7 +530,7 @@ def test_the_fingerprint_of_published_data_names_them(monkeypatch, tmp_path):
     data._newest_revision.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "ENDPOINT", tmp_path.as_uri())
-    assert data.data_fingerprint(None, "logiqa") == f"lgw863/LogiQA-dataset@{data.LOGIQA_REVISION}"
+    assert data.data_fingerprint(None, "logiqa") == f"lgw863/LogiQA-dataset@{sources.LOGIQA_REVISION}"
     assert data.data_fingerprint(None, "arc_easy") == "allenai/ai2_arc (ARC-Easy)@unknown"
 
     (tmp_path / "api/datasets/allenai").mkdir(parents=True)
@@ -446,7 +556,7 @@ def test_the_list_of_tasks_holds_every_task_once_with_its_suite_and_source():
         "piqa", "table4", "which of two ways reaches an everyday goal", (0, 5), "baber/piqa"
     )
     assert by_name["head_tasks_authors_k3"].paper_shots == (3,)
-    assert by_name["pile_ppl"].source == "EleutherAI/pile_val_test"
+    assert by_name["pile_ppl"].source == "mit-han-lab/pile-val-backup"
     assert by_name["wikitext2_ppl"].paper_shots == ()
     for summary in summaries[:-1]:
         assert summary.name in suites.find_tasks(summary.suite) and summary.asks
