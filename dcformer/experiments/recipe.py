@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..common.quoting import quoted
 from ..training.fields import check_keys, check_range, read_fields
@@ -31,6 +31,7 @@ class SweepRecipe:
         data_dir (`str`, *optional*): Folder that holds `synthetic/` with the authors' texts; fetched if not given.
         only (`list[str]`, *optional*): Variants to run now.
         published (`dict`, *optional*): Variant -> published perplexity, of which the order is compared with ours.
+        pairs (`list[list[str]]`, *optional*): [model, baseline] of variants, whose costs of equal quality are compared.
     """
 
     variants: dict
@@ -40,6 +41,7 @@ class SweepRecipe:
     data_dir: str | None = None
     only: list | None = None
     published: dict | None = None
+    pairs: list | None = None
 
     @classmethod
     def from_mapping(cls, values: dict) -> SweepRecipe:
@@ -47,7 +49,7 @@ class SweepRecipe:
         Raises:
             ValueError: for an unknown or missing key or a wrong value, which the message quotes.
         """
-        for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]")):
+        for key, example in (("seeds", "[0, 1, 2]"), ("only", "[static]"), ("pairs", "[[model, baseline]]")):
             if isinstance(values, dict) and values.get(key) is not None and not isinstance(values[key], list):
                 raise ValueError(f"sweep.{key} must be a list such as {example}, got {quoted(values[key])}.")
         if isinstance(values, dict) and "processes" in values:
@@ -80,6 +82,12 @@ class SweepRecipe:
             for name in getattr(self, key) or ():
                 if name not in list(self.variants):
                     raise ValueError(f"sweep.{key} names {quoted(name)}; the variants are {', '.join(self.variants)}.")
+        for pair in self.pairs or ():
+            if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1]:
+                raise ValueError(f"sweep.pairs must hold pairs such as [model, baseline], got {quoted(pair)}.")
+            for name in pair:
+                if name not in list(self.variants):
+                    raise ValueError(f"sweep.pairs names {quoted(name)}; the variants are {', '.join(self.variants)}.")
         for name, value in (self.published or {}).items():
             if not isinstance(value, int | float):
                 raise ValueError(f"sweep.published.{name} must be a number, got {quoted(value)}.")
@@ -114,19 +122,30 @@ def plan_sweep(recipe: Recipe) -> tuple[SweepRecipe, list[Run]]:
     sweep = SweepRecipe.from_mapping(recipe.sweep)
     if sweep.evaluation is None and recipe.data.evaluation is None:
         raise ValueError("A sweep needs data.evaluation or sweep.evaluation, or there is nothing to compare; add one.")
-    return sweep, [make_run(recipe, sweep, variant, seed) for seed in sweep.seeds for variant in sweep.variants]
+    # What a seed moves needs no check of the model again.
+    checked = {variant: make_run(recipe, sweep, variant, sweep.seeds[0]) for variant in sweep.variants}
+    return sweep, [
+        Run(variant, seed, replace(run.recipe, **_own_values(recipe, variant, seed)))
+        for seed in sweep.seeds
+        for variant, run in checked.items()
+    ]
 
 
 def make_run(recipe: Recipe, sweep: SweepRecipe, variant: str, seed: int) -> Run:
     """One run of a sweep, as `plan_sweep`; the seed may be any."""
     values = replace(recipe, sweep=None).to_mapping()
-    own = {
-        "name": f"{recipe.name}, {variant}, seed {seed}",
-        "output": str(Path(recipe.output) / variant / f"seed-{seed}"),
-        "seed": seed,
-    }
+    own = _own_values(recipe, variant, seed)
     try:
         result = Recipe.from_mapping(merged(merged(values, sweep.variants[variant] or {}), own))
     except ValueError as error:
         raise ValueError(f"sweep.variants.{variant}: {error}") from error
     return Run(variant, seed, result)
+
+
+def _own_values(recipe: Recipe, variant: str, seed: int) -> dict[str, Any]:
+    """What a recipe of a run has of its own, whatever its variant changes."""
+    return {
+        "name": f"{recipe.name}, {variant}, seed {seed}",
+        "output": str(Path(recipe.output) / variant / f"seed-{seed}"),
+        "seed": seed,
+    }

@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..common.optional import import_optional
-from ..head_tasks.intervals import seed_interval
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run; `scale` brings it into the unit in which it is shown."""
-
-    name: str
-    short: str
-    unit: str
-    is_better_when_lower: bool
-    scale: float
-    digits: int
-
-    @property
-    def title(self) -> str:
-        return f"{self.name} ({self.unit})"
-
-
-METRICS = {
-    "evaluation_loss": Metric("evaluation loss", "loss", "nats per token", True, 1, 4),
-    "held_out": Metric("accuracy, held-out tasks", "held-out", "%", False, 100, 2),
-    "authors": Metric("accuracy, authors' texts", "authors'", "%", False, 100, 2),
-}
-
-
-@dataclass(frozen=True)
-class VariantSummary:
-    """
-    The runs of one variant.
-
-    Attributes:
-        name: Name of the variant.
-        parameters: Number of parameters of its model.
-        values: Metric of [`METRICS`] -> seed -> value, loss in nats per token and accuracies as fractions; metrics and
-            seeds that were not measured are left out.
-    """
-
-    name: str
-    parameters: int
-    values: Mapping[str, Mapping[int, float]]
-
-    def interval(self, metric: str) -> tuple[float, float | None] | None:
-        """Mean and half width of the 95 % interval over seeds, which needs two; `None` without a value."""
-        return mean_interval(list(self.values.get(metric, {}).values()))
-
-    def difference(self, other: VariantSummary, metric: str) -> tuple[float, float | None] | None:
-        """As `interval`, of the differences to another variant with the same seed, whose documents are the same too."""
-        own, others = self.values.get(metric, {}), other.values.get(metric, {})
-        return mean_interval([own[seed] - others[seed] for seed in own if seed in others])
+from ..head_tasks.intervals import SeedComparison, compare_seeds
+from ..head_tasks.labels import REFERENCES, variant_label
+from .claim_report import comparison_text, print_claim
+from .results import METRICS, Metric, VariantSummary, mean_interval, measured, reference_values, summarise_variants
 
 
 @dataclass(frozen=True)
@@ -75,7 +27,8 @@ class Agreement:
     Attributes:
         pairs: Pairs of variants that the published numbers tell apart.
         agreeing: Those of them in the same order here.
-        apart, apart_agreeing: The same, of pairs whose 95 % interval of the difference over seeds leaves out 0.
+        apart, apart_agreeing: The same, of pairs that are apart by a t test paired by seed, at 5 % after Holm's
+            correction for all pairs; of pairs with fewer than two seeds in common nothing is known.
         tau: Kendall's rank correlation (tau-b), from -1 to 1; `None` if all variants are equal.
     """
 
@@ -84,46 +37,6 @@ class Agreement:
     apart: int
     apart_agreeing: int
     tau: float | None
-
-
-def read_results(path: str | os.PathLike) -> dict[str, Any]:
-    """
-    The `results.json` of a sweep.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-        ValueError: if the file is something else, or holds no run.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"There is no file {str(path)!r}; give the results.json that a sweep wrote.")
-    try:
-        results = json.loads(file.read_text(encoding="utf-8"))
-        summaries = summarise_variants(results)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} holds no results of a sweep; give the results.json of one.") from error
-    if not summaries:
-        raise ValueError(f"{str(path)!r} holds no finished run yet; run the sweep first.")
-    return results
-
-
-def summarise_variants(results: Mapping[str, Any]) -> list[VariantSummary]:
-    """The variants of which there is a run, in the order of the recipe."""
-    runs: dict[str, list[Mapping]] = {}
-    for run in results["runs"]:
-        runs.setdefault(run["variant"], []).append(run)
-    return [
-        VariantSummary(name, runs[name][0]["parameters"], _values(runs[name]))
-        for name in results["recipe"]["sweep"]["variants"]
-        if name in runs
-    ]
-
-
-def mean_interval(values: list[float]) -> tuple[float, float | None] | None:
-    """Mean and half width of the 95 % interval (Student's t); the width is `None` for one value, all for none."""
-    if not values:
-        return None
-    return (values[0], None) if len(values) == 1 else seed_interval(values)
 
 
 def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[str, float]) -> Agreement | None:
@@ -141,6 +54,14 @@ def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[s
     both = [item for item in summaries if item.name in published and item.interval(metric) is not None]
     if len(both) < 2:
         return None
+    values = {item.name: item.values[metric] for item in both}
+    tested = [
+        (first.name, second.name)
+        for first, second in combinations(both, 2)
+        if published[first.name] != published[second.name] and len(values[first.name].keys() & values[second.name]) > 1
+    ]
+    found = compare_seeds(values, tested) if tested else []
+    are_apart = {(item.first, item.second) for item in found if item.is_apart}
     pairs = agreeing = apart = apart_agreeing = 0
     for first, second in combinations(both, 2):
         here = _goodness(second, metric) - _goodness(first, metric)
@@ -149,8 +70,7 @@ def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[s
             continue
         agrees = here * there > 0
         pairs, agreeing = pairs + 1, agreeing + agrees
-        mean, half = second.difference(first, metric) or (0.0, None)
-        if half is not None and abs(mean) > half:
+        if (first.name, second.name) in are_apart:
             apart, apart_agreeing = apart + 1, apart_agreeing + agrees
     stats = import_optional("scipy.stats", 'Rank correlations need scipy: pip install "dcformer[train]".')
     ranks = [_goodness(item, metric) for item in both], [-published[item.name] for item in both]
@@ -158,54 +78,132 @@ def agreement(summaries: list[VariantSummary], metric: str, published: Mapping[s
     return Agreement(pairs, agreeing, apart, apart_agreeing, None if math.isnan(tau) else tau)
 
 
+def differences(summaries: list[VariantSummary], metric: str) -> dict[str, SeedComparison]:
+    """
+    Every variant compared with the first by a t test paired by seed, p values corrected (Holm) for all of these.
+
+    Returns:
+        By name, without variants that have fewer than two seeds in common with the first.
+
+    Raises:
+        ImportError: without scipy.
+    """
+    values = {item.name: item.values.get(metric, {}) for item in summaries}
+    first = summaries[0].name
+    pairs = [(name, first) for name in values if name != first and len(values[name].keys() & values[first].keys()) > 1]
+    return {item.first: item for item in compare_seeds(values, pairs)} if pairs else {}
+
+
+def sorted_by_gain(summaries: list[VariantSummary], metric: str) -> list[VariantSummary]:
+    """The first variant, with which the others are compared, then these, the best of a metric first."""
+    others = [item for item in summaries[1:] if item.interval(metric) is not None]
+    missing = [item for item in summaries[1:] if item.interval(metric) is None]
+    return [summaries[0], *sorted(others, key=lambda item: -_goodness(item, metric)), *missing]
+
+
+@dataclass(frozen=True)
+class BestRate:
+    """
+    Of variants that are one model, trained with several learning rates, the one with the lowest evaluation loss.
+
+    Attributes:
+        variant: Its name.
+        training: What its recipe changes in `training`.
+        is_at_end: Whether its rate is the lowest or highest of those tried, so that a better one may lie beyond.
+    """
+
+    variant: str
+    training: Mapping[str, Any]
+    is_at_end: bool
+
+
+def best_rates(results: Mapping[str, Any]) -> list[BestRate]:
+    """For every model of a sweep that was trained with several values of `learning_rate`, in the recipe's order."""
+    variants = results["recipe"]["sweep"]["variants"]
+    models: dict[str, list[tuple[float, float, str]]] = {}
+    for item in summarise_variants(results):
+        interval, change = item.interval("evaluation_loss"), variants[item.name] or {}
+        rate = (change.get("training") or {}).get("learning_rate")
+        if interval is not None and rate is not None:
+            model = json.dumps(change.get("model"), sort_keys=True)
+            models.setdefault(model, []).append((interval[0], rate, item.name))
+    found = []
+    for tried in models.values():
+        rates = {rate for _, rate, _ in tried}
+        if len(rates) > 1:
+            _, best, name = min(tried)
+            found.append(BestRate(name, variants[name]["training"], best in (min(rates), max(rates))))
+    return found
+
+
+def compares_with_first(results: Mapping[str, Any]) -> bool:
+    """Whether the first variant is what the others are compared with: not where pairs are, or learning rates."""
+    return not results["recipe"]["sweep"].get("pairs") and not best_rates(results)
+
+
 def print_report(results: Mapping[str, Any], console: Console) -> None:
-    """Print a row per variant, how the order compares with the published one, and the runs that failed."""
+    """
+    Print a row per variant, differences to the first one, the best learning rates where several were tried, how the
+    order compares with the published one, what pairs say, and the runs that failed.
+    """
     summaries = summarise_variants(results)
     metrics = measured(summaries)
     published = results["recipe"]["sweep"].get("published") or {}
     console.print(_table(results, summaries, metrics, published))
+    best = best_rates(results)
+    if compares_with_first(results):
+        _print_differences(summaries, metrics, console)
+    for item in best:
+        settings = ", ".join(f"{key} {value:g}" for key, value in item.training.items() if key.endswith("rate"))
+        hint = "; at an end of the range, so try rates beyond it" if item.is_at_end else ""
+        console.print(f"Lowest evaluation loss: {variant_label(item.variant)} ({settings}{hint})", soft_wrap=True)
     for metric in metrics:
         found = agreement(summaries, metric, published)
         if found is not None:
             tau = "undefined" if found.tau is None else f"{found.tau:.2f}"
             console.print(
                 f"Order by {METRICS[metric].name}: {found.agreeing} of {found.pairs} pairs as published "
-                f"(Kendall's tau {tau}); of pairs that are apart by 95 %, {found.apart_agreeing} of {found.apart}",
+                f"(Kendall's tau {tau}); of pairs that are apart by corrected t tests, {found.apart_agreeing} of "
+                f"{found.apart}",
                 soft_wrap=True,
             )
+    print_claim(results, console)
     for failure in results.get("failures", ()):
         console.print(f"FAILED {failure['variant']}, seed {failure['seed']}: {failure['error']}", soft_wrap=True)
 
 
-def measured(summaries: list[VariantSummary]) -> list[str]:
-    """The metrics that a run has."""
-    return [metric for metric in METRICS if any(item.values.get(metric) for item in summaries)]
-
-
-def _values(runs: list[Mapping]) -> dict[str, dict[int, float]]:
-    values: dict[str, dict[int, float]] = {}
-    for run in runs:
-        evaluation = run["evaluation"] or {}
-        numbers = {"evaluation_loss": run["training"]["evaluation_loss"]}
-        numbers |= {name: (evaluation.get(name) or {}).get("accuracy") for name in ("held_out", "authors")}
-        for name, value in numbers.items():
-            if value is not None:
-                values.setdefault(name, {})[run["seed"]] = value
-    return values
+def _print_differences(summaries: list[VariantSummary], metrics: list[str], console: Console) -> None:
+    found = {metric: differences(summaries, metric) for metric in metrics}
+    found = {metric: comparisons for metric, comparisons in found.items() if comparisons}
+    if not found:
+        return
+    first = summaries[0]
+    title = f"Differences to {first.label} ± half a 95 % interval (p after Holm's correction), best first"
+    table = Table(title=title, title_justify="left")
+    table.add_column("variant")
+    for metric in found:
+        table.add_column(METRICS[metric].title, justify="right")
+    for item in sorted_by_gain(summaries, next(iter(found)))[1:]:
+        cells = [
+            comparison_text(comparisons[item.name], METRICS[metric].scale, METRICS[metric].digits)
+            if item.name in comparisons
+            else "-"
+            for metric, comparisons in found.items()
+        ]
+        table.add_row(item.label, *cells)
+    console.print(table)
 
 
 def _table(
     results: Mapping[str, Any], summaries: list[VariantSummary], metrics: list[str], published: Mapping[str, float]
 ) -> Table:
-    first = summaries[0]
-    compared = "held_out" if "held_out" in metrics else next(iter(metrics), None)
     columns = ["variant", "seeds", "parameters"]
+    # Of answers and line feeds together it is no figure that people know; their accuracy says more.
+    shows_perplexity = "evaluation_accuracy" not in metrics
     for metric in metrics:
         columns.append(METRICS[metric].title)
-        if metric == "evaluation_loss":
+        if metric == "evaluation_loss" and shows_perplexity:
             columns.append("perplexity")
-    if compared is not None:
-        columns.append(f"difference of {METRICS[compared].name} to {first.name}")
     ranks = []
     if published:
         ranks = [_ranks(summaries, name) for name in metrics] + [_published_ranks(summaries, published)]
@@ -215,34 +213,47 @@ def _table(
     rows = []
     for item in summaries:
         seeds = max((len(values) for values in item.values.values()), default=0)
-        cells = [item.name, str(seeds), f"{item.parameters:,}"]
+        cells = [item.label, str(seeds), f"{item.parameters:,}"]
         for metric in metrics:
             cells.append(_text(item.interval(metric), METRICS[metric]))
-            if metric == "evaluation_loss":
+            if metric == "evaluation_loss" and shows_perplexity:
                 interval = item.interval(metric)
                 cells.append("-" if interval is None else f"{math.exp(interval[0]):.3f}")
-        if compared is not None:
-            difference = None if item is first else item.difference(first, compared)
-            cells.append(_text(difference, METRICS[compared], sign="+"))
         if ranks:
             cells.append(" / ".join(str(of.get(item.name, "-")) for of in ranks))
         rows.append(cells)
+    rows += _reference_rows(results, metrics, len(columns))
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         # Headings may break, numbers must not.
         least = max(len(cells[number]) for cells in rows)
         table.add_column(column, justify="left" if number == 0 else "right", min_width=least)
-    for cells in rows:
-        table.add_row(*cells)
+    for number, cells in enumerate(rows):
+        table.add_row(*cells, end_section=number == len(summaries) - 1)
     return table
 
 
-def _text(interval: tuple[float, float | None] | None, metric: Metric, sign: str = "") -> str:
+def _reference_rows(results: Mapping[str, Any], metrics: list[str], columns: int) -> list[list[str]]:
+    """What is reached without reading the question, by rule."""
+    known = {metric: reference_values(results, metric) for metric in metrics}
+    rows = []
+    for rule, label in REFERENCES.items():
+        if not any(rule in values for values in known.values()):
+            continue
+        cells = [label, "", ""]
+        for metric, values in known.items():
+            value = values.get(rule)
+            cells.append("-" if value is None else _text((value, None), METRICS[metric]))
+        rows.append(cells + [""] * (columns - len(cells)))
+    return rows
+
+
+def _text(interval: tuple[float, float | None] | None, metric: Metric) -> str:
     if interval is None:
         return "-"
     mean, half = interval
     width = "" if half is None else f" ± {metric.scale * half:.{metric.digits}f}"
-    return f"{metric.scale * mean:{sign}.{metric.digits}f}{width}"
+    return f"{metric.scale * mean:.{metric.digits}f}{width}"
 
 
 def _goodness(item: VariantSummary, metric: str) -> float:
@@ -259,3 +270,15 @@ def _ranks(summaries: list[VariantSummary], metric: str) -> dict[str, int]:
 def _published_ranks(summaries: list[VariantSummary], published: Mapping[str, float]) -> dict[str, int]:
     values = {item.name: published[item.name] for item in summaries if item.name in published}
     return {name: 1 + sum(other < value for other in values.values()) for name, value in values.items()}
+
+
+__all__ = [
+    "Agreement",
+    "BestRate",
+    "agreement",
+    "best_rates",
+    "compares_with_first",
+    "differences",
+    "print_report",
+    "sorted_by_gain",
+]

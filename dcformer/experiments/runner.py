@@ -4,6 +4,7 @@
 <output>/<variant>/seed-<seed>/result.json     what was measured, written last
 <output>/results.json                          all of these, written anew after every run
 <output>/sweep.png                             means and intervals over the seeds
+<output>/curves.png, pairs.csv                 of pairs: loss and accuracy by what was spent; costs of equal quality
 
 Runs follow one another in this process. Seeds are the outer loop, so that a sweep which is stopped has comparable rows
 of every variant.
@@ -34,13 +35,19 @@ from ..training.fields import first_difference
 from ..training.recipe import Recipe
 from ..training.run import train
 from ..training.run_folder import locked_folder
-from ..training.trainer import LOG_FILE
+from ..training.throughput import flops_per_token
+from .claim import compare_pairs
+from .claim_report import write_costs
+from .curves import evaluation_curve, read_log, training_seconds
 from .plot import plot_sweep
+from .plot_curves import plot_curves
 from .recipe import Run, SweepRecipe, make_run, plan_sweep
+from .reference_lines import evaluation_references, scored_sets, suite_references
 from .report import print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
+CURVES, COSTS = "curves.png", "pairs.csv"
 # Of a recipe, what moves no number of a result.
 _MOVES_NO_RESULT = (
     "name",
@@ -69,7 +76,9 @@ class _Scoring:
     data_dir: str | None
 
     def is_done_in(self, result: dict[str, Any]) -> bool:
-        """Whether a result holds these scores."""
+        """Whether a result holds these scores, and the curve that older versions left out."""
+        if "curve" not in result["run"]:
+            return False
         if self.documents == 0:
             return True
         evaluation = result["run"]["evaluation"]
@@ -95,9 +104,11 @@ def run_sweep(
         resume (`bool`, defaults to `True`): Otherwise all the runs start over.
 
     Returns:
-        What `results.json` holds: `recipe`; `runs`, a list of `variant`, `seed`, `parameters`, `training` (`steps`,
-        `tokens`, `seconds`, `train_loss` and `evaluation_loss` in nats per token) and `evaluation` (`held_out` and
-        `authors`, summaries of scores, or `None`), in the order of the recipe; `failures`, of runs that failed.
+        What `results.json` holds: `recipe`; `references`, what is reached without reading the question, of the
+        evaluation and of the scored sets; `runs`, a list of `variant`, `seed`, `parameters`, `training` (`steps`,
+        `tokens`, `flops`, `seconds`, `train_loss` and `evaluation_loss` in nats per token, `device`), `curve` (what
+        [`evaluation_curve`] returns) and `evaluation` (`held_out` and `authors`, summaries of scores, or `None`), in
+        the order of the recipe; `failures`, of runs that failed.
 
     Raises:
         ValueError: for a wrong recipe, or a folder whose runs are of another one or that another process is writing.
@@ -129,8 +140,9 @@ def _run_all(
     waiting = [run for run in chosen if (r := found.get((run.variant, run.seed))) is None or not scoring.is_done_in(r)]
     rows = {key: result["run"] for key, result in found.items()}
     failures: list[dict[str, Any]] = []
+    references = _references(recipe, scoring)
 
-    results = _results(recipe, rows, failures)
+    results = _results(recipe, references, rows, failures)
     _write_json(output / RESULTS, results)
     with contextlib.ExitStack() as stack:
         is_shown = on_progress is None
@@ -141,10 +153,10 @@ def _run_all(
                 rows[run.variant, run.seed] = _train_and_score(run, scoring, resume, on_progress)
             except _RUN_FAILURES as error:
                 failures.append({"variant": run.variant, "seed": run.seed, "error": _sentence(error)})
-            results = _results(recipe, rows, failures)
+            results = _results(recipe, references, rows, failures)
             _write_json(output / RESULTS, results)
     if rows:
-        _plot(results, output / PLOT)
+        _plot(results, output)
         if is_shown:
             print_report(results, make_console(pipe_width=160))
     if failures:
@@ -196,14 +208,24 @@ def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> No
         )
 
 
-def _results(recipe: Recipe, rows: dict[tuple[str, int], dict], failures: list[dict]) -> dict[str, Any]:
+def _references(recipe: Recipe, scoring: _Scoring) -> dict[str, Any]:
+    """By `evaluation`, and by the name of each scored set."""
+    sets = scored_sets(scoring.documents, scoring.with_authors, scoring.data_dir)
+    of_evaluation = evaluation_references(recipe)
+    return {**({} if of_evaluation is None else {"evaluation": of_evaluation}), **suite_references(sets)}
+
+
+def _results(
+    recipe: Recipe, references: dict[str, Any], rows: dict[tuple[str, int], dict], failures: list[dict]
+) -> dict[str, Any]:
     values = recipe.to_mapping()
     del values["output"]
     values["sweep"] = {key: value for key, value in values["sweep"].items() if key not in _NOT_MEASURED}
     values["sweep"]["seeds"] = sorted({*values["sweep"]["seeds"], *(seed for _, seed in rows)})
     order = list(values["sweep"]["variants"])
     keys = sorted(rows, key=lambda key: (order.index(key[0]), key[1]))
-    return {"recipe": values, "runs": [rows[key] for key in keys], "failures": list(failures)}
+    runs = [rows[key] for key in keys]
+    return {"recipe": values, "references": references, "runs": runs, "failures": list(failures)}
 
 
 def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
@@ -222,17 +244,22 @@ def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnP
                 documents=scoring.documents,
                 with_authors=scoring.with_authors,
             )
+    records, batch_tokens = read_log(run.folder), run.recipe.training.batch_tokens
+    flops = flops_per_token(model.config, run.recipe.data.sequence_length)
     row = {
         "variant": run.variant,
         "seed": run.seed,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "training": {
             "steps": trained["steps"],
-            "tokens": trained["steps"] * run.recipe.training.batch_tokens,
-            "seconds": _training_seconds(run),
+            "tokens": trained["steps"] * batch_tokens,
+            "flops": float(trained["steps"] * batch_tokens * flops),
+            "seconds": round(training_seconds(records, batch_tokens), 1),
             "train_loss": trained["loss"],
             "evaluation_loss": trained["evaluation_loss"],
+            "device": _device_name(),
         },
+        "curve": evaluation_curve(records, batch_tokens, flops),
         "evaluation": evaluation,
     }
     recipe = run.recipe.to_mapping()
@@ -240,15 +267,12 @@ def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnP
     return row
 
 
-def _training_seconds(run: Run) -> float:
-    """By the throughput in the log, which knows the parts of a run that was stopped; evaluating and saving left out."""
-    seconds, before = 0.0, 0
-    for line in (run.folder / LOG_FILE).read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record.get("tokens_per_second"):
-            seconds += (record["step"] - before) * run.recipe.training.batch_tokens / record["tokens_per_second"]
-            before = record["step"]
-    return round(seconds, 1)
+def _device_name() -> str:
+    """What the seconds of a run hold for."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _sentence(error: BaseException) -> str:
@@ -269,9 +293,15 @@ def _lines(value: Any) -> str:
     return "[\n" + ",\n".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n]"
 
 
-def _plot(results: dict[str, Any], path: Path) -> None:
+def _plot(results: dict[str, Any], output: Path) -> None:
+    """The pictures of a sweep, and of its pairs a table besides."""
+    has_pairs = bool(compare_pairs(results))
+    if has_pairs:
+        write_costs(results, output / COSTS)
     try:
-        plot_sweep(results, path)
+        plot_sweep(results, output / PLOT)
+        if has_pairs:
+            plot_curves(results, output / CURVES)
     except ImportError as error:
         logger.warning(f"No plot is drawn: {error}")
 

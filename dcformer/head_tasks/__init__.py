@@ -2,7 +2,8 @@
 
 from .generator import generate_documents, iterate_documents
 from .kinds import TASK_KINDS
+from .practice import iterate_practice
 from .tokenizer import build_tokenizer
 
 
-__all__ = ["TASK_KINDS", "build_tokenizer", "generate_documents", "iterate_documents"]
+__all__ = ["TASK_KINDS", "build_tokenizer", "generate_documents", "iterate_documents", "iterate_practice"]

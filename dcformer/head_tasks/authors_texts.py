@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..eval.data import SOURCES, import_datasets
+from ..eval.origin import check_required, documents_hash, origin, read_published, remember
 from ..eval.task_tokens import continuation_ids, encode, load_task_tokenizer
 from ..eval.text_files import existing_file, jsonl_fields
 
@@ -47,7 +48,7 @@ _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
 
 
 def load_authors_texts(
-    shots: int, data_dir: str | None = None, brackets: bool = False, **settings: Any
+    shots: int, data_dir: str | None = None, brackets: bool = False, data_hash: str | None = None, **settings: Any
 ) -> dict[str, Dataset]:
     """
     The answers of line `shots + 1` of every text.
@@ -56,12 +57,13 @@ def load_authors_texts(
         shots (2 to 7): Lines before the one that is scored.
         data_dir: Folder with `synthetic/synthetic_dataset.jsonl`; the authors' repository if not given.
         brackets: Leave the brackets in the text.
+        data_hash: The hash that the texts must have, or `"any"`; by default, of texts that are fetched, the known one.
         settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
             `trust_remote_code`, `add_bos_token`.
 
     Returns:
-        One split `test` of 888 rows: `task_id`, `context`, `continuations` (the answer and, if it has several tokens,
-        the text of its first), `n_tokens` (of the answer).
+        One split `test` of 888 rows, which remember their origin: `task_id`, `context`, `continuations` (the answer
+        and, if it has several tokens, the text of its first), `n_tokens` (of the answer).
 
     Raises:
         FileNotFoundError: if the file is not there or cannot be reached.
@@ -72,8 +74,14 @@ def load_authors_texts(
         raise ValueError(f"shots must be one of {', '.join(map(str, SHOTS))}, got {shots!r}.")
     tokenizer = load_task_tokenizer(**settings)
     add_bos_token = settings.get("add_bos_token")
+    if data_dir is None:
+        texts, found = read_published("synthetic", lambda _: list(authors_texts(None)), documents_hash, data_hash)
+    else:
+        texts = list(authors_texts(data_dir))
+        found = origin(None, documents_hash(texts), "synthetic")
+        check_required("synthetic", found["hash"], data_hash)
     rows = []
-    for task, answers in authors_answers(data_dir, brackets):
+    for task, answers in _answers_of(texts, brackets):
         context, answer = answers[shots]
         ids = continuation_ids(tokenizer, context, answer, add_bos_token)
         rows.append(
@@ -84,7 +92,7 @@ def load_authors_texts(
                 "n_tokens": len(ids),
             }
         )
-    return {"test": import_datasets().Dataset.from_list(rows)}
+    return {"test": remember(import_datasets().Dataset.from_list(rows), found)}
 
 
 def authors_answers(
@@ -97,7 +105,11 @@ def authors_answers(
         FileNotFoundError: if the file is not there or cannot be reached.
         ValueError: if a text has another form.
     """
-    for number, (task, text) in enumerate(authors_texts(data_dir), start=1):
+    yield from _answers_of(authors_texts(data_dir), brackets)
+
+
+def _answers_of(texts: Iterable[tuple[str, ...]], brackets: bool) -> Iterator[tuple[str, dict[int, tuple[str, str]]]]:
+    for number, (task, text) in enumerate(texts, start=1):
         answers = bracketed_answers(text, brackets)
         if list(answers) != list(SHOTS):
             raise ValueError(

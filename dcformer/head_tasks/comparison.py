@@ -22,6 +22,8 @@ from ..eval.scoring import message_of_nan
 from ..eval.short_names import short_names
 from ..pretrained import pretrained_names, pretrained_path, seed_results
 from .intervals import seed_interval
+from .labels import shots_label, transformation_label
+from .references import reference_summaries
 from .scoring import summarise
 from .suite import BATCH_SIZE, HELD_OUT_DOCUMENTS, HELD_OUT_SEED, document_sets, score_sets
 
@@ -65,12 +67,33 @@ class ModelResult:
         """Training seed -> a metric of a set, or of a group of it such as `("by_pattern", "same-person")`."""
         found = {}
         for seed, evaluation in self.seed_evaluations.items():
-            summary = evaluation.get(documents)
-            for key in group:
-                summary = (summary or {}).get(key)
+            summary = part_of(evaluation.get(documents), *group)
             if summary is not None:
                 found[seed] = summary[metric]
         return found
+
+    def seed_gain(self, baseline: ModelResult, documents: str, *group: str) -> float:
+        """Mean gain in accuracy over a baseline, paired by training seed; `nan` without seeds that both have."""
+        ours, theirs = (each.over_seeds(documents, "accuracy", *group) for each in (self, baseline))
+        gains = [ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()]
+        return math.fsum(gains) / len(gains) if gains else math.nan
+
+    def best_known(self, documents: str, *group: str) -> float:
+        """Accuracy of a group: the mean over training seeds where they are known, else that of this model."""
+        values = self.over_seeds(documents, "accuracy", *group).values()
+        part = self.part(documents, *group)
+        return math.fsum(values) / len(values) if values else part["accuracy"] if part else math.nan
+
+    def part(self, documents: str, *group: str) -> dict[str, Any] | None:
+        """The scores of a group of a set's answers, `None` if there are none of it."""
+        return part_of(self.summaries[documents], *group)
+
+
+def part_of(summary: Mapping[str, Any] | None, *group: str) -> dict[str, Any] | None:
+    """A group of a summary, such as `("by_subject", "persons", "by_shots", "0")`, `None` if it is not there."""
+    for key in group:
+        summary = (summary or {}).get(key)
+    return None if summary is None else dict(summary)
 
 
 @dataclass
@@ -82,15 +105,45 @@ class HeadTasksComparison:
         models: The baseline, if there is one, first.
         baseline: Its name.
         settings: What the figures depend on besides the models.
+        references: Set -> [`dcformer.head_tasks.references.reference_summaries`] of its documents.
     """
 
     models: list[ModelResult]
     baseline: str | None
     settings: dict[str, Any]
+    references: dict[str, dict[str, dict[str, Any]]]
 
     @property
     def sets(self) -> tuple[str, ...]:
         return tuple(self.models[0].summaries)
+
+    def groups(self, name: str, grouping: str) -> dict[str, tuple[str, ...]]:
+        """
+        The rows of a table or plot: label -> keys of a summary, for [`ModelResult.part`].
+
+        Patterns and transformations are in the order of the gain of the last model over the first, the largest first,
+        or, of a single model, in that of its accuracy.
+
+        Args:
+            name: A set of documents, by whose scores rows are sorted.
+            grouping (`"by_shots"`, `"by_pattern"`, `"by_transformation"`): `by_shots` begins with all questions, and
+                its single questions are also told apart by subject.
+        """
+        summary = self.models[0].summaries[name]
+        if grouping == "by_shots":
+            rows: dict[str, tuple[str, ...]] = {"all questions": ()}
+            for shots in summary["by_shots"]:
+                rows[shots_label(shots)] = ("by_shots", shots)
+                if shots == "0":
+                    for subject in summary["by_subject"]:
+                        rows[f"{shots_label(shots)}: {subject}"] = ("by_subject", subject, "by_shots", shots)
+            return rows
+
+        def gain(key: str) -> float:
+            first, last = (model.best_known(name, grouping, key) for model in (self.models[0], self.models[-1]))
+            return last - first if len(self.models) > 1 else last
+
+        return {transformation_label(key): (grouping, key) for key in sorted(summary[grouping], key=gain, reverse=True)}
 
     @property
     def compared(self) -> list[tuple[ModelResult, ModelResult]]:
@@ -128,7 +181,13 @@ class HeadTasksComparison:
             for name in self.sets
             for metric in METRICS
         ]
-        return {"settings": self.settings, "baseline": self.baseline, "models": models, "differences": differences}
+        return {
+            "settings": self.settings,
+            "baseline": self.baseline,
+            "models": models,
+            "differences": differences,
+            "references": self.references,
+        }
 
 
 def score_difference(model: ModelResult, baseline: ModelResult, documents: str, metric: str) -> Difference:
@@ -205,7 +264,8 @@ def compare_models(
         del network
     counts = {name: len(rows) for name, rows in sets.items()}
     settings = {"documents": counts, "seed": seed, "dtype": dtype, "device": device, "batch_size": batch_size}
-    return HeadTasksComparison(results, baseline, settings)
+    references = {name: reference_summaries(rows) for name, rows in sets.items()}
+    return HeadTasksComparison(results, baseline, settings, references)
 
 
 def _located(name: str) -> str:
@@ -268,6 +328,6 @@ def _plain_interval(values: Mapping[int, float]) -> dict[str, Any] | None:
     return {"seeds": sorted(values), "mean": mean, "half_width": _known(half_width)}
 
 
-def _known(value: float) -> float | None:
+def _known(value: float | None) -> float | None:
     """`None` for what is not known; JSON has no `nan`."""
-    return None if math.isnan(value) else value
+    return None if value is None or math.isnan(value) else value

@@ -16,17 +16,13 @@ speak; `same-class`, `the-other-city` and so on where it names content and asks 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import cached_property
 
-
-VOCABULARY: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8"))
+from .facts import Fact, facts_digest, split_of
+from .vocabulary import VOCABULARY, opposites, singular
 
 
 @dataclass(frozen=True)
@@ -37,22 +33,26 @@ class Example:
     Attributes:
         question: The line up to its answer, without the space between them.
         answer: The last word or words.
-        content: What the line says, without its wording.
+        facts: What the line says, in its order: pairs of a person and a thing, or of a list the things alone.
     """
 
     question: str
     answer: str
-    content: tuple
+    facts: tuple[Fact, ...]
 
     @property
     def line(self) -> str:
         return f"{self.question} {self.answer}"
 
     @property
-    def split(self) -> str:
-        """Eight tenths of all that can be said are for training, one each for validation and test."""
-        bucket = hashlib.blake2b(repr(self.content).encode()).digest()[0] % 10
-        return {0: "validation", 1: "test"}.get(bucket, "train")
+    def split(self) -> str | None:
+        """As [`dcformer.head_tasks.facts.split_of`] has it; the question and the wording have no part in it."""
+        return split_of(self.digest)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """As [`dcformer.head_tasks.facts.facts_digest`] has it."""
+        return facts_digest(self.facts)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,15 @@ class TaskKind:
     pattern: str
     transformation: str
     make: Callable[[random.Random, int], Example]
+
+    @property
+    def subject(self) -> str:
+        """`persons` or `lists`: what the facts are about."""
+        return "lists" if self.number >= _FIRST_LIST else "persons"
+
+    @property
+    def number(self) -> int:
+        return int(self.name.removeprefix("task"))
 
 
 @dataclass(frozen=True)
@@ -129,26 +138,66 @@ class Family:
     def _maker(self, statement: Callable, by_person: bool, negated: bool) -> Callable[[random.Random, int], Example]:
         def make(rng: random.Random, wording: int) -> Example:
             # The last of the three is the one asked for; those that stand together against it come first.
-            people = rng.sample(VOCABULARY["people"], 3)
-            contents = self.draw(rng, negated and not by_person)
-            if negated and by_person:
-                people[1] = people[0]
-            verb = self.verbs[wording % len(self.verbs)][negated]
-            known = 0 if negated else 2
-            phrase = self.phrase.format(target=contents[2 if by_person else known].target, unit=contents[2].unit)
-            if by_person:
-                answer = contents[2].target
-                question = f"{people[known]} {verb} {phrase}".removesuffix(f" {answer}")
-            else:
-                answer = people[2]
-                question = f"Who {verb} {phrase}?"
-            facts = list(zip(people, contents))
+            facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
+            question, answer = self._ask(by_person, negated, facts[0 if negated else 2], facts[2], wording)
             rng.shuffle(facts)
-            told = " ".join(statement(person, content) for person, content in facts)
-            content = tuple((person, content.thing) for person, content in facts)
-            return Example(f"< {told} >. {question}", answer, (content, by_person, negated, phrase))
+            return Example(f"{_told(facts, statement)} {question}", answer, _said(facts))
 
         return make
+
+    def make_questions(self, rng: random.Random, facts: int = 3) -> list[Example]:
+        """
+        Each of some facts asked for by its person and by its content, in a drawn order.
+
+        Args:
+            rng: Random state.
+            facts (defaults to 3): How many facts, 1 to 3, of different persons and contents.
+
+        Returns:
+            As examples; the line of the first one tells the facts, those of the others ask only.
+        """
+        told = self._draw_facts(rng)[:facts]
+        asked = [
+            self._ask(by_person, False, fact, fact, rng.randrange(len(self.verbs)))
+            for fact in told
+            for by_person in (True, False)
+        ]
+        rng.shuffle(asked)
+        rng.shuffle(told)
+        facts_told = _told(told, rng.choice(self.statements))
+        return [
+            Example(question if place else f"{facts_told} {question}", answer, _said(told))
+            for place, (question, answer) in enumerate(asked)
+        ]
+
+    def _draw_facts(
+        self, rng: random.Random, same_person: bool = False, same_content: bool = False
+    ) -> list[tuple[str, Content]]:
+        """Three of a person and a content; the first two may have the same person, or contents of the same target."""
+        people = rng.sample(VOCABULARY["people"], 3)
+        contents = self.draw(rng, same_content)
+        if same_person:
+            people[1] = people[0]
+        return list(zip(people, contents))
+
+    def _ask(
+        self, by_person: bool, negated: bool, named: tuple[str, Content], asked: tuple[str, Content], wording: int
+    ) -> tuple[str, str]:
+        """A question that names the person or the content of one fact, and the answer, from the fact asked for."""
+        verb = self.verbs[wording % len(self.verbs)][negated]
+        target = (asked if by_person else named)[1].target
+        phrase = self.phrase.format(target=target, unit=asked[1].unit)
+        if by_person:
+            return f"{named[0]} {verb} {phrase}".removesuffix(f" {target}"), target
+        return f"Who {verb} {phrase}?", asked[0]
+
+
+def _told(facts: list[tuple[str, Content]], statement: Callable[[str, Content], str]) -> str:
+    return f"< {' '.join(statement(person, content) for person, content in facts)} >."
+
+
+def _said(facts: list[tuple[str, Content]]) -> tuple[Fact, ...]:
+    return tuple((person, content.thing) for person, content in facts)
 
 
 def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Callable:
@@ -166,21 +215,12 @@ def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) 
         first, second, asked = draw(rng, named == "class")
         listed = [first, second if named == "class" else first, asked]
         rng.shuffle(listed)
-        which = {None: "different", "thing": f"not {_singular(first.thing)}", "class": f"not {first.target}"}[named]
+        which = {None: "different", "thing": f"not {singular(first.thing)}", "class": f"not {first.target}"}[named]
         things = tuple(content.thing for content in listed)
         question = f"There are {', '.join(things)}. Which is {which}? {lead.format(unit=asked.unit)}".rstrip()
-        return Example(question, _singular(asked.thing) if copies else asked.target, (things, lead, named == "class"))
+        return Example(question, singular(asked.thing) if copies else asked.target, tuple((thing,) for thing in things))
 
     return make
-
-
-def _noun(thing: str) -> str:
-    return thing.removeprefix("a ").removeprefix("an ")
-
-
-def _singular(thing: str) -> str:
-    """The noun as questions have it."""
-    return VOCABULARY["singular_of"].get(_noun(thing), _noun(thing))
 
 
 def _members(groups: dict[str, list[str]]) -> Draw:
@@ -208,27 +248,18 @@ def _copies(groups: dict[str, list[str]]) -> Draw:
         drawn = rng.sample(things, 3)
         if two_agree:
             drawn[1] = drawn[0]
-        return [Content(thing, _singular(thing)) for thing in drawn]
+        return [Content(thing, singular(thing)) for thing in drawn]
 
     return draw
 
 
-@cache
-def _opposites() -> dict[str, list[str]]:
-    opposites: dict[str, list[str]] = {}
-    for one, other in VOCABULARY["opposites"]:
-        opposites.setdefault(one, []).append(other)
-        opposites.setdefault(other, []).append(one)
-    return opposites
-
-
 def _adjectives(rng: random.Random, two_agree: bool) -> list[Content]:
-    opposites = _opposites()
+    known = opposites()
     while True:
-        drawn = rng.sample(sorted(opposites), 3)
-        targets = [rng.choice(opposites[adjective]) for adjective in drawn]
+        drawn = rng.sample(sorted(known), 3)
+        targets = [rng.choice(known[adjective]) for adjective in drawn]
         # Neither opposites nor synonyms (which have an opposite in common) beside each other.
-        related = [{adjective, *opposites[adjective]} for adjective in drawn]
+        related = [{adjective, *known[adjective]} for adjective in drawn]
         if not (related[0] & related[1] or related[0] & related[2] or related[1] & related[2]):
             break
     if two_agree:
@@ -258,7 +289,7 @@ def _owns(person: str, content: Content) -> str:
 
 
 def _is_owned(person: str, content: Content) -> str:
-    noun = _singular(content.thing)
+    noun = singular(content.thing)
     article = "" if noun in VOCABULARY["without_article"] else "The "
     return f"{article}{noun} {'are' if noun in VOCABULARY['plural_nouns'] else 'is'} {person}'s."
 
@@ -297,7 +328,7 @@ _WISH = (
 _ARRIVE = (("arrived", "did not arrive"), ("appeared", "did not appear"), ("showed up", "did not show up"))
 
 _OBJECTS, _TOOLS, _CITIES = (VOCABULARY[name] for name in ("superclasses", "capabilities", "countries"))
-_FAMILIES = (
+FAMILIES = (
     Family("object->superclass", "class", _members(_OBJECTS), (_owns, _is_owned), _OWN, "a kind of {target}"),
     Family("copy", "object", _copies(_OBJECTS), (_owns, _is_owned), _OWN, "{target}"),
     Family("city->country", "country", _members(_CITIES), (_likes, _attracts), _WISH, "the city in {target}"),
@@ -317,6 +348,9 @@ _FAMILIES = (
         "ordinal->next", "ordinal", _ordinals(1), (_arrived, _date_first), _ARRIVE, "the {unit} just before {target}"
     ),
 )
+
+
+_FIRST_LIST = 8 * len(FAMILIES)
 
 
 def _list_kinds() -> Iterator[tuple[str, str, Callable]]:
@@ -343,5 +377,5 @@ def _list_kinds() -> Iterator[tuple[str, str, Callable]]:
 
 TASK_KINDS = {
     f"task{number}": TaskKind(f"task{number}", *kind)
-    for number, kind in enumerate([kind for family in _FAMILIES for kind in family.kinds()] + list(_list_kinds()))
+    for number, kind in enumerate([kind for family in FAMILIES for kind in family.kinds()] + list(_list_kinds()))
 }

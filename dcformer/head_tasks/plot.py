@@ -1,4 +1,4 @@
-"""Accuracy of models on the head tasks, per pattern and per transformation, as bars that need no colour."""
+"""Accuracy of models on the head tasks, by number of examples, pattern and transformation, without need of colour."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from typing import TYPE_CHECKING
 
 from ..common.plotting import check_plot_path, draw_rows, picture
 from .intervals import seed_interval
+from .labels import REFERENCES, variant_label
+from .references import BLIND_CHOICE, LONE_NAME
 from .suite import AUTHORS, HELD_OUT
 
 
 if TYPE_CHECKING:
-    from .comparison import HeadTasksComparison
+    from .comparison import HeadTasksComparison, ModelResult
 
-_FILLS = (("0.8", ""), ("0.3", ""), ("white", "///"), ("0.6", "xx"), ("white", "..."))
-_GROUPINGS = ("by_pattern", "by_transformation")
+# Marks and fills; the first is the baseline's.
+_MARKS = (("o", "white"), ("o", "black"), ("s", "0.6"), ("D", "white"), ("^", "0.3"))
+_GROUPINGS = {"by_shots": "examples before", "by_pattern": "pattern", "by_transformation": "transformation"}
 _TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
-_INCHES_PER_BAR = 0.11
+_INCHES_PER_MARK, _LEAST_INCHES_PER_ROW = 0.12, 0.27
 
 
 def plot_comparison(comparison: HeadTasksComparison, path: str | os.PathLike) -> None:
     """
-    Write bars of accuracy in percent: a column of panels per set of documents, patterns above transformations.
+    Write accuracies in percent: a column of panels per set of documents, a row per way to group their questions.
 
-    A model whose other training seeds are known has a line besides: the 95 % interval of their mean.
+    A mark is the mean over training seeds, with its 95 % interval as a line, where more than one seed is known, and
+    otherwise the accuracy of the model itself. Blind choice is a dashed line; a cross in each row is the question-blind
+    rule. Patterns and transformations are sorted by the gain over the first model.
 
     Args:
         comparison: What to draw.
@@ -35,69 +40,69 @@ def plot_comparison(comparison: HeadTasksComparison, path: str | os.PathLike) ->
     """
     path = check_plot_path(path)
     models, sets = comparison.models, comparison.sets
-    groups = [list(models[0].summaries[sets[0]][grouping]) for grouping in _GROUPINGS]
-    heights = [len(names) * max(3, len(models) + 1) * _INCHES_PER_BAR for names in groups]
-    with picture(path, (2.2 + 4.2 * len(sets), 2.2 + sum(heights)), "eval") as figure:
-        panels = figure.subplots(len(groups), len(sets), squeeze=False, height_ratios=heights, sharey="row")
-        for grouping, names, row in zip(_GROUPINGS, groups, panels):
+    rows = [comparison.groups(sets[0], grouping) for grouping in _GROUPINGS]
+    height = max(_LEAST_INCHES_PER_ROW, (len(models) + 1) * _INCHES_PER_MARK)
+    heights = [len(names) * height for names in rows]
+    # Title, labels of axes and legend besides.
+    with picture(path, (2.4 + 4.2 * len(sets), 3.2 + sum(heights)), "eval") as figure:
+        panels = figure.subplots(len(rows), len(sets), squeeze=False, height_ratios=heights, sharey="row", sharex=True)
+        for kind, names, row in zip(_GROUPINGS.values(), rows, panels):
             for documents, axis in zip(sets, row):
-                _draw(axis, comparison, documents, grouping, names)
+                draw_rows(axis, list(names))
+                _draw(axis, comparison, documents, list(names.values()))
+            row[0].set_ylabel(kind)
         for documents, axis in zip(sets, panels[0]):
             axis.set_title(_TITLES[documents])
         for axis in panels[-1]:
             axis.set_xlabel("accuracy of whole answers, %")
+        figure.align_ylabels()
+        figure.suptitle("Head tasks")
         _add_legend(figure, comparison)
 
 
-def _draw(axis, comparison: HeadTasksComparison, documents: str, grouping: str, names: list[str]) -> None:
-    draw_rows(axis, names)
-    models = comparison.models
-    thickness = 0.8 / len(models)
-    for place, name in enumerate(names):
+def _draw(axis, comparison: HeadTasksComparison, documents: str, rows: list[tuple[str, ...]]) -> None:
+    from .comparison import part_of
+
+    models, references = comparison.models, comparison.references[documents]
+    axis.axvline(100 * references[BLIND_CHOICE]["accuracy"], color="black", linestyle="--", linewidth=0.9, zorder=1)
+    step = 0.6 / max(1, len(models) - 1)
+    for place, keys in enumerate(rows):
+        rule = part_of(references[LONE_NAME], *keys)
+        if rule is None:
+            continue
+        axis.plot(100 * rule["accuracy"], place, "x", color="0.4", markersize=6, clip_on=False, zorder=2)
         for number, model in enumerate(models):
-            summary = model.summaries[documents][grouping].get(name)
-            height = place + (number + 0.5) * thickness - 0.4
-            if summary is not None:
-                fill, hatch = _FILLS[number % len(_FILLS)]
-                axis.barh(
-                    height,
-                    100 * summary["accuracy"],
-                    thickness,
-                    color=fill,
-                    hatch=hatch,
-                    edgecolor="black",
-                    linewidth=0.6,
-                    zorder=2,
-                )
-            values = list(model.over_seeds(documents, "accuracy", grouping, name).values())
-            if len(values) > 1:
-                mean, half_width = (100 * value for value in seed_interval(values))
-                # White below black, so that it is seen on bars of every fill.
-                for colour, width in (("white", 3.0), ("black", 1.2)):
-                    axis.errorbar(
-                        mean,
-                        height,
-                        xerr=half_width,
-                        color=colour,
-                        elinewidth=width,
-                        capsize=2,
-                        capthick=width,
-                        zorder=3,
-                    )
+            height = place + (number * step - 0.3 if len(models) > 1 else 0)
+            _draw_mark(axis, model, documents, keys, height, number)
     axis.set_xlim(0, 100)
+
+
+def _draw_mark(axis, model: ModelResult, documents: str, keys: tuple[str, ...], height: float, number: int) -> None:
+    shape, fill = _MARKS[number % len(_MARKS)]
+    values = list(model.over_seeds(documents, "accuracy", *keys).values())
+    if len(values) > 1:
+        mean, half_width = (100 * value for value in seed_interval(values))
+        # An accuracy is no less than 0 and no more than 100; an interval that goes further ends there.
+        ends = max(0.0, mean - half_width), min(100.0, mean + half_width)
+        axis.plot(ends, (height, height), "-", color="black", linewidth=1.2, zorder=3)
+    centre = 100 * model.best_known(documents, *keys)
+    axis.plot(centre, height, shape, color="black", markerfacecolor=fill, markersize=5, clip_on=False, zorder=4)
 
 
 def _add_legend(figure, comparison: HeadTasksComparison) -> None:
     from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
 
-    handles: list[Patch | Line2D] = []
+    handles = []
     for number, model in enumerate(comparison.models):
-        fill, hatch = _FILLS[number % len(_FILLS)]
-        handles.append(Patch(facecolor=fill, hatch=hatch, edgecolor="black", linewidth=0.6, label=model.label))
-    seeds = [len(values) for model in comparison.models if len(values := model.over_seeds(HELD_OUT, "accuracy")) > 1]
-    if seeds:
-        label = f"mean of {min(seeds)} training seeds, 95 % interval"
-        handles.append(Line2D([], [], color="black", linewidth=1.2, marker="|", label=label))
-    figure.suptitle("Head tasks")
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)), frameon=False)
+        shape, fill = _MARKS[number % len(_MARKS)]
+        seeds = len(model.over_seeds(HELD_OUT, "accuracy"))
+        label = variant_label(model.label)
+        if seeds > 1:
+            label += f", mean of {seeds} seeds, 95 % interval"
+        style = {"marker": shape, "markerfacecolor": fill, "markeredgecolor": "black", "markersize": 5}
+        handles.append(Line2D([], [], color="black", linestyle="-" if seeds > 1 else "", label=label, **style))
+    handles.append(Line2D([], [], color="black", linestyle="--", linewidth=0.9, label=REFERENCES[BLIND_CHOICE]))
+    rule = f"{REFERENCES[LONE_NAME]} (name or listed thing that stands alone)"
+    handles.append(Line2D([], [], color="0.4", marker="x", linestyle="", label=rule))
+    # One column, so that names of any length fit the width.
+    figure.legend(handles=handles, loc="outside lower center", ncols=1, frameon=False)

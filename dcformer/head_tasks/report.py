@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich import box
@@ -15,15 +15,19 @@ from rich.table import Table
 
 from ..common.files import write_atomically
 from ..eval.output import check_places, locked_folders
-from .comparison import METRICS, HeadTasksComparison, ModelResult, score_difference
+from .comparison import METRICS, HeadTasksComparison, ModelResult, part_of, score_difference
 from .intervals import seed_interval
+from .labels import REFERENCES
 from .plot import plot_comparison
+from .references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from .suite import AUTHORS, HELD_OUT
 
 
 SET_TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
 METRIC_HEADINGS = {"accuracy": "accuracy %", "perplexity": "perplexity"}
-GROUPINGS = {"by_pattern": "pattern", "by_transformation": "transformation"}
+GROUPINGS = {"by_shots": "examples before", "by_pattern": "pattern", "by_transformation": "transformation"}
+RULE_HEADINGS = {LONE_NAME: "blind\nrule", ODD_ONE_OUT: "best\nrule"}
+_NARROWEST_LABEL = 14
 _LONGEST_HEADING = 12
 
 
@@ -89,7 +93,7 @@ def print_comparison(
     comparison: HeadTasksComparison, console: Console, groupings: tuple[str, ...] = tuple(GROUPINGS)
 ) -> None:
     """
-    Print accuracy and perplexity over all answers, then those of every pattern and transformation.
+    Print accuracy and perplexity over all answers, then by number of examples, pattern and transformation.
 
     Args:
         comparison: What to print; its tables fit 80 columns if names of models are short.
@@ -125,6 +129,9 @@ def _overall_table(comparison: HeadTasksComparison) -> Table:
         for model, baseline in comparison.compared:
             cells = [cell for metric in METRICS for cell in _difference_cells(model, baseline, name, metric)]
             table.add_row(f"{model.label}\n  difference, ratio", *cells)
+        for key, summary in comparison.references[name].items():
+            perplexity = "" if summary["perplexity"] is None else _number(summary["perplexity"], "perplexity")
+            table.add_row(REFERENCES[key], _number(summary["accuracy"], "accuracy"), "", perplexity, "")
     return table
 
 
@@ -154,18 +161,34 @@ def _group_table(comparison: HeadTasksComparison, grouping: str, name: str) -> T
     differences = [f"gain\n{_broken(model.label)}" for model, _ in comparison.compared]
     if len(differences) == 1:
         differences = ["gain"]
-    table = _table(f"By {kind}, {SET_TITLES[name]}", kind, *headings, *differences)
-    for key, summary in models[0].summaries[name][grouping].items():
+    references = comparison.references[name]
+    chance = _number(references[BLIND_CHOICE]["accuracy"], "accuracy")
+    title = f"By {kind}, {SET_TITLES[name]} (blind choice: {chance} %)"
+    table = _table(title, kind, *headings, *differences, *RULE_HEADINGS.values())
+    table.columns[0].min_width = _NARROWEST_LABEL
+    for label, keys in comparison.groups(name, grouping).items():
+        parts = [model.part(name, *keys) for model in models]
         cells = []
         for metric in METRICS:
-            for model in models:
-                seeds = _over_seeds(list(model.over_seeds(name, metric, grouping, key).values()), metric)
-                cells.append(f"{_number(model.summaries[name][grouping][key][metric], metric)}\n{seeds}".rstrip())
-        for model, _ in comparison.compared:
-            gain = model.summaries[name][grouping][key]["accuracy"] - summary["accuracy"]
-            cells.append(f"{100 * gain:+.1f}")
-        table.add_row(key, *cells)
+            for model, part in zip(models, parts):
+                seeds = list(model.over_seeds(name, metric, *keys).values())
+                cells.append(f"{_short(part[metric], metric)}\n{_over_seeds(seeds, metric, show=_short)}".rstrip())
+        for model, baseline in comparison.compared:
+            gains = [model.part(name, *keys)["accuracy"] - parts[0]["accuracy"], model.seed_gain(baseline, name, *keys)]
+            cells.append("\n".join(f"{100 * gain:+.1f}" for gain in gains if not math.isnan(gain)))
+        for rule in RULE_HEADINGS:
+            cells.append(_number(part_of(references[rule], *keys)["accuracy"], "accuracy"))
+        table.add_row(_wrapped(label), *cells)
     return table
+
+
+def _wrapped(label: str) -> str:
+    return label if len(label) <= _NARROWEST_LABEL else label.replace("other-", "other-\n").replace("rent-", "rent-\n")
+
+
+def _short(value: float, metric: str, sign: str = "") -> str:
+    """As [`_number`], of perplexities only two places."""
+    return f"{value:{sign}.2f}" if metric == "perplexity" else _number(value, metric, sign)
 
 
 def _broken(name: str) -> str:
@@ -183,12 +206,17 @@ def _legend(comparison: HeadTasksComparison) -> Iterator[str]:
         "Accuracy and perplexity are of whole answers, given the examples before them. In [ ]: 95 % intervals over "
         "documents (bootstrap, paired in differences)."
     )
+    yield (
+        "Blind choice takes any of the three facts. The question-blind rule takes the fact whose name, in lists whose "
+        "thing, stands alone; the best such rule known to us also the one whose thing or class does. None reads the "
+        "question."
+    )
     seeds = {seed for model in comparison.models for seed in model.seed_evaluations}
     if seeds:
         count = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
         yield (
             f"Over seeds, and in second lines below: mean and 95 % t interval of models trained by one recipe from "
-            f"{count}, on the documents that they were evaluated on after training."
+            f"{count}, on the documents that they were evaluated on after training. Rows are sorted by gain."
         )
 
 
@@ -202,9 +230,11 @@ def _range(low: float, high: float, metric: str, sign: str = "") -> str:
     return f"[{_number(low, metric, sign)}, {_number(high, metric, sign)}]"
 
 
-def _over_seeds(values: list[float], metric: str, sign: str = "") -> str:
+def _over_seeds(
+    values: list[float], metric: str, sign: str = "", show: Callable[[float, str, str], str] = _number
+) -> str:
     if not values:
         return ""
     mean, half_width = seed_interval(values)
-    text = _number(mean, metric, sign)
-    return text if math.isnan(half_width) else f"{text}±{_number(half_width, metric)}"
+    text = show(mean, metric, sign)
+    return text if math.isnan(half_width) else f"{text}±{show(half_width, metric, '')}"

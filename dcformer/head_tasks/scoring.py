@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_GROUPS = {"by_pattern": "pattern", "by_transformation": "transformation", "by_task": "task"}
+_GROUPS = {"by_subject": "subject", "by_pattern": "pattern", "by_transformation": "transformation", "by_task": "task"}
 
 
 def score_documents(
@@ -71,29 +71,35 @@ def score_documents(
 
 def summarise(documents: Sequence[Mapping[str, Any]], scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
-    Means over all answers and over those of every pattern, transformation, task and number of shots.
+    Means over all answers and over those of every subject, pattern, transformation, task and number of shots.
 
     Args:
-        documents: The rows that were scored, with `pattern`, `transformation` and `task`.
+        documents: The rows that were scored, with `subject`, `pattern`, `transformation` and `task`.
         scores: What [`score_documents`] returned for them.
 
     Returns:
         `accuracy` (of whole answers), `perplexity` (exponential of the mean negative log-likelihood of an answer),
-        `token_perplexity` (per token instead), `answers`, `documents`; and `by_pattern`, `by_transformation`,
-        `by_task`, `by_shots`: name -> the same five. All names are strings, so that JSON holds the same.
+        `token_perplexity` (per token instead), `answers`, `documents`; and `by_subject`, `by_pattern`,
+        `by_transformation`, `by_task`, `by_shots`: name -> the same five. `by_shots` of `"0"` are single questions;
+        both subjects have a `by_shots` of their own. All names are strings, so that JSON holds the same. Perplexities
+        are `None` if a log-likelihood is.
 
     Raises:
         ValueError: if there are no scores.
     """
     if not scores:
         raise ValueError("There are no scores to summarise; score at least one document that has an answer.")
-    groups = {
-        name: _grouped(scores, lambda score, key=key: documents[score["document"]][key])
-        for name, key in _GROUPS.items()
-    }
-    groups["by_shots"] = _grouped(scores, lambda score: score["shots"])
-    means = {name: {key: _means(members) for key, members in group.items()} for name, group in groups.items()}
-    return {**_means(scores), **means}
+    summary = _means_by_shots(scores)
+    for name, key in _GROUPS.items():
+        groups = _grouped(scores, lambda score, key=key: documents[score["document"]][key])
+        means = _means_by_shots if name == "by_subject" else _means
+        summary[name] = {member: means(members) for member, members in groups.items()}
+    return summary
+
+
+def _means_by_shots(scores: Sequence[Mapping]) -> dict[str, Any]:
+    groups = _grouped(scores, lambda score: score["shots"])
+    return {**_means(scores), "by_shots": {shots: _means(members) for shots, members in groups.items()}}
 
 
 def _grouped(scores: Iterable[Mapping], key: Callable[[Mapping], Any]) -> dict[str, list[Mapping]]:
@@ -104,11 +110,15 @@ def _grouped(scores: Iterable[Mapping], key: Callable[[Mapping], Any]) -> dict[s
 
 
 def _means(scores: Sequence[Mapping]) -> dict[str, Any]:
-    log_likelihood = math.fsum(score["log_likelihood"] for score in scores)
+    log_likelihoods = [score["log_likelihood"] for score in scores]
+    perplexities: dict[str, float | None] = {"perplexity": None, "token_perplexity": None}
+    if None not in log_likelihoods:
+        total = math.fsum(log_likelihoods)
+        perplexities["perplexity"] = exponential(-total / len(scores))
+        perplexities["token_perplexity"] = exponential(-total / sum(score["tokens"] for score in scores))
     return {
         "accuracy": sum(score["correct"] for score in scores) / len(scores),
-        "perplexity": exponential(-log_likelihood / len(scores)),
-        "token_perplexity": exponential(-log_likelihood / sum(score["tokens"] for score in scores)),
+        **perplexities,
         "answers": len(scores),
         "documents": len({score["document"] for score in scores}),
     }

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ..eval.text_files import spread_places
 from .authors_texts import SHOTS, authors_answers
 from .generator import generate_documents
 from .kinds import TASK_KINDS
@@ -54,6 +55,7 @@ def authors_documents(data_dir: str | os.PathLike | None = None) -> list[dict[st
             {
                 "text": "".join(answers[SHOTS[-1]]) + "\n",
                 "task": task,
+                "subject": kind.subject,
                 "pattern": kind.pattern,
                 "transformation": kind.transformation,
                 "answers": [[len(context), len(context) + len(answer)] for context, answer in answers.values()],
@@ -124,8 +126,7 @@ def document_sets(
         except FileNotFoundError as error:
             hint = "or leave the authors' texts out by --no-authors (with_authors=False)"
             raise FileNotFoundError(f"{str(error).rstrip('.')}, {hint}.") from error
-        count = min(most_authors or len(rows), len(rows))
-        sets[AUTHORS] = [rows[place * len(rows) // count] for place in range(count)]
+        sets[AUTHORS] = [rows[place] for place in spread_places(len(rows), most_authors)]
     return sets
 
 

@@ -9,7 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from .generator import iterate_documents
-from .kinds import TASK_KINDS, VOCABULARY
+from .kinds import TASK_KINDS
+from .vocabulary import VOCABULARY
 
 
 END_OF_TEXT, PADDING, UNKNOWN = "<|endoftext|>", "<|padding|>", "<|unknown|>"
@@ -28,7 +29,7 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     """
     vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *_words()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = _splitter()
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
     )
@@ -52,17 +53,26 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     )
 
 
+def count_tokens(text: str) -> int:
+    """How many tokens a text has, the one that begins every text not counted."""
+    return len(_splitter().pre_tokenize_str(text))
+
+
+@cache
+def _splitter() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
+
+
 @cache
 def _words() -> tuple[str, ...]:
     """Every word and mark that a document can hold, sorted."""
-    split = pre_tokenizers.Split(Regex(_PIECES), behavior="removed", invert=True)
     # The templates have words of their own; a few documents of every kind show them all.
     texts = [document["text"] for document in iterate_documents(count=len(TASK_KINDS) * 60, seed=0, lines=(1, 1))]
     for name in ("people", "superclasses", "capabilities", "countries", "opposites"):
         texts += _leaves(VOCABULARY[name])
     texts += [adjective.capitalize() for adjective in _leaves(VOCABULARY["opposites"])]
     texts += [value for ordinal in VOCABULARY["ordinals"].values() for value in ordinal["values"]]
-    return tuple(sorted({piece for text in texts for piece, _ in split.pre_tokenize_str(text)}))
+    return tuple(sorted({piece for text in texts for piece, _ in _splitter().pre_tokenize_str(text)}))
 
 
 def _leaves(tree) -> Iterator[str]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,14 @@ from typer.testing import CliRunner
 from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.cli import app
 from dcformer.experiments import runner
+from dcformer.experiments.curves import Curve
 from dcformer.experiments.plot import plot_sweep
 from dcformer.experiments.recipe import plan_sweep
-from dcformer.experiments.report import agreement, print_report, read_results, summarise_variants
+from dcformer.experiments.report import agreement, best_rates, differences, print_report, sorted_by_gain
+from dcformer.experiments.results import read_results, summarise_variants
 from dcformer.experiments.runner import run_sweep
 from dcformer.head_tasks import build_tokenizer, suite
+from dcformer.head_tasks.labels import variant_label
 from dcformer.training import load_recipe
 from dcformer.training.recipe import build_config
 from dcformer.training.trainer import RecipeTrainer
@@ -88,7 +92,7 @@ def test_a_run_is_the_recipe_with_the_variant_and_the_seed(tmp_path):
 
 def test_results_hold_every_run_in_order(finished):
     text = (finished / "results.json").read_text()
-    assert len(text.splitlines()) == 8  # recipe, four runs between two brackets, failures
+    assert len(text.splitlines()) == 9  # recipe, references, four runs between two brackets, failures
     results = json.loads(text)
     assert [(run["variant"], run["seed"]) for run in results["runs"]] == [
         ("plain", 0),
@@ -102,6 +106,11 @@ def test_results_hold_every_run_in_order(finished):
     assert run["training"]["train_loss"] == [r["loss"] for r in records if "loss" in r][-1]
     assert run["training"]["evaluation_loss"] == [r["eval_loss"] for r in records if "eval_loss" in r][-1]
     assert run["training"]["seconds"] > 0
+    assert run["curve"]["step"] == [3] and run["curve"]["tokens"] == [192]
+    assert run["curve"]["loss"] == [pytest.approx(run["training"]["evaluation_loss"], abs=1e-5)]
+    assert run["curve"]["flops"] == [pytest.approx(run["training"]["flops"], rel=1e-5)]
+    assert run["curve"]["seconds"][0] > 0 and run["curve"]["accuracy"] == [None]  # the loss is on all tokens
+    assert results["references"]["held_out"]["blind_choice"]["accuracy"] == pytest.approx(1 / 3, abs=0.02)
     assert run["evaluation"]["held_out"] == {"accuracy": run["parameters"] / 1e6, "documents": 7}
     assert results["failures"] == []
     assert str(finished.parent) not in json.dumps(results)
@@ -135,6 +144,17 @@ def test_other_settings_of_the_evaluation_score_without_training(finished, tmp_p
     runs = run_sweep(recipe, on_progress=ignore)["runs"]
     assert [run["evaluation"]["held_out"]["documents"] for run in runs] == [9, 7, 9, 7]
     assert [run["training"] for run in runs] == [run["training"] for run in before]
+
+
+def test_results_without_a_curve_get_one_without_training(finished, tmp_path, monkeypatch):
+    output = tmp_path / "finished"
+    shutil.copytree(finished, output)
+    monkeypatch.setattr("dcformer.training.trainer.RecipeTrainer.train", lambda *_, **__: pytest.fail("trained again"))
+    file = output / "plain/seed-0/result.json"
+    result = json.loads(file.read_text())
+    curve = result["run"].pop("curve")
+    file.write_text(json.dumps(result))
+    assert run_sweep(sweep_recipe(output, seeds=[0]), on_progress=ignore)["runs"][0]["curve"] == curve
 
 
 def test_without_an_evaluation_scores_that_are_there_are_kept(finished, tmp_path):
@@ -258,6 +278,8 @@ def test_a_signal_ends_the_command_and_the_same_command_resumes(finished, tmp_pa
         ({"variants": {"a": {"model": {"compose_rnk": 1}}}}, "sweep.variants.a: 'model.compose_rnk' is no key"),
         ({"variants": {"a": {"model": {"num_attention_heads": 3}}}}, "sweep.variants.a: model: num_attention_heads"),
         ({"only": ["b"]}, "sweep.only names 'b'; the variants are plain, composed"),
+        ({"pairs": [["plain"]]}, r"sweep.pairs must hold pairs such as \[model, baseline\], got \['plain'\]"),
+        ({"pairs": [["plain", "b"]]}, "sweep.pairs names 'b'; the variants are plain, composed"),
         ({"published": {"b": 1}}, "sweep.published names 'b'"),
         ({"published": {"plain": "low"}}, "sweep.published.plain must be a number, got 'low'"),
         ({"processes": 2}, "sweep.processes is no longer a key of a recipe, got 2; remove it"),
@@ -308,13 +330,14 @@ def test_intervals_and_paired_differences_over_seeds():
     mean, half = first.interval("evaluation_loss")
     assert mean == pytest.approx(2) and half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     # The differences are -0.5, -0.4, -0.6: their spread is a tenth of the seeds' own.
-    mean, half = second.difference(first, "evaluation_loss")
-    assert mean == pytest.approx(-0.5) and half == pytest.approx(0.1 * 4.303 / 3**0.5, rel=1e-3)
+    found = differences([first, second], "evaluation_loss")["b"]
+    assert (found.difference, found.seeds) == (pytest.approx(-0.5), 3)
+    assert found.half_width == pytest.approx(0.1 * 4.303 / 3**0.5, rel=1e-3)
 
 
 def test_only_common_seeds_are_compared():
     first, second = summarise_variants(results_of({"a": [1.0, 9.0], "b": [0.5]}))
-    assert second.difference(first, "evaluation_loss") == (pytest.approx(-0.5), None)
+    assert differences([first, second], "evaluation_loss") == {}
     assert first.interval("authors") is None
 
 
@@ -336,17 +359,55 @@ def test_pairs_within_the_noise_of_the_seeds_are_not_apart():
     assert (found.pairs, found.agreeing, found.apart) == (1, 1, 0)
 
 
+def test_apart_is_said_after_a_correction_for_all_pairs():
+    losses = {"a": [3.0, 3.1, 3.2], "b": [2.9, 3.03, 3.08], "c": [2.5, 3.5, 3.0], "d": [2.6, 3.4, 3.1]}
+    summaries = summarise_variants(results_of(losses))
+    alone = agreement(summaries[:2], "evaluation_loss", {"a": 12, "b": 11})
+    among_six = agreement(summaries, "evaluation_loss", {"a": 12, "b": 11, "c": 10, "d": 9})
+    assert (alone.apart, among_six.apart, among_six.pairs) == (1, 0, 6)  # p 0.022 alone
+
+
 def test_the_table_tells_means_differences_and_ranks(capsys):
     results = results_of({"a": [1.0, 2.0, 3.0], "b": [0.5, 1.6, 2.4], "c": [9.0]}, a=11, b=12)
+    results["references"] = {"evaluation": {"blind_choice": {"loss": 1.5, "accuracy": 0.3}}}
     print_report(results, Console(width=250))
-    text = capsys.readouterr().out
-    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
+    main, differing = capsys.readouterr().out.split("Differences to a")
+    rows = {line.strip("│").split("│")[0].strip(): line for line in main.splitlines() if line.startswith("│")}
     assert "2.0000 ± 2.4" in rows["a"] and "7.389" in rows["a"]
-    assert "+5.00 ± 2.48" in rows["b"]  # of 0.05, 0.04 and 0.06 in accuracy
-    assert "-80.00" in rows["c"] and "±" not in rows["c"]
-    ranks = {name: row.split("│")[-2].strip() for name, row in rows.items()}
+    assert "1.5000" in rows["blind choice"]
+    ranks = {name: rows[name].split("│")[-2].strip() for name in "abc"}
     assert ranks == {"a": "2 / 2 / 1", "b": "1 / 1 / 2", "c": "3 / 3 / -"}
-    assert "Order by evaluation loss: 0 of 1 pairs as published (Kendall's tau -1.00)" in text
+    (row,) = [line for line in differing.splitlines() if line.startswith("│ b")]
+    assert "+5.00 ± 2.48 (p 0.013)" in row  # of 0.05, 0.04 and 0.06 in accuracy
+    assert "Order by evaluation loss: 0 of 1 pairs as published (Kendall's tau -1.00)" in differing
+
+
+def test_rows_of_plots_and_differences_are_sorted_by_gain():
+    summaries = summarise_variants(results_of({"a": [1.0, 2.0], "b": [3.0, 3.0], "c": [0.5, 0.5], "d": [2.0, 2.0]}))
+    assert [item.name for item in sorted_by_gain(summaries, "evaluation_loss")] == ["a", "c", "d", "b"]
+    assert [item.name for item in sorted_by_gain(summaries, "held_out")] == ["a", "c", "d", "b"]
+
+
+def test_the_best_learning_rate_of_every_model_is_named(capsys):
+    results = results_of({"one_low": [1.0], "one_mid": [0.8], "one_high": [0.9], "two_low": [0.5], "two_mid": [0.6]})
+    rates = {"low": 0.001, "mid": 0.002, "high": 0.004}
+    results["recipe"]["sweep"]["variants"] = {
+        run["variant"]: {
+            "model": {"hidden_size": len(run["variant"].split("_")[0])},
+            "training": {"learning_rate": rates[run["variant"].split("_")[1]]},
+        }
+        for run in results["runs"]
+    }
+    for run in results["runs"]:
+        if run["variant"].startswith("two"):
+            results["recipe"]["sweep"]["variants"][run["variant"]]["model"] = {"hidden_size": 9}
+    found = best_rates(results)
+    assert [(item.variant, item.training["learning_rate"], item.is_at_end) for item in found] == [
+        ("one_mid", 0.002, False),
+        ("two_low", 0.001, True),
+    ]
+    print_report(results, Console(width=160))
+    assert "two low (learning_rate 0.001; at an end of the range, so try rates beyond it)" in capsys.readouterr().out
 
 
 def test_the_report_is_made_again_from_the_file(finished, tmp_path, capsys):
@@ -392,36 +453,79 @@ def test_the_command_runs_the_sweep_of_a_recipe(finished, tmp_path):
     result = CliRunner().invoke(app, ["train", str(file), "--output", str(output)])
     assert result.exit_code == 0, result.output
     rows = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("│")]
-    assert rows == ["plain", "composed"] and "published" not in result.stdout
+    assert rows == ["plain", "composed", "composed"] and "published" not in result.stdout  # means, differences
     result = CliRunner().invoke(app, ["train", str(file), "--output", str(output), "--set", "sweep.seeds=[x]"])
     assert result.exit_code == 1 and "sweep.seeds must hold integers" in result.output
 
 
+@cache
+def packaged_sweep(name: str):
+    """The sweep of a packaged recipe, and its runs with the first seed by variant."""
+    sweep, runs = plan_sweep(load_recipe(name, ["sweep.seeds=[0]"]))
+    return sweep, {run.variant: run for run in runs}
+
+
+@cache
+def vocabulary_size() -> int:
+    return len(build_tokenizer())
+
+
+def count_parameters(run, **overrides) -> int:
+    with torch.device("meta"):
+        config = build_config({**run.recipe.model, "vocab_size": vocabulary_size(), **overrides})
+        return sum(parameter.numel() for parameter in DCFormerForCausalLM(config).parameters())
+
+
+def width_for(run, expected: int) -> str | None:
+    """The width of the MLP that gives a run's model so many parameters, unless it has them to within 1 %."""
+    width = run.recipe.model["intermediate_size"]
+    found = count_parameters(run)
+    if abs(found / expected - 1) <= 0.01:
+        return None
+    per_unit = count_parameters(run, intermediate_size=width + 1) - found
+    return f"intermediate_size {width + round((expected - found) / per_unit)}"
+
+
 def test_the_ablation_has_equal_parameters():
     """Table 9's rows differ by what composes, not by size; only the width of the MLP makes up for it."""
-    _, runs = plan_sweep(load_recipe("head-tasks-ablation"))
-    vocabulary = len(build_tokenizer())
+    _, runs = packaged_sweep("head-tasks-ablation")
+    expected = count_parameters(runs["none"])
+    advice = {name: width_for(run, expected) for name, run in runs.items()}
+    assert {name: width for name, width in advice.items() if width} == {}
 
-    def parameters(run, **overrides) -> int:
-        with torch.device("meta"):
-            model = DCFormerForCausalLM(build_config({**run.recipe.model, "vocab_size": vocabulary, **overrides}))
-        return sum(parameter.numel() for parameter in model.parameters())
 
-    expected = parameters(runs[0])
-    advice = {}
-    for run in runs[:12]:
-        width = run.recipe.model["intermediate_size"]
-        per_unit = parameters(run, intermediate_size=width + 1) - parameters(run)
-        if abs(parameters(run) / expected - 1) > 0.01:
-            advice[run.variant] = f"intermediate_size {width + round((expected - parameters(run)) / per_unit)}"
-    assert advice == {}
+def test_the_claim_compares_models_of_equal_parameters_at_three_widths():
+    sweep, runs = packaged_sweep("head-tasks-claim")
+    assert [name for pair in sweep.pairs for name in pair] == list(sweep.variants)
+    assert load_recipe("head-tasks-claim").sweep["seeds"] == [0, 1, 2, 3]
+    for model, baseline in sweep.pairs:
+        assert width_for(runs[model], count_parameters(runs[baseline])) is None
+        configs = [build_config(runs[name].recipe.model) for name in (model, baseline)]
+        assert [config.composes_heads for config in configs] == [True, False]
+        assert configs[0].hidden_size == configs[1].hidden_size == int(model.split("_")[1])
+
+
+def test_every_model_of_the_claim_is_trained_with_three_rates_and_another_seed():
+    claim, rates = (load_recipe(name) for name in ("head-tasks-claim", "head-tasks-rates"))
+    assert not set(rates.sweep["seeds"]) & set(claim.sweep["seeds"])
+    assert (rates.data, rates.training, rates.model) == (claim.data, claim.training, claim.model)
+    for name, variant in claim.sweep["variants"].items():
+        tried = {key: value for key, value in rates.sweep["variants"].items() if key.startswith(f"{name}_rate_")}
+        assert all(trial["model"] == variant["model"] for trial in tried.values())
+        assert len({trial["training"]["learning_rate"] for trial in tried.values()}) == len(tried) == 3
+        for key, trial in tried.items():
+            assert trial["training"]["muon_learning_rate"] == float(key.rpartition("_")[2])
+        assert variant["training"] in [trial["training"] for trial in tried.values()]
+    assert len(rates.sweep["variants"]) == 3 * len(claim.sweep["variants"])
+    names = [variant_label(name) for recipe in (rates, claim) for name in recipe.sweep["variants"]]
+    assert all("width" in name and "_" not in name for name in names)
 
 
 def test_the_ablation_has_the_rows_of_table_9():
-    plan, runs = plan_sweep(load_recipe("head-tasks-ablation"))
+    plan, runs = packaged_sweep("head-tasks-ablation")
     names = ("query", "key", "low_rank", "gate", "static", "pre", "post")
     active = {}
-    for run in runs[: len(plan.variants)]:
+    for run in runs.values():
         config = build_config(run.recipe.model)
         active[run.variant] = {name for name in names if getattr(config, f"compose_{name}")}, config.compose_rank
         assert config.composes_heads == (run.variant != "none")
@@ -441,23 +545,22 @@ def test_the_ablation_has_the_rows_of_table_9():
         "all": (dynamic | {"static"}, 2),
     }
     assert set(plan.published) == set(plan.variants)
-    assert isinstance(build_config(runs[0].recipe.model), DCFormerConfig)
+    assert isinstance(build_config(runs["none"].recipe.model), DCFormerConfig)
 
 
-def test_the_committed_ablation_is_of_the_packaged_recipe_and_in_the_docs():
-    root = Path(__file__).parents[2]
-    results = read_results(root / "benchmarks" / "results" / "head-tasks-ablation.json")
-    expected = load_recipe("head-tasks-ablation").to_mapping()
+@pytest.mark.parametrize("name", ["rates", "claim", "ablation"])
+def test_committed_results_are_whole_and_of_the_packaged_recipe(name):
+    """Files of `make claim`, as far as they are committed."""
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "head_tasks" / f"{name}.json"
+    recipe = load_recipe(f"head-tasks-{name}")
+    if file.exists():
+        check_results(read_results(file), recipe)
+
+
+def check_results(results, recipe):
+    expected = recipe.to_mapping()
     del expected["output"]
     assert results["recipe"] == expected and results["failures"] == []
-    seeds = {}
-    for run in results["runs"]:
-        seeds.setdefault(run["variant"], []).append(run["seed"])
-    rows = ("none", "static", "low_rank", "gate", "query_wise", "rank_2")
-    assert seeds == {name: [0, 1, 2] for name in rows}
-    docs = (root / "docs" / "sweeps.md").read_text(encoding="utf-8")
-    for summary in summarise_variants(results):
-        mean, half_width = summary.interval("evaluation_loss")
-        published = expected["sweep"]["published"][summary.name]
-        (row,) = [line for line in docs.splitlines() if line.startswith(f"| `{summary.name}` |")]
-        assert f"| {published:.2f} | {mean:.3f} ± {half_width:.3f} |" in row
+    runs = [(run["variant"], run["seed"]) for run in results["runs"]]
+    assert runs == [(name, seed) for name in expected["sweep"]["variants"] for seed in expected["sweep"]["seeds"]]
+    assert all(Curve.of(run) is not None for run in results["runs"])

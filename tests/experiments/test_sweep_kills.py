@@ -35,8 +35,7 @@ def ignore(*_):
 def numbers(results):
     """Runs without the time that they took."""
     return [
-        {**run, "training": {key: value for key, value in run["training"].items() if key != "seconds"}}
-        for run in results["runs"]
+        {**run, **{part: {**run[part], "seconds": None} for part in ("training", "curve")}} for run in results["runs"]
     ]
 
 

@@ -177,5 +177,5 @@ def test_without_network_the_error_names_the_folder(tokenizer, monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"check the network, or give --data-dir with a folder that holds"):
+    with pytest.raises(FileNotFoundError, match=r"check the network, or give a --data-dir that holds synthetic"):
         authors_texts.load_authors_texts(2, tokenizer=tokenizer)

@@ -171,9 +171,9 @@ def test_progress_and_given_numbers_of_shots(word_tokenizer, documents):
 
 def test_summaries_are_means_over_answers(documents):
     rows = [
-        {"pattern": "a", "transformation": "copy", "task": "task1"},
-        {"pattern": "b", "transformation": "copy", "task": "task2"},
-        {"pattern": "b", "transformation": "copy", "task": "task2"},
+        {"pattern": "a", "transformation": "copy", "task": "task1", "subject": "persons"},
+        {"pattern": "b", "transformation": "copy", "task": "task2", "subject": "lists"},
+        {"pattern": "b", "transformation": "copy", "task": "task2", "subject": "lists"},
     ]
     values = [(0, 0, -1.0, 1, True), (0, 1, -2.0, 3, False), (1, 0, -0.5, 1, True), (2, 0, -4.0, 2, True)]
     names = ("document", "shots", "log_likelihood", "tokens", "correct")
@@ -186,6 +186,9 @@ def test_summaries_are_means_over_answers(documents):
     )
     assert list(summary["by_shots"]) == ["0", "1"] and summary["by_shots"]["1"]["accuracy"] == 0
     assert summary["by_transformation"]["copy"]["answers"] == 4 and summary["by_task"]["task1"]["accuracy"] == 0.5
+    assert summary["by_subject"]["persons"]["accuracy"] == 0.5
+    assert summary["by_subject"]["persons"]["by_shots"]["1"] == summary["by_shots"]["1"]
+    assert list(summary["by_subject"]["lists"]["by_shots"]) == ["0"]
     with pytest.raises(ValueError, match="There are no scores"):
         summarise(rows, [])
 

@@ -17,8 +17,8 @@ from dcformer.head_tasks import TASK_KINDS, build_tokenizer, suite
 from dcformer.head_tasks.authors_texts import SHOTS, authors_texts, bracketed_answers
 from dcformer.head_tasks.comparison import compare_models, score_difference
 from dcformer.head_tasks.intervals import seed_interval
-from dcformer.head_tasks.kinds import VOCABULARY
 from dcformer.head_tasks.suite import authors_documents, document_sets, evaluate_head_tasks, held_out_documents
+from dcformer.head_tasks.vocabulary import VOCABULARY
 
 
 def call(*arguments):

@@ -1,0 +1,118 @@
+"""Accuracy and loss of the pairs of a sweep against what was spent: models by colour, pairs by the style of lines."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..common.plotting import check_plot_path, draw_grid, picture
+from ..head_tasks.intervals import seed_interval
+from ..head_tasks.labels import REFERENCES, variant_label
+from ..head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
+from .claim import compare_pairs, curves_of
+from .curves import Axis, Curve, Quantity
+
+
+# Told apart by those who see no red or no green, and in print by their lightness.
+_COLOURS = {"model": "#0072B2", "baseline": "#D55E00"}
+_STYLES = ("-", "--", ":", "-.")
+_REFERENCE_STYLES = {BLIND_CHOICE: (0, (6, 2)), LONE_NAME: (0, (1, 2)), ODD_ONE_OUT: (0, (4, 2, 1, 2))}
+_AXIS_TITLES: dict[Axis, str] = {"flops": "FLOPs of training", "seconds": "seconds of training"}
+_QUANTITY_TITLES: dict[Quantity, str] = {"accuracy": "accuracy (%)", "loss": "evaluation loss (nats per token)"}
+
+
+def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
+    """
+    Write loss, and accuracy where it was measured, of all pairs of a sweep against FLOPs and seconds.
+
+    A line is the mean over the seeds at each evaluation, with its 95 % interval as a band; of losses the mean and the
+    interval of logarithms, as their axis is logarithmic. Grey lines are what is reached without reading the question.
+
+    Args:
+        results (`Mapping`): What `run_sweep` returns, or `read_results` of its file.
+        path: File that ends in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        ValueError: for another ending, or if no pair has curves.
+        ImportError: without matplotlib or scipy.
+    """
+    path = check_plot_path(path)
+    pairs, curves = compare_pairs(results), curves_of(results)
+    if not pairs:
+        raise ValueError("There is nothing to plot: no pair of sweep.pairs has evaluation curves with the same seed.")
+    has_accuracy = all(curve.accuracy for pair in pairs for name in pair for curve in curves[name].values())
+    quantities: tuple[Quantity, ...] = ("accuracy", "loss") if has_accuracy else ("loss",)
+    with picture(path, (10.0, 1.9 + 3.2 * len(quantities)), "train") as figure:
+        panels = figure.subplots(len(quantities), len(_AXIS_TITLES), sharex="col", sharey="row", squeeze=False)
+        for quantity, row in zip(quantities, panels):
+            row[0].set_ylabel(_QUANTITY_TITLES[quantity])
+            for axis, panel in zip(_AXIS_TITLES, row):
+                for number, pair in enumerate(pairs):
+                    for role, name in zip(_COLOURS, pair):
+                        style = {"color": _COLOURS[role], "linestyle": _STYLES[number % len(_STYLES)]}
+                        _draw_curve(panel, list(curves[name].values()), quantity, axis, style)
+                _draw_references(panel, results, quantity)
+                panel.set_xscale("log")
+                draw_grid(panel)
+        for axis, panel in zip(_AXIS_TITLES, panels[-1]):
+            panel.set_xlabel(_AXIS_TITLES[axis])
+        if has_accuracy:
+            panels[0][0].set_ylim(0, 100)
+        panels[-1][0].set_yscale("log")
+        seeds = {seed for pair in pairs for name in pair for seed in curves[name]}
+        count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
+        figure.suptitle(f"{results['recipe']['name']}: means with 95 % intervals, {count}")
+        _add_legend(figure, results, pairs)
+
+
+def _draw_curve(panel, curves: Sequence[Curve], quantity: Quantity, axis: Axis, style: dict[str, Any]) -> None:
+    # Runs of one variant have the same evaluations; one that was cut short has fewer.
+    places = range(min(len(curve.steps) for curve in curves))
+    spent = [math.fsum(getattr(curve, axis)[place] for curve in curves) / len(curves) for place in places]
+    rows = [_interval([getattr(curve, quantity)[place] for curve in curves], quantity) for place in places]
+    middle, low, high = zip(*rows)
+    panel.plot(spent, middle, linewidth=1.6, zorder=4, **style)
+    if len(curves) > 1:
+        panel.fill_between(spent, low, high, color=style["color"], alpha=0.12, linewidth=0, zorder=2)
+
+
+def _interval(values: Sequence[float], quantity: Quantity) -> tuple[float, float, float]:
+    """Mean and ends of the interval, accuracies in percent; a single value stands for all three."""
+    if quantity == "loss":
+        mean, half = seed_interval([math.log(value) for value in values])
+        half = 0.0 if math.isnan(half) else half
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+    mean, half = (100 * value for value in seed_interval(values))
+    half = 0.0 if math.isnan(half) else half
+    return mean, max(0.0, mean - half), min(100.0, mean + half)
+
+
+def _references(results: Mapping[str, Any], quantity: Quantity) -> dict[str, float]:
+    found = (results.get("references") or {}).get("evaluation") or {}
+    scale = 100 if quantity == "accuracy" else 1
+    return {name: scale * found[name][quantity] for name in _REFERENCE_STYLES if quantity in found.get(name, {})}
+
+
+def _draw_references(panel, results: Mapping[str, Any], quantity: Quantity) -> None:
+    for name, value in _references(results, quantity).items():
+        panel.axhline(value, color="0.35", linewidth=1.2, linestyle=_REFERENCE_STYLES[name], zorder=3)
+
+
+def _add_legend(figure, results: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for number, pair in enumerate(pairs):
+        for role, name in zip(_COLOURS, pair):
+            style = {"color": _COLOURS[role], "linestyle": _STYLES[number % len(_STYLES)], "linewidth": 1.6}
+            handles.append(Line2D([], [], label=variant_label(name), **style))
+    known = {**_references(results, "loss"), **_references(results, "accuracy")}
+    for name, style in _REFERENCE_STYLES.items():
+        if name in known:
+            handles.append(Line2D([], [], color="0.35", linewidth=1.2, linestyle=style, label=REFERENCES[name]))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, handlelength=3.0)
+
+
+__all__ = ["plot_curves"]

@@ -1,0 +1,128 @@
+"""
+Documents to train on that teach to read the question sooner than the tasks alone do.
+
+A line of the tasks has one answer in about 24 tokens, and to give it a model must find words that it has seen before by
+the words that stood beside them. Nothing of this is worth learning before all of it is there, so models first learn
+which words are answers at all, and then stand still at a blind choice among the three facts for millions of answers.
+Documents of three forms, mixed, shorten this:
+
+- `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...", where every word
+  after the first of four rounds is an answer. To look for what came after the same word is what they teach, and it is
+  learned sooner with few words, which then are followed by all.
+- `questions`: one, two or three facts, each asked for by its person and by its content, an answer in about twelve
+  tokens. With one fact there is nothing to choose, so what becomes of each word is learned first.
+- `examples`: documents as the tasks have them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from .generator import iterate_documents
+from .kinds import FAMILIES, Example
+from .tokenizer import build_tokenizer, count_tokens
+from .vocabulary import VOCABULARY, singular
+
+
+FORMS = ("examples", "questions", "recurring_words")
+
+_RECURRING_WORDS = (3, 12)  # least and most that recur in a document
+_ROUNDS = 4
+
+
+def iterate_practice(
+    count: int,
+    seed: int | str,
+    mixture: Mapping[str, float],
+    split: str = "train",
+    lines: tuple[int, int] = (1, 8),
+    longest: int = 96,
+    words: int | None = None,
+    facts: int = 3,
+) -> Iterator[dict[str, Any]]:
+    """
+    Generate documents of several forms, each as long as it may be.
+
+    Args:
+        count: How many.
+        seed: Another seed, other documents.
+        mixture: Form -> its share of the documents, in any unit.
+        split (defaults to `"train"`), lines (defaults to (1, 8)): As [`iterate_documents`] takes them; `lines` is for
+            examples.
+        longest (defaults to 96): The most tokens of a document, with the one that begins it. Lines, questions and words
+            that exceed it are left out; a first line stays.
+        words (*optional*): Draw recurring words from the first so many, which are names, instead of from all.
+        facts (1, 2 or 3, defaults to 3): Facts that questions are about.
+
+    Returns:
+        Rows of `text` and `answers`, the [start, end) of every answer in `text`, the space before it included.
+
+    Raises:
+        ValueError: if an argument is none of these.
+    """
+    if count < 1 or longest < 5 or (words is not None and words < 2):
+        raise ValueError(
+            f"count must be at least 1, longest at least 5 and words at least 2, got {count!r}, {longest!r} and "
+            f"{words!r}."
+        )
+    if facts not in (1, 2, 3):
+        raise ValueError(f"facts must be 1, 2 or 3, got {facts!r}.")
+    unknown = [form for form in mixture if form not in FORMS]
+    if unknown or not mixture or min(mixture.values()) < 0 or sum(mixture.values()) <= 0:
+        raise ValueError(f"mixture must give shares to some of {', '.join(FORMS)}, got {dict(mixture)!r}.")
+    rng = random.Random(f"practice {split} {seed}")
+    examples = iterate_documents(count, seed, split, lines)
+    for _ in range(count):
+        form = rng.choices(list(mixture), list(mixture.values()))[0]
+        if form == "examples":
+            document = next(examples)
+            yield _cut(document["text"], document["answers"], longest)
+        elif form == "questions":
+            yield _questions(rng, split, longest, facts)
+        else:
+            yield _recurring_words(rng, longest, words)
+
+
+def _questions(rng: random.Random, split: str, longest: int, facts: int) -> dict[str, Any]:
+    family = rng.choice(FAMILIES)
+    examples: list[Example] = []
+    # Fewer facts than three decide no split: they say less than any line of the tasks.
+    while not examples or (facts == 3 and examples[0].split != split):
+        examples = family.make_questions(rng, facts)
+    text, answers = "", []
+    for example in examples:
+        start = len(text) + len(example.question)
+        text += example.line
+        answers.append([start, len(text)])
+        text += "\n"
+    return _cut(text, answers, longest)
+
+
+def _recurring_words(rng: random.Random, longest: int, count: int | None) -> dict[str, Any]:
+    pool = _single_words()[:count]
+    least, most = _RECURRING_WORDS
+    drawn = rng.sample(pool, rng.randint(min(len(pool), least), min(len(pool), longest - 2, most)))
+    rounds = (drawn * _ROUNDS)[: longest - 1]
+    return {"text": " ".join(rounds), "answers": [[len(" ".join(drawn)), len(" ".join(rounds))]]}
+
+
+@cache
+def _single_words() -> list[str]:
+    """The names, then nouns, then all other words of one token."""
+    nouns = (singular(thing) for things in VOCABULARY["superclasses"].values() for thing in things)
+    words = dict.fromkeys([*VOCABULARY["people"], *sorted(nouns), *sorted(build_tokenizer().get_vocab())])
+    return [word for word in words if word.isalpha() and count_tokens(word) == 1]
+
+
+def _cut(text: str, answers: list[list[int]], longest: int) -> dict[str, Any]:
+    """Whole lines from the beginning, with so many tokens at most; one line at least."""
+    lines = text.splitlines(keepends=True)
+    tokens = accumulate((count_tokens(line) for line in lines), initial=1)
+    fitting = sum(total <= longest for total in tokens) - 1
+    start = 2 if text.startswith("\n") else 1
+    kept = "".join(lines[: max(fitting, start)])
+    return {"text": kept, "answers": [span for span in answers if span[1] <= len(kept)]}

@@ -1,0 +1,32 @@
+"""The words of the head tasks: people, things with their groups, opposites and rows of dates."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+VOCABULARY: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8"))
+
+
+def noun(thing: str) -> str:
+    """A thing without its article."""
+    return thing.removeprefix("a ").removeprefix("an ")
+
+
+@cache
+def singular(thing: str) -> str:
+    """The noun as questions have it."""
+    return VOCABULARY["singular_of"].get(noun(thing), noun(thing))
+
+
+@cache
+def opposites() -> dict[str, list[str]]:
+    """Adjective -> its opposites, of which a few have two."""
+    found: dict[str, list[str]] = {}
+    for one, other in VOCABULARY["opposites"]:
+        found.setdefault(one, []).append(other)
+        found.setdefault(other, []).append(one)
+    return found

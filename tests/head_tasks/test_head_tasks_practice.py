@@ -1,0 +1,105 @@
+"""Documents for practice: what recurs, what is asked, and that each question has one right answer."""
+
+import itertools
+
+import pytest
+
+from dcformer.head_tasks import build_tokenizer, iterate_practice
+from dcformer.head_tasks.facts import facts_digest, parse_line, split_of
+from dcformer.head_tasks.tokenizer import count_tokens
+from dcformer.head_tasks.vocabulary import VOCABULARY, opposites, singular
+
+
+def practice(form, count=60, **options):
+    return list(iterate_practice(count, 0, {form: 1}, **options))
+
+
+def names_of(thing):
+    """All that a question may call a thing by: itself, its groups, its opposites; of a date only the one behind it."""
+    for ordinal in VOCABULARY["ordinals"].values():
+        if thing in ordinal["values"][:-1]:
+            return {ordinal["values"][ordinal["values"].index(thing) + 1]}
+    groups = (VOCABULARY[name].items() for name in ("superclasses", "capabilities", "countries"))
+    members_of = itertools.chain(*groups)
+    named = {name for name, members in members_of if any(thing == singular(member) for member in members)}
+    return {thing, *opposites().get(thing, []), *named}
+
+
+def solve(facts, question, answer):
+    """The answers that the facts allow, found from the words of the question alone."""
+    called = [(person, names_of(thing)) for person, thing in facts]
+    negated = " not " in question
+    if question.startswith("Who"):
+        asked = question.removesuffix("?")
+        return {person for person, names in called if negated != any(asked.endswith(f" {name}") for name in names)}
+    named = question.split(" ", 1)[0]
+    return {answer for person, names in called if (person == named) != negated and answer in names}
+
+
+@pytest.mark.parametrize("facts", [1, 2, 3])
+def test_every_question_has_one_answer_which_stands_behind_it(facts):
+    for document in practice("questions", facts=facts):
+        lines = document["text"].splitlines()
+        said, first = parse_line(lines[0])
+        assert len(said) == facts and len(lines) == len(document["answers"])
+        questions = []
+        for line, (start, end) in zip([first, *lines[1:]], document["answers"]):
+            answer = document["text"][start:end].strip()
+            question = line.removesuffix(answer).strip()
+            assert solve(said, question, answer) == {answer}, document["text"]
+            questions.append(question)
+        assert len(questions) == 2 * facts
+
+
+def test_questions_about_three_facts_belong_to_their_split():
+    for split in ("train", "validation"):
+        for document in practice("questions", 30, split=split):
+            said, _ = parse_line(document["text"].splitlines()[0])
+            assert split_of(facts_digest(said)) == split
+
+
+def test_every_word_that_comes_again_is_an_answer():
+    for document in practice("recurring_words", words=8, longest=30):
+        words = document["text"].split(" ")
+        ((start, end),) = document["answers"]
+        different = list(dict.fromkeys(words))
+        assert set(words) <= set(VOCABULARY["people"][:8]) and 3 <= len(different) <= 8
+        assert document["text"][start:end].split() == words[len(different) :]
+        assert words == (different * 4)[:29]  # with the token that begins every text
+
+
+def test_recurring_words_are_single_tokens():
+    tokenizer = build_tokenizer()
+    for document in practice("recurring_words"):
+        ids = tokenizer(document["text"])["input_ids"]
+        assert len(ids) == document["text"].count(" ") + 2 and tokenizer.unk_token_id not in ids
+
+
+@pytest.mark.parametrize("form", ["examples", "questions"])
+def test_documents_end_with_a_whole_line_within_their_length(form):
+    for document in practice(form, longest=70):
+        assert count_tokens(document["text"]) + 1 <= 70 or document["text"].strip().count("\n") == 0
+        assert document["text"].endswith("\n") and document["answers"][-1][1] == len(document["text"]) - 1
+
+
+def test_a_mixture_has_its_shares():
+    documents = list(iterate_practice(600, 3, {"recurring_words": 1, "questions": 3}))
+    recurring = sum("\n" not in document["text"] for document in documents)
+    assert recurring / 600 == pytest.approx(0.25, abs=0.06)  # 3.4 standard deviations
+    assert documents == list(iterate_practice(600, 3, {"recurring_words": 1, "questions": 3}))
+    assert documents[:9] != list(iterate_practice(9, 4, {"recurring_words": 1, "questions": 3}))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixture": {"riddles": 1}}, "riddles"),
+        ({"mixture": {"questions": 0}}, "{'questions': 0}"),
+        ({"mixture": {"questions": 1}, "facts": 4}, "got 4"),
+        ({"mixture": {"recurring_words": 1}, "words": 1}, "got 3, 96 and 1"),
+    ],
+    ids=["unknown_form", "no_share", "four_facts", "one_word"],
+)
+def test_wrong_arguments_are_named(options, words):
+    with pytest.raises(ValueError, match=words.replace("{", r"\{")):
+        next(iterate_practice(3, 0, **options))
