@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-serving coverage bench-gpu lint format docs clean
+.PHONY: demo test test-serving coverage bench-gpu claim claim-pairs claim-ablation lint format docs clean
 
 # Twice --quiet leaves out pip's warnings; errors still show.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -44,6 +44,30 @@ bench-gpu:
 	$(BENCH) model --device cuda --seconds 20 || status=1; \
 	$(BENCH) tune --device cuda --seconds 40 || status=1; \
 	exit $$status
+
+# The claim in miniature (docs/sweeps.md): sweeps of learning rates, of pairs of models and of the ablation, on the GPU if
+# there is one. Two processes of one thread each, as models of this size gain nothing from a second one. Stopped at any
+# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again.
+SWEEPS := TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(BIN)/dcformer train
+CLAIM := benchmarks/results/head_tasks
+claim: $(VENV)/.installed
+	@echo "Runs lie in runs/head-tasks-rates, runs/head-tasks-claim and runs/head-tasks-ablation."
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-pairs claim-ablation
+	@mkdir -p $(CLAIM)
+	@for name in rates claim ablation; do \
+		cp runs/head-tasks-$$name/results.json $(CLAIM)/$$name.json || exit 1; \
+		cp runs/head-tasks-$$name/sweep.png $(CLAIM)/$$name.png || exit 1; \
+	done
+	@cp runs/head-tasks-claim/curves.png $(CLAIM)/claim_curves.png
+	@cp runs/head-tasks-claim/pairs.csv $(CLAIM)/claim.csv
+	@echo "Results, figures and costs by seed are copied to $(CLAIM)."
+
+claim-pairs: $(VENV)/.installed
+	@$(SWEEPS) head-tasks-rates
+	@$(SWEEPS) head-tasks-claim
+
+claim-ablation: $(VENV)/.installed
+	@$(SWEEPS) head-tasks-ablation
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

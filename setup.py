@@ -106,7 +106,7 @@ setup(
         "dcformer.cards": ["catalogue.json"],
         "dcformer.ops": ["tuned_configurations.json"],
         "dcformer.pretrained": ["*.json", "*/*"],
-        "dcformer.head_tasks": ["vocabulary.json", "authors_lines.bin"],
+        "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },

@@ -8,7 +8,12 @@ from typing import Any
 # What is named -> old name -> new name.
 _HEAD_TASKS = {"composition": "head_tasks"}
 RENAMED = {
-    "recipe": {"composition-ablation": "head-tasks-ablation", "composition-seeds": "head-tasks-seeds"},
+    "recipe": {
+        "composition-ablation": "head-tasks-ablation",
+        "composition-seeds": "head-tasks-seeds",
+        # The presets of these names are DCFormer++; the recipes were of GPT-3's architecture.
+        **{f"dcformer-{size}": f"dcformer-gpt3-{size}" for size in ("405m", "834m", "1.4b")},
+    },
     "suite": {**_HEAD_TASKS, "synthetic": "head_tasks_authors"},
     "task": {
         **_HEAD_TASKS,
@@ -22,13 +27,14 @@ RENAMED = {
 }
 
 
-def refuse_old_name(kind: str, name: Any) -> None:
+def refuse_old_name(kind: str, name: Any, note: str = "") -> None:
     """
     Raise an error that gives the new name of something that is called by its old one.
 
     Args:
         kind: A key of [`RENAMED`] or anything else, of which no name has changed; also what the error calls it.
         name: What the user gave.
+        note: What else the sentence says at its end.
 
     Raises:
         ValueError: if that is an old name.
@@ -36,7 +42,7 @@ def refuse_old_name(kind: str, name: Any) -> None:
     new = RENAMED.get(kind, {}).get(name) if isinstance(name, str) else None
     if new is not None:
         what = kind if "." in kind else f"The {kind}"
-        raise ValueError(f"{what} {name!r} is called {new!r} now; give that name.")
+        raise ValueError(f"{what} {name!r} is called {new!r} now; give that name{note}.")
 
 
 def with_current_names(recipe: dict[str, Any], where: str = "") -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100  # what the loss functions of torch and Transformers leave out
 _SHUFFLE_BUFFER = 10_000
-_EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
+EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
 _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; to be raised when the same documents pack differently
 
@@ -55,10 +55,10 @@ def build_datasets(
             would be scored. While streaming, what is wrong later in the data is found when it is read.
         ImportError: without `datasets`.
     """
-    train = _build_rows(recipe, tokenizer, seed, shuffle=True)
+    train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
     if recipe.evaluation is None:
         return train, None
-    return train, _build_rows(recipe.evaluation, tokenizer, _EVALUATION_SEED, shuffle=False)
+    return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
 
 
 def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..common.quoting import quoted
 from ..common.renamed import refuse_old_name
-from .fields import check_mapping, check_range, read_fields
+from ..head_tasks.practice import FORMS
+from .fields import check_keys, check_mapping, check_range, read_fields
 
 
 HEAD_TASKS = "head_tasks"  # the source that is generated, and its tokenizer
@@ -16,6 +18,7 @@ _LONGEST_ROW = 2**24
 _MOST_DOCUMENTS = 10**18
 _MOST_GENERATED = 10**7  # all are made in memory before the first step
 _MOST_LINES = 1000
+_MOST_WORDS = 1000
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class DataRecipe:
         documents (`int`, *optional*): How many documents of head tasks to generate; otherwise the most to take, from
             the start of the source.
         lines (`list[int]`, *optional*): Least and most examples in a document of head tasks, `[1, 8]` if not given.
+        stages (`list[dict]`, *optional*): Head tasks in stages that are trained on one after the other, in this order,
+            instead of `documents` of examples alone. A stage has `documents`, their number; the share of each form
+            among them, of those that [`~head_tasks.practice`] describes (`examples`, `questions`, `recurring_words`);
+            and optionally `words`, how many different words may recur, and `facts`, how many facts the questions are
+            about. No document is longer than a row.
         evaluation (`DataRecipe`, *optional*): What the evaluation loss is measured on, in the given order.
 
     Source: section 4.1 of the paper for the context length; packing is ours.
@@ -56,6 +64,7 @@ class DataRecipe:
     loss_on: Literal["all", "answers"] = "all"
     documents: int | None = None
     lines: list | None = None
+    stages: list | None = None
     evaluation: DataRecipe | None = None
 
     @classmethod
@@ -90,6 +99,7 @@ class DataRecipe:
             values = {**values, "split": "validation"}
         else:
             values = {key: value for key, value in values.items() if key != "lines"}
+        values.pop("stages", None)
         evaluation_recipe = cls.from_mapping({**values, **evaluation}, f"{name}.evaluation")
         if evaluation_recipe._origin == recipe._origin:
             raise ValueError(
@@ -118,5 +128,26 @@ class DataRecipe:
             if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
                 raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
             check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
-        if self.source == HEAD_TASKS and self.documents is None:
+        if self.stages is not None:
+            self._check_stages(f"{name}.stages")
+        elif self.source == HEAD_TASKS and self.documents is None:
             raise ValueError(f"{name}.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
+
+    def _check_stages(self, name: str) -> None:
+        if self.source != HEAD_TASKS or self.streaming or self.documents is not None:
+            raise ValueError(f"{name} is for source {HEAD_TASKS!r} without streaming and documents; set it null.")
+        if not self.stages:
+            raise ValueError(f"{name} must not be empty, got {quoted(self.stages)}.")
+        for place, stage in enumerate(self.stages):
+            check_mapping(stage, f"{name}[{place}]")
+            check_keys(stage, ("documents", "words", "facts", *FORMS), f"{name}[{place}]")
+            check_range(f"{name}[{place}].documents", stage.get("documents", 0), 1, _MOST_GENERATED)
+            if stage.get("words") is not None:
+                check_range(f"{name}[{place}].words", stage["words"], 2, _MOST_WORDS)
+            if stage.get("facts") is not None:
+                check_range(f"{name}[{place}].facts", stage["facts"], 1, 3)
+            shares = [stage[form] for form in FORMS if form in stage]
+            if not all(type(share) in (int, float) and 0 <= share < math.inf for share in shares) or not sum(shares):
+                raise ValueError(
+                    f"{name}[{place}] must give some of {', '.join(FORMS)} a positive share, got {quoted(stage)}."
+                )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..common.optional import import_optional
 from ..common.paths import is_path
+from ..head_tasks.practice import FORMS
 from .data_recipe import HEAD_TASKS, DataRecipe
 
 
@@ -81,14 +82,30 @@ def import_datasets():
 
 
 def _generated_documents(recipe: DataRecipe, seed: int) -> Dataset:
-    from ..head_tasks import generate_documents
+    from ..head_tasks import generate_documents, iterate_practice
 
     lines = {} if recipe.lines is None else {"lines": tuple(recipe.lines)}
-    documents = generate_documents(recipe.documents, seed, split=recipe.split, **lines)
-    if recipe.split == "train":
-        # The line feed behind an answer is learned with it, so that generation ends there.
-        for document in documents:
-            document["answers"] = [[start, end + 1] for start, end in document["answers"]]
+    if recipe.stages is None:
+        documents = generate_documents(recipe.documents, seed, split=recipe.split, **lines)
+    else:
+        documents = [
+            document
+            for place, stage in enumerate(recipe.stages)
+            for document in iterate_practice(
+                stage["documents"],
+                f"{seed} {place}",
+                {form: stage[form] for form in FORMS if form in stage},
+                recipe.split,
+                longest=recipe.sequence_length,
+                words=stage.get("words"),
+                facts=stage.get("facts") or 3,
+                **lines,
+            )
+        ]
+    # The line feed behind an answer belongs to it in training, so that generation ends there, and in the evaluation,
+    # so that the two losses are means over the same kind of tokens.
+    for document in documents:
+        document["answers"] = [[start, end + 1] for start, end in document["answers"]]
     # Without a fingerprint of their own, documents made in memory get one that differs in every process.
     fingerprint = hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16]
     dataset = import_datasets().Dataset.from_list(documents)

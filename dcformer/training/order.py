@@ -14,15 +14,15 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 class RowOrder(Sampler):
     """
-    Numbers of the rows that a run reads: one permutation of them all after the other.
+    Numbers of the rows that a run reads: one permutation of them all after the other, or always their own order.
 
     Args:
         rows (`int`): Number of rows of the data.
         total (`int`): Number of rows that the run reads, in as many passes as that takes.
-        seed (`int`): Seed of the permutations; each pass has its own.
+        seed (`int`, *optional*): Seed of the permutations; each pass has its own. Without it, rows keep their order.
     """
 
-    def __init__(self, rows: int, total: int, seed: int):
+    def __init__(self, rows: int, total: int, seed: int | None):
         self.rows, self.total, self.seed = rows, total, seed
 
     def __len__(self) -> int:
@@ -33,6 +33,9 @@ class RowOrder(Sampler):
 
     def _endless(self) -> Iterator[int]:
         for number in itertools.count():
+            if self.seed is None:
+                yield from range(self.rows)
+                continue
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
             yield from torch.randperm(self.rows, generator=generator).tolist()
 

@@ -47,7 +47,7 @@ _MOST_LAYERS = 10_000
 _LARGEST_MODEL_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**32 - 1  # of NumPy
 # Keys of `model:` besides the fields of the configuration.
-_MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation")
+_MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation", "output_initializer_range")
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,17 @@ class TrainingRecipe:
         max_steps (`int`, *optional*): Optimiser steps to train for.
         batch_tokens (`int`): Tokens in one optimiser step, over all processes and accumulated passes.
         per_device_batch_size (`int`, defaults to 1): Rows in one forward pass on one device.
+        optimizer (`str`, defaults to `"adamw"`): `"muon"` for Muon on the matrices of layers and AdamW on all else; it
+            needs torch 2.9, and takes no part in the paper.
+        muon_learning_rate (`float`, *optional*): Highest learning rate of Muon, which is the length of a step along
+            every singular direction of a square matrix; 0.02 is usual.
         learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
         final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
-        warmup_ratio (`float`, defaults to 0.01): Share of the steps over which the rate rises linearly.
+        warmup_ratio (`float`, defaults to 0.01): Share of the steps, rounded down, over which the rate rises linearly;
+            the first of them has rate 0. [`~training.trainer.learning_rate_schedule`] has the formula.
         adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): The constants of AdamW.
-        weight_decay (`float`, defaults to 0.1): Decay of matrices and embeddings; norms and biases do not decay.
+        weight_decay (`float`, defaults to 0.1): Decay of matrices, embeddings and compose weights. Norms and biases do
+            not decay; in the authors' JAX code all parameters do.
         max_grad_norm (`float`, defaults to 1.0): Gradients of a larger norm are scaled down to it.
         precision (`str`, defaults to `"fp32"`): `"bf16"` for autocast to bfloat16; parameters stay float32.
         gradient_checkpointing (`bool`, defaults to `False`): Recompute layers in the backward pass.
@@ -81,6 +87,8 @@ class TrainingRecipe:
     tokens: int | None = None
     max_steps: int | None = None
     per_device_batch_size: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_learning_rate: float | None = None
     learning_rate: float = 3e-4
     final_learning_rate_ratio: float = 0.1
     warmup_ratio: float = 0.01
@@ -112,6 +120,17 @@ class TrainingRecipe:
             raise ValueError(
                 f"training.max_steps {self.steps:,} x training.batch_tokens {self.batch_tokens:,} must be at most "
                 f"{_MOST_TOKENS:,} tokens; lower one."
+            )
+        if (self.optimizer == "muon") != (self.muon_learning_rate is not None):
+            raise ValueError(
+                f"training.muon_learning_rate belongs to training.optimizer 'muon', such as 0.02, got "
+                f"{self.muon_learning_rate} with {self.optimizer!r}."
+            )
+        if self.muon_learning_rate is not None and not 0 < self.muon_learning_rate < math.inf:
+            raise ValueError(f"training.muon_learning_rate must be positive and finite, got {self.muon_learning_rate}.")
+        if self.optimizer == "muon" and self.fsdp:
+            raise ValueError(
+                "training.optimizer 'muon' needs whole matrices, which training.fsdp divides; turn one of them off."
             )
         for bound, is_within, names in _BOUNDS:
             for name in names:
@@ -153,7 +172,9 @@ class Recipe:
     Attributes:
         name (`str`): Name of the run, for logs and plots.
         output (`str`): Folder of the run.
-        model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, and fields of the configuration.
+        model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
+            `output_initializer_range`: standard deviation of the new weights whose results are added to the residual
+            stream (of attention and MLP the last ones), if it is not `initializer_range` as for all others.
         tokenizer (`str`): Folder or name on the Hub; `"head_tasks"` for the tokenizer of the head tasks.
         data (`DataRecipe`): Training and evaluation data.
         training (`TrainingRecipe`): Optimiser, schedule, precision, and what is logged and kept.
@@ -213,12 +234,13 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
     Read a recipe.
 
     Args:
-        recipe: YAML file, or the name of a packaged recipe such as `"dcformer-405m"`.
+        recipe: YAML file, or the name of a packaged recipe such as `"dcformer++-405m"`.
         overrides (`Sequence[str]`): Values that replace the file's: `"training.max_steps=20"`, read as YAML.
 
     Raises:
         FileNotFoundError: if there is neither such a file nor such a packaged recipe.
-        ValueError: if a file is no YAML, recipes extend each other in a circle, or a key or value is wrong.
+        ValueError: if a file is no YAML, recipes extend each other in a circle, a key or value is wrong, or the name is
+            that of a recipe that is called otherwise now.
         OSError: if a file cannot be read.
     """
     values = _read_extended(_find(recipe, None), ())
@@ -299,12 +321,18 @@ def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
     packaged = _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
     if packaged.parent == _PACKAGED and packaged.is_file():
         return packaged
-    refuse_old_name("recipe", packaged.stem)
+    refuse_old_name("recipe", packaged.stem, _recipe_of_preset(packaged.stem))
     if file.is_dir():
         raise FileNotFoundError(f"{str(file)!r} is a folder; name the YAML file of a recipe.")
     raise FileNotFoundError(
         f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
     )
+
+
+def _recipe_of_preset(name: str) -> str:
+    """Which recipe trains a preset whose name a recipe of another model had, as the end of a sentence."""
+    improved = name.replace("dcformer-", "dcformer++-")
+    return f"; the preset {name!r} is trained by {improved!r}" if name in DCFormerConfig.presets() else ""
 
 
 def _check_model(model: dict) -> None:
@@ -320,8 +348,25 @@ def _check_model(model: dict) -> None:
     if model.get("model_type") not in (None, *_CONFIG_CLASSES):
         raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {quoted(model['model_type'])}.")
     _check_integers(model, "model")
+    _check_output_deviation(model)
     if "pretrained" not in model:  # weights bring a configuration of their own, which is read when they are
         build_config(model)
+
+
+def _check_output_deviation(model: dict) -> None:
+    value = model.get("output_initializer_range")
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise ValueError(
+            f"model.output_initializer_range must be a number, finite and not negative, got {quoted(value)}."
+        )
+    if "pretrained" in model:
+        raise ValueError(
+            f"model.output_initializer_range is for new weights, got {value} with model.pretrained "
+            f"{quoted(model['pretrained'])}; set it to null."
+        )
 
 
 def _check_integers(values: Any, name: str) -> None:

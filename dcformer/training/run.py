@@ -200,10 +200,20 @@ def _build_model(recipe: Recipe, config) -> torch.nn.Module:
     else:
         set_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, **options)
+        if (deviation := recipe.model.get("output_initializer_range")) is not None:
+            _draw_outputs(model, deviation)
     if recipe.training.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     return model
+
+
+@torch.no_grad()
+def _draw_outputs(model: torch.nn.Module, deviation: float) -> None:
+    """Draw the matrices whose results are added to the residual stream anew, with their own standard deviation."""
+    for name, parameter in model.named_parameters():
+        if name.endswith((".o_proj.weight", ".down_proj.weight")):
+            parameter.normal_(std=deviation)
 
 
 def _check_same_run(recipe: Recipe, config, checkpoint: Path) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..common.numbers import exponential
 from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
-from .data import collate
+from .data import IGNORED_LABEL, collate
+from .optimizer import muon_with_adamw
 from .order import EndlessStream, RowOrder, WholeBatches
 from .recipe import Recipe, TrainingRecipe
 from .throughput import Throughput
@@ -38,29 +39,51 @@ def log_lines(records: list[dict[str, Any]]) -> list[str]:
 
 def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: TrainingRecipe, steps: int) -> LambdaLR:
     """
-    A linear rise of the learning rate to that of the optimizer, then half a cosine.
+    The learning rates of the authors' JAX code: a linear rise to that of the optimizer, then half a cosine.
 
-    The last step of the rise has the highest rate and the last step of all `final_learning_rate_ratio` of it; none has
-    rate 0.
+    Steps are counted from 0, and the rise has `rise = int(steps * warmup_ratio)` of them. As a share of the optimizer's
+    rate, step `t` has `t / rise` before `t == rise`, and from there on, with `end = final_learning_rate_ratio`,
+
+        end + (1 - end) * (1 + cos(pi * (t - rise) / (steps - rise))) / 2
+
+    So the first step of a rise has rate 0 and changes no parameter (the optimizer's moments begin with it), step `rise`
+    has the highest rate, and the last step a rate just above `end`, which would be that of the step behind it.
 
     Args:
         optimizer (`torch.optim.Optimizer`): What the rates are set in.
         training (`TrainingRecipe`): The recipe of the run, of which the ratios of rise and end are used.
         steps (`int`): Steps of the whole run.
 
-    Source: section 4 of the paper, Implementation Details.
+    Source: `create_learning_rate_schedule` in the authors' jax/MaxText/max_utils.py, with
+    `learning_rate_schedule_steps` for `steps`.
     """
-    schedule = get_scheduler(
-        "cosine_warmup_with_min_lr",
-        optimizer,
-        num_warmup_steps=math.ceil(training.warmup_ratio * steps),
-        num_training_steps=steps,
-        scheduler_specific_kwargs={"min_lr_rate": training.final_learning_rate_ratio},
-    )
-    factor = schedule.lr_lambdas[0]
-    # After the last step, whose rate is recorded once more, the cosine would rise again.
-    schedule.lr_lambdas = [lambda step: factor(min(step, steps - 1))] * len(schedule.lr_lambdas)
-    return schedule
+    rise = int(steps * training.warmup_ratio)
+    end = training.final_learning_rate_ratio
+
+    def factor(step: int) -> float:
+        if step < rise:
+            return step / rise
+        # A scheduler moves on after the last step too, and the cosine would rise again.
+        done = (min(step, steps) - rise) / (steps - rise)
+        return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)
+
+
+def count_answers(predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    How many answers there are, an answer being labels without a gap, and how many are predicted in all their tokens.
+
+    Args:
+        predicted (`LongTensor`): The most probable tokens, (batch, tokens).
+        labels (`LongTensor`): The right ones, (batch, tokens), -100 outside of answers.
+    """
+    scored = labels != IGNORED_LABEL  # (batch, tokens)
+    begins = scored.clone()
+    begins[:, 1:] &= ~scored[:, :-1]
+    number = begins.flatten().cumsum(0).view_as(labels)  # of the answer that a token belongs to
+    wrong = number[scored & (predicted != labels)].unique()
+    return begins.sum(), begins.sum() - wrong.numel()
 
 
 def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
@@ -172,8 +195,21 @@ class RecipeTrainer(Trainer):
         self.is_fsdp_enabled = True
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices, embeddings and compose weights; norms and biases are vectors and do not decay."""
+        """
+        Matrices, embeddings and compose weights; norms and biases are vectors and do not decay.
+
+        The authors' JAX code (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of
+        norms, which begin at 1, decay towards 0 as well.
+        """
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As the base class, or Muon as `muon_with_adamw` says."""
+        if self.recipe.training.optimizer == "adamw" or self.optimizer is not None:
+            return super().create_optimizer(model)
+        model = self.model if model is None else model
+        self.optimizer = muon_with_adamw(model, self.recipe.training, self.get_decay_parameter_names(model))
+        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
         """As `learning_rate_schedule` says."""
@@ -203,19 +239,27 @@ class RecipeTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Mean loss per token of all rows, whatever the batches, and its exponential, the perplexity."""
+        """
+        Mean loss per token of all rows, whatever the batches, and its exponential, the perplexity. Where the loss is on
+        answers, also the share of answers of which every token is the most probable one.
+        """
         self.model.eval()
-        totals = torch.zeros(2, device=self.args.device)  # loss, tokens
+        totals = torch.zeros(4, device=self.args.device)  # loss, tokens, answers, right answers
         with torch.no_grad():
             for inputs in dataloader:
                 inputs = self._prepare_inputs(inputs)
-                loss = self.model(**inputs, use_cache=False, num_items_in_batch=1).loss
-                totals += torch.stack((loss.float(), (inputs["labels"][:, 1:] != -100).sum()))
-        total, tokens = self.accelerator.reduce(totals, "sum").tolist()
+                outputs = self.model(**inputs, use_cache=False, num_items_in_batch=1)
+                labels = inputs["labels"][:, 1:]
+                totals[:2] += torch.stack((outputs.loss.float(), (labels != IGNORED_LABEL).sum()))
+                if self.recipe.data.loss_on == "answers":
+                    totals[2:] += torch.stack(count_answers(outputs.logits[:, :-1].argmax(-1), labels))
+        total, tokens, answers, right = self.accelerator.reduce(totals, "sum").tolist()
         if tokens == 0:
             raise ValueError("No token of the evaluation data has a loss; check data.evaluation and data.loss_on.")
         loss = total / tokens
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": exponential(loss)}
+        if answers:
+            metrics[f"{metric_key_prefix}_accuracy"] = right / answers
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -306,7 +350,8 @@ class RecipeTrainer(Trainer):
         self.throughput.start()
 
     def _get_train_sampler(self, train_dataset=None) -> RowOrder:
-        return RowOrder(self.rows, self.recipe.training.steps * self.batch_rows, self.recipe.seed)
+        seed = self.recipe.seed if self.recipe.data.stages is None else None
+        return RowOrder(self.rows, self.recipe.training.steps * self.batch_rows, seed)
 
     def _mean_loss(self) -> float:
         """Sum of the losses of the steps since the last record, averaged over the processes."""

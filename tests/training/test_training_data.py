@@ -224,20 +224,26 @@ def test_only_tokens_within_answers_are_scored(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "streaming"), [("words", False), ("words", True), ("pieces", False)], ids=["words", "stream", "pieces"]
 )
-def test_scored_tokens_of_head_tasks_are_answers_and_the_line_feeds_behind_them(kind, streaming, request):
+def test_scored_tokens_of_head_tasks_are_answers_and_line_feeds_in_both_splits(kind, streaming, request):
     tokenizer = build_tokenizer() if kind == "words" else request.getfixturevalue("tokenizer")
     built = recipe(
-        "head_tasks", documents=40, sequence_length=400, packing="none", loss_on="answers", streaming=streaming
+        "head_tasks",
+        documents=40,
+        sequence_length=400,
+        packing="none",
+        loss_on="answers",
+        streaming=streaming,
+        evaluation={"documents": 40},
     )
-    rows = list(build_datasets(built, tokenizer, seed=5)[0])
-
-    found = [tokenizer.decode([label for label in row["labels"] if label != -100]) for row in rows]
-    expected = []
-    for document in generate_documents(40, 5):
-        answers = [document["text"][start:end].strip() + "\n" for start, end in document["answers"]]
-        expected.append("".join(answers))
-    assert len(rows) == 40
-    assert sorted(text.strip(" ").replace("\n ", "\n") for text in found) == sorted(expected)
+    # The documents of the evaluation are the same for every seed of a run.
+    for rows, split, seed in zip(build_datasets(built, tokenizer, seed=5), ("train", "validation"), (5, 0)):
+        found = [tokenizer.decode([label for label in row["labels"] if label != -100]) for row in rows]
+        expected = []
+        for document in generate_documents(40, seed, split=split):
+            answers = [document["text"][start:end].strip() + "\n" for start, end in document["answers"]]
+            expected.append("".join(answers))
+        assert len(found) == 40
+        assert sorted(text.strip(" ").replace("\n ", "\n") for text in found) == sorted(expected)
 
 
 def test_documents_of_head_tasks_have_as_many_lines_as_the_recipe_says():
@@ -258,6 +264,24 @@ def test_documents_of_head_tasks_have_as_many_lines_as_the_recipe_says():
 
     assert {lines(row) for row in train} == {2, 3}
     assert {lines(row) for row in evaluation} == {1}
+
+
+def test_stages_follow_one_another():
+    stages = [{"documents": 6, "recurring_words": 1, "words": 8}, {"documents": 8, "questions": 1, "facts": 1}]
+    recipe = {"source": "head_tasks", "stages": stages, "sequence_length": 40, "packing": "none", "loss_on": "answers"}
+    rows, _ = build_datasets(DataRecipe.from_mapping(recipe), build_tokenizer())
+    texts = [build_tokenizer().decode(ids, skip_special_tokens=True) for ids in rows["input_ids"]]
+    assert len(texts) == 14
+    assert ["<" in text for text in texts] == [False] * 6 + [True] * 8
+    others, _ = build_datasets(DataRecipe.from_mapping(recipe), build_tokenizer(), seed=1)
+    assert list(others["input_ids"]) != list(rows["input_ids"])
+
+
+def test_the_evaluation_of_stages_is_on_examples():
+    stages = [{"documents": 6, "questions": 1}]
+    mapping = {"source": "head_tasks", "stages": stages, "evaluation": {"documents": 5, "lines": [1, 1]}}
+    recipe = DataRecipe.from_mapping(mapping)
+    assert recipe.evaluation.stages is None and recipe.evaluation.documents == 5
 
 
 def test_head_tasks_are_evaluated_on_the_same_documents_of_another_split_for_every_seed():
@@ -293,6 +317,15 @@ WRONG_RECIPES = {
     "head_tasks_without_number": ({"source": "head_tasks"}, "data.documents is missing"),
     "lines_of_a_file": ({"source": "a", "lines": [1, 2]}, "data.lines is for source 'head_tasks' alone"),
     "lines_as_a_number": ({"source": "head_tasks", "documents": 9, "lines": 2}, "data.lines must be a list"),
+    "stages_of_a_file": ({"source": "a", "stages": [{"documents": 1, "questions": 1}]}, "data.stages is for source"),
+    "no_stage": ({"source": "head_tasks", "stages": []}, "data.stages must not be empty"),
+    "stage_without_documents": ({"source": "head_tasks", "stages": [{"questions": 1}]}, "data.stages[0].documents"),
+    "stage_without_form": ({"source": "head_tasks", "stages": [{"documents": 1}]}, "a positive share"),
+    "stage_of_an_unknown_form": ({"source": "head_tasks", "stages": [{"documents": 1, "riddles": 1}]}, "riddles"),
+    "stage_of_four_facts": (
+        {"source": "head_tasks", "stages": [{"documents": 1, "questions": 1, "facts": 4}]},
+        "data.stages[0].facts",
+    ),
     "lines_in_the_wrong_order": ({"source": "head_tasks", "documents": 9, "lines": [3, 2]}, "[3, 2]"),
     "evaluation_no_mapping": ({"source": "a", "evaluation": True}, "data.evaluation must be a mapping"),
     "evaluation_key": ({"source": "a", "evaluation": {"spilt": "test"}}, "spilt"),

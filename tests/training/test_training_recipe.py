@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -64,8 +65,8 @@ def test_numbers_that_yaml_reads_otherwise_are_numbers():
 
 
 def test_packaged_recipes_are_found_by_name():
-    assert "dcformer-405m" in packaged_recipes()
-    assert load_recipe("dcformer-405m") == load_recipe("dcformer-405m.yaml")
+    assert "dcformer++-405m" in packaged_recipes()
+    assert load_recipe("dcformer++-405m") == load_recipe("dcformer++-405m.yaml")
 
 
 def test_the_output_folder_is_named_after_the_run():
@@ -129,9 +130,9 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         load_recipe(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "../recipes/dcformer-405m", "dcformer-404m"])
+@pytest.mark.parametrize("name", ["missing.yaml", "../recipes/dcformer++-405m", "dcformer-404m"])
 def test_a_missing_recipe_names_those_there_are(name):
-    with pytest.raises(FileNotFoundError, match=r"There is no recipe .*dcformer-405m"):
+    with pytest.raises(FileNotFoundError, match=r"There is no recipe .*dcformer\+\+-405m"):
         load_recipe(name)
 
 
@@ -180,40 +181,53 @@ def learning_rate_factor(step, total, warmup_ratio, final_ratio):
 @pytest.mark.parametrize(
     ("step", "factor"),
     [
-        (0, 0.1),  # first step of the rise
-        (9, 1.0),  # last one of it
-        (504, 0.55),  # half of the cosine: (1 + 0.1) / 2
-        (999, 0.1),  # last step
-        (2000, 0.1),  # and past it
+        (0, 0.0),  # the rise of 135 steps begins at rate 0
+        (27, 0.2),
+        (134, 134 / 135),
+        (135, 1.0),  # the highest rate comes with the first step behind the rise
+        (4590, 0.775),  # a third of the cosine: 0.1 + 0.9 * 3 / 4
+        (9045, 0.325),  # two thirds of it: 0.1 + 0.9 * 1 / 4
+        (13499, 0.1 + 0.9 * math.sin(math.pi / 2 / 13365) ** 2),  # the last step is one short of the end
+        (13500, 0.1),
+        (20000, 0.1),  # and past it
     ],
 )
-def test_the_learning_rate_rises_and_falls_as_in_the_paper(step, factor):
-    assert learning_rate_factor(step, 1000, warmup_ratio=0.01, final_ratio=0.1) == pytest.approx(factor, abs=1e-9)
+def test_the_rates_of_the_authors_405m_run(step, factor):
+    # dcformer_pp_405m.yml: learning_rate_schedule_steps 13500, warmup_steps_fraction 0.01, final fraction 0.1.
+    assert learning_rate_factor(step, 13500, warmup_ratio=0.01, final_ratio=0.1) == pytest.approx(factor, abs=1e-12)
 
 
-@pytest.mark.parametrize("total", [1, 2, 7])
-def test_runs_of_few_steps_have_a_rate_in_every_step(total):
-    factors = [learning_rate_factor(step, total, 0.01, 0.1) for step in range(total)]
-    assert factors[0] == 1
-    assert all(0.1 <= later < earlier for earlier, later in itertools.pairwise(factors))
+def rates_piece_by_piece(total, warmup_ratio, final_ratio):
+    """All rates of a run: the rise interpolated between its ends, the fall as the square of half a quarter wave."""
+    rise = math.floor(total * warmup_ratio)
+    rising = np.interp(np.arange(rise), [0, max(rise, 1)], [0.0, 1.0])
+    falling = final_ratio + (1 - final_ratio) * np.cos(np.linspace(0, np.pi / 2, total - rise, endpoint=False)) ** 2
+    return [*rising, *falling]
 
 
 @pytest.mark.parametrize(
     ("total", "warmup_ratio", "final_ratio"),
-    [(1, 0.0, 0.1), (1, 0.9, 0.1), (7, 0.9, 0.0), (50, 0.03, 0.1), (1000, 0.01, 0.1), (64, 0.0, 1.0)],
-    ids=["one_step", "one_step_of_a_rise", "rise_alone", "short", "paper", "without_an_end"],
+    [
+        (1, 0.0, 0.1),
+        (1, 0.9, 0.1),
+        (7, 0.9, 0.0),
+        (50, 0.03, 0.1),
+        (1000, 0.01, 0.1),
+        (1999, 0.0299, 0.1),  # a rise of 59.77 steps is one of 59
+        (64, 0.0, 1.0),
+        (3, 1 - 2**-53, 0.5),
+    ],
+    ids=["one_step", "no_rise", "rise", "short", "paper", "fraction", "without_an_end", "nearly_all_rise"],
 )
-def test_every_step_has_the_rate_of_the_formula(total, warmup_ratio, final_ratio):
-    warmup = math.ceil(warmup_ratio * total)
-    for step in range(total + 3):
-        done = min(step + 1, total)
-        if done <= warmup:
-            expected = done / warmup
-        else:
-            cosine = math.cos(math.pi * (done - warmup) / (total - warmup))
-            expected = final_ratio + (1 - final_ratio) * 0.5 * (1 + cosine)
-        assert learning_rate_factor(step, total, warmup_ratio, final_ratio) == pytest.approx(expected, abs=1e-15)
+def test_every_step_has_the_rate_of_an_independent_formula(total, warmup_ratio, final_ratio):
+    factors = [learning_rate_factor(step, total, warmup_ratio, final_ratio) for step in range(total)]
+    # Of float64: two formulas of the same numbers, each of a few operations.
+    np.testing.assert_allclose(factors, rates_piece_by_piece(total, warmup_ratio, final_ratio), rtol=0, atol=1e-14)
+    assert learning_rate_factor(total + 5, total, warmup_ratio, final_ratio) == pytest.approx(final_ratio)
 
 
-def test_without_a_rise_the_rate_falls_from_the_first_step():
-    assert learning_rate_factor(0, 10, 0.0, 0.0) == pytest.approx(0.9755, abs=1e-4)
+@pytest.mark.parametrize("total", [1, 2, 7, 99])
+def test_runs_too_short_for_a_rise_begin_with_the_highest_rate(total):
+    factors = [learning_rate_factor(step, total, 0.01, 0.1) for step in range(total)]
+    assert factors[0] == 1
+    assert all(0.1 < later < earlier for earlier, later in itertools.pairwise(factors))

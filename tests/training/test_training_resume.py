@@ -10,12 +10,14 @@ from tiny_recipes import deterministic, tiny_recipe
 
 from dcformer.training import train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint, step_of
+from dcformer.training.recipe import merged
 
 
 # Saving between records, evaluations and saves at different steps, accumulation over two passes, dropout.
 SECTIONS = {
     "composing": {},
     "plain_with_dropout": {"model": {"compose_pre": False, "compose_post": False, "attention_dropout": 0.2}},
+    "muon": {"training": {"optimizer": "muon", "muon_learning_rate": 0.02}},
     "streaming": {"data": {"streaming": True}},
     "streaming_several_passes": {"data": {"streaming": True, "documents": 2}},
     "several_passes": {"data": {"documents": 2}},
@@ -51,7 +53,7 @@ def log(folder):
 
 @pytest.mark.parametrize("variant", SECTIONS)
 def test_a_killed_run_goes_on_with_the_same_losses(variant, tmp_path):
-    sections = {**SECTIONS[variant], "training": RUN}
+    sections = merged(SECTIONS[variant], {"training": RUN})
     whole, stopped = tiny_recipe(tmp_path / "whole", **sections), tiny_recipe(tmp_path / "stopped", **sections)
     train(whole)
     killed_at(5, stopped)

@@ -20,7 +20,7 @@ from dcformer.training.checkpoints import newest_checkpoint
 from dcformer.training.data import build_datasets, collate
 from dcformer.training.order import EndlessStream, RowOrder, WholeBatches
 from dcformer.training.run import build_tokenizer
-from dcformer.training.trainer import RecipeTrainer, training_arguments
+from dcformer.training.trainer import RecipeTrainer, count_answers, training_arguments
 
 
 DRAWS_CURVES = True
@@ -108,7 +108,10 @@ def test_the_log_tells_what_a_run_needs_to_be_judged(run):
     evaluation = [record for record in records(folder) if "eval_loss" in record]
     assert [record["step"] for record in evaluation] == [15]
     assert result["loss"] == training[-1]["loss"]
-    assert training[-1]["learning_rate"] == pytest.approx(0.1 * recipe.training.learning_rate)
+    # Steps 4, 9 and 14, counted from 0, of 15 without a rise.
+    shares = [0.1 + 0.9 * math.cos(math.pi / 2 * step / 15) ** 2 for step in (4, 9, 14)]
+    rates = [recipe.training.learning_rate * share for share in shares]
+    assert [record["learning_rate"] for record in training] == pytest.approx(rates)
     assert (folder / "losses.png").stat().st_size > 1000
 
 
@@ -197,6 +200,62 @@ def test_the_optimiser_is_that_of_the_paper(tmp_path):
     assert isinstance(optimiser, torch.optim.AdamW)
     assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in optimiser.param_groups)
     assert trainer.args.max_grad_norm == 1.0
+
+
+MUON = {"optimizer": "muon", "muon_learning_rate": 0.02}
+
+
+def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(tmp_path):
+    model = tiny_model("all_branches")
+    trainer = make_trainer(tiny_recipe(tmp_path, training=MUON), model)
+    matrices, decaying, others = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_muon = {names[id(p)] for p in matrices["params"]}
+    assert by_muon == {
+        n for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n
+    }
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert all(parameter.dim() == 1 for parameter in others["params"])
+    assert len(matrices["params"]) + len(decaying["params"]) + len(others["params"]) == len(names)
+
+
+def test_the_two_rates_of_muon_and_adamw_rise_and_fall_together(tmp_path):
+    trainer = make_trainer(tiny_recipe(tmp_path, training={**MUON, "max_steps": 10, "warmup_ratio": 0.3}), tiny_model())
+    trainer.create_optimizer_and_scheduler(num_training_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append([group["lr"] for group in trainer.optimizer.param_groups])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    assert rates[3] == pytest.approx([0.02, 3e-3, 3e-3])
+    assert all(muon == pytest.approx(adamw * 0.02 / 3e-3) and adamw == other for muon, adamw, other in rates)
+    assert rates[0] == [0, 0, 0] and rates[9][0] < rates[6][0] < rates[3][0]
+
+
+def test_a_rate_of_muon_is_of_muon_alone(tmp_path):
+    for training in ({"optimizer": "muon"}, {"muon_learning_rate": 0.02}, {**MUON, "muon_learning_rate": 0.0}):
+        with pytest.raises(ValueError, match=r"training\.muon_learning_rate"):
+            tiny_recipe(tmp_path, training=training)
+
+
+def test_muon_needs_its_torch_and_whole_matrices(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"training\.fsdp divides"):
+        tiny_recipe(tmp_path, training={**MUON, "fsdp": True})
+    trainer = make_trainer(tiny_recipe(tmp_path, training=MUON), tiny_model())
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"needs torch 2\.9"):
+        trainer.create_optimizer()
+
+
+def test_an_answer_is_right_if_all_of_its_tokens_are():
+    labels = torch.tensor([[-100, 5, 6, -100, 7, -100], [8, -100, -100, 9, 9, 9]])
+    predicted = torch.tensor([[1, 5, 0, 1, 7, 1], [8, 1, 1, 9, 9, 9]])
+    answers, right = count_answers(predicted, labels)
+    assert (int(answers), int(right)) == (4, 3)
+
+
+def test_rows_of_stages_keep_their_order():
+    assert list(RowOrder(rows=3, total=7, seed=None)) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_rows_are_all_read_before_any_is_read_again():
