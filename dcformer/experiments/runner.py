@@ -106,9 +106,10 @@ def run_sweep(
     Returns:
         What `results.json` holds: `recipe`; `references`, what is reached without reading the question, of the
         evaluation and of the scored sets; `runs`, a list of `variant`, `seed`, `parameters`, `training` (`steps`,
-        `tokens`, `flops`, `seconds`, `train_loss` and `evaluation_loss` in nats per token, `device`), `curve` (what
-        [`evaluation_curve`] returns) and `evaluation` (`held_out` and `authors`, summaries of scores, or `None`), in
-        the order of the recipe; `failures`, of runs that failed.
+        `tokens`, `flops`, `seconds`, `train_loss` and `evaluation_loss` in nats per token, `device`), `curve` (`step`,
+        `tokens`, `flops`, `seconds`, `loss` and `accuracy`, lists with a value per evaluation) and `evaluation`
+        (`held_out` and `authors`, summaries of scores, or `None`), in the order of the recipe; `failures`, of runs
+        that failed.
 
     Raises:
         ValueError: for a wrong recipe, or a folder whose runs are of another one or that another process is writing.

@@ -170,6 +170,25 @@ class Family:
             for place, (question, answer) in enumerate(asked)
         ]
 
+    def make_statements(self, rng: random.Random, facts: int) -> dict[Fact, tuple[str, str]]:
+        """
+        What some facts say in their two wordings.
+
+        Args:
+            rng: Random state.
+            facts: How many, 1 to 6, of different persons and contents.
+
+        Returns:
+            Fact -> its two sentences.
+        """
+        told: dict[str, tuple[str, Content]] = {}  # by what a question calls the content
+        while len(told) < facts:
+            for person, content in self._draw_facts(rng):
+                if content.target not in told and all(person != other for other, _ in told.values()):
+                    told[content.target] = (person, content)
+        kept = list(told.values())[:facts]
+        return {fact: (self.statements[0](*said), self.statements[1](*said)) for fact, said in zip(_said(kept), kept)}
+
     def _draw_facts(
         self, rng: random.Random, same_person: bool = False, same_content: bool = False
     ) -> list[tuple[str, Content]]:

@@ -9,29 +9,37 @@ Documents of three forms, mixed, shorten this:
 - `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...", where every word
   after the first of four rounds is an answer. To look for what came after the same word is what they teach, and it is
   learned sooner with few words, which then are followed by all.
+- `recurring_facts`: a few facts, said again and again in one wording or the other, "Ruth has a violin. ... The violin is
+  Ruth's.", where the person or the thing that ends a sentence is an answer from the second time on. To look for the
+  other half of a fact by the one half is what they teach.
 - `questions`: one, two or three facts, each asked for by its person and by its content, an answer in about twelve
-  tokens. With one fact there is nothing to choose, so what becomes of each word is learned first.
+  tokens. With one fact there is nothing to choose, and a model learns not to look at who is asked about.
 - `examples`: documents as the tasks have them.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
+from .facts import facts_digest, split_of
 from .generator import iterate_documents
 from .kinds import FAMILIES, Example
 from .tokenizer import build_tokenizer, count_tokens
 from .vocabulary import VOCABULARY, singular
 
 
-FORMS = ("examples", "questions", "recurring_words")
+FORMS = ("examples", "questions", "recurring_facts", "recurring_words")
 
 _RECURRING_WORDS = (3, 12)  # least and most that recur in a document
 _ROUNDS = 4
+_RECURRING_FACTS = (2, 6)
+_SAID_AGAIN = 3  # times, on average
+_LAST_WORD = re.compile(r" [^ ]+?(?=('s)?\.$)")
 
 
 def iterate_practice(
@@ -83,6 +91,8 @@ def iterate_practice(
             yield _cut(document["text"], document["answers"], longest)
         elif form == "questions":
             yield _questions(rng, split, longest, facts)
+        elif form == "recurring_facts":
+            yield _recurring_facts(rng, split, longest)
         else:
             yield _recurring_words(rng, longest, words)
 
@@ -99,6 +109,21 @@ def _questions(rng: random.Random, split: str, longest: int, facts: int) -> dict
         text += example.line
         answers.append([start, len(text)])
         text += "\n"
+    return _cut(text, answers, longest)
+
+
+def _recurring_facts(rng: random.Random, split: str, longest: int) -> dict[str, Any]:
+    family, count = rng.choice(FAMILIES), rng.randint(*_RECURRING_FACTS)
+    statements = family.make_statements(rng, count)
+    while count == 3 and split_of(facts_digest(statements)) != split:  # as for questions
+        statements = family.make_statements(rng, count)
+    facts = list(statements.values())
+    text, answers = "", []
+    for place, wordings in enumerate(facts + rng.choices(facts, k=_SAID_AGAIN * count)):
+        sentence = rng.choice(wordings)
+        if place >= count and (word := _LAST_WORD.search(sentence)):
+            answers.append([len(text) + word.start(), len(text) + word.end()])
+        text += f"{sentence}\n"
     return _cut(text, answers, longest)
 
 

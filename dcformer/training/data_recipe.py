@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..common.quoting import quoted
 from ..common.renamed import refuse_old_name
@@ -46,9 +46,10 @@ class DataRecipe:
         lines (`list[int]`, *optional*): Least and most examples in a document of head tasks, `[1, 8]` if not given.
         stages (`list[dict]`, *optional*): Head tasks in stages that are trained on one after the other, in this order,
             instead of `documents` of examples alone. A stage has `documents`, their number; the share of each form
-            among them, of those that [`~head_tasks.practice`] describes (`examples`, `questions`, `recurring_words`);
-            and optionally `words`, how many different words may recur, and `facts`, how many facts the questions are
-            about. No document is longer than a row.
+            among them, of those that `dcformer.head_tasks.practice` describes (`examples`, `questions`,
+            `recurring_facts`, `recurring_words`); and optionally `lines` for its examples instead of those of the
+            recipe, `words`, how many different words may recur, and `facts`, how many facts the questions are about.
+            No document is longer than a row.
         evaluation (`DataRecipe`, *optional*): What the evaluation loss is measured on, in the given order.
 
     Source: section 4.1 of the paper for the context length; packing is ours.
@@ -125,9 +126,7 @@ class DataRecipe:
                 raise ValueError(
                     f"{name}.lines is for source {HEAD_TASKS!r} alone, got {quoted(self.lines)}; set it null."
                 )
-            if [type(number) for number in self.lines] != [int, int] or not 1 <= self.lines[0] <= self.lines[1]:
-                raise ValueError(f"{name}.lines must be [least, most] such as [1, 8], got {quoted(self.lines)}.")
-            check_range(f"{name}.lines", self.lines[1], 1, _MOST_LINES)
+            _check_lines(f"{name}.lines", self.lines)
         if self.stages is not None:
             self._check_stages(f"{name}.stages")
         elif self.source == HEAD_TASKS and self.documents is None:
@@ -140,8 +139,10 @@ class DataRecipe:
             raise ValueError(f"{name} must not be empty, got {quoted(self.stages)}.")
         for place, stage in enumerate(self.stages):
             check_mapping(stage, f"{name}[{place}]")
-            check_keys(stage, ("documents", "words", "facts", *FORMS), f"{name}[{place}]")
+            check_keys(stage, ("documents", "lines", "words", "facts", *FORMS), f"{name}[{place}]")
             check_range(f"{name}[{place}].documents", stage.get("documents", 0), 1, _MOST_GENERATED)
+            if stage.get("lines") is not None:
+                _check_lines(f"{name}[{place}].lines", stage["lines"])
             if stage.get("words") is not None:
                 check_range(f"{name}[{place}].words", stage["words"], 2, _MOST_WORDS)
             if stage.get("facts") is not None:
@@ -151,3 +152,10 @@ class DataRecipe:
                 raise ValueError(
                     f"{name}[{place}] must give some of {', '.join(FORMS)} a positive share, got {quoted(stage)}."
                 )
+
+
+def _check_lines(name: str, lines: Any) -> None:
+    is_pair = isinstance(lines, list) and [type(number) for number in lines] == [int, int]
+    if not is_pair or not 1 <= lines[0] <= lines[1]:
+        raise ValueError(f"{name} must be [least, most] such as [1, 8], got {quoted(lines)}.")
+    check_range(name, lines[1], 1, _MOST_LINES)

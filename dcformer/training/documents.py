@@ -84,9 +84,11 @@ def import_datasets():
 def _generated_documents(recipe: DataRecipe, seed: int) -> Dataset:
     from ..head_tasks import generate_documents, iterate_practice
 
-    lines = {} if recipe.lines is None else {"lines": tuple(recipe.lines)}
+    def lines(given: list | None) -> dict[str, tuple]:
+        return {} if given is None else {"lines": tuple(given)}
+
     if recipe.stages is None:
-        documents = generate_documents(recipe.documents, seed, split=recipe.split, **lines)
+        documents = generate_documents(recipe.documents, seed, split=recipe.split, **lines(recipe.lines))
     else:
         documents = [
             document
@@ -99,7 +101,7 @@ def _generated_documents(recipe: DataRecipe, seed: int) -> Dataset:
                 longest=recipe.sequence_length,
                 words=stage.get("words"),
                 facts=stage.get("facts") or 3,
-                **lines,
+                **lines(stage.get("lines") or recipe.lines),
             )
         ]
     # The line feed behind an answer belongs to it in training, so that generation ends there, and in the evaluation,

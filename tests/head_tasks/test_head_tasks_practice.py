@@ -1,6 +1,7 @@
 """Documents for practice: what recurs, what is asked, and that each question has one right answer."""
 
 import itertools
+import re
 
 import pytest
 
@@ -75,11 +76,39 @@ def test_recurring_words_are_single_tokens():
         assert len(ids) == document["text"].count(" ") + 2 and tokenizer.unk_token_id not in ids
 
 
-@pytest.mark.parametrize("form", ["examples", "questions"])
+def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
+    for document in practice("recurring_facts", longest=400):
+        lines = document["text"].splitlines()
+        facts = [parse_line(f"< {line} >. ?")[0][0] for line in lines]
+        different = list(dict.fromkeys(facts))
+        assert 2 <= len(different) <= 6 and facts[: len(different)] == different
+        assert len({person for person, _ in different}) == len({thing for _, thing in different}) == len(different)
+        assert len(document["answers"]) == len(lines) - len(different) == 3 * len(different)
+        ends = list(itertools.accumulate(len(line) + 1 for line in lines))
+        for place, (start, stop) in enumerate(document["answers"], start=len(different)):
+            answer = document["text"][start:stop]
+            assert ends[place - 1] <= start and re.fullmatch(r"('s)?\.\n", document["text"][stop : ends[place]])
+            person, thing = facts[place]
+            assert answer == f" {person}" or singular(thing).endswith(singular(answer.strip()))
+
+
+def test_three_recurring_facts_belong_to_their_split():
+    found = 0
+    for split in ("train", "validation"):
+        for document in practice("recurring_facts", 100, split=split, longest=400):
+            said = dict.fromkeys(parse_line(f"< {line} >. ?")[0][0] for line in document["text"].splitlines())
+            if len(said) == 3:
+                assert split_of(facts_digest(said)) == split
+                found += 1
+    assert found > 20
+
+
+@pytest.mark.parametrize("form", ["examples", "questions", "recurring_facts"])
 def test_documents_end_with_a_whole_line_within_their_length(form):
     for document in practice(form, longest=70):
         assert count_tokens(document["text"]) + 1 <= 70 or document["text"].strip().count("\n") == 0
-        assert document["text"].endswith("\n") and document["answers"][-1][1] == len(document["text"]) - 1
+        behind = document["text"][document["answers"][-1][1] :]
+        assert behind == "\n" or form == "recurring_facts" and re.fullmatch(r"('s)?\.\n", behind)
 
 
 def test_a_mixture_has_its_shares():

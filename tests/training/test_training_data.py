@@ -321,6 +321,10 @@ WRONG_RECIPES = {
     "no_stage": ({"source": "head_tasks", "stages": []}, "data.stages must not be empty"),
     "stage_without_documents": ({"source": "head_tasks", "stages": [{"questions": 1}]}, "data.stages[0].documents"),
     "stage_without_form": ({"source": "head_tasks", "stages": [{"documents": 1}]}, "a positive share"),
+    "lines_of_a_stage": (
+        {"source": "head_tasks", "stages": [{"documents": 1, "examples": 1, "lines": [2, 1]}]},
+        "data.stages[0].lines must be [least, most]",
+    ),
     "stage_of_an_unknown_form": ({"source": "head_tasks", "stages": [{"documents": 1, "riddles": 1}]}, "riddles"),
     "stage_of_four_facts": (
         {"source": "head_tasks", "stages": [{"documents": 1, "questions": 1, "facts": 4}]},
