@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -109,31 +109,36 @@ class BestRate:
     Attributes:
         variant: Its name.
         training: What its recipe changes in `training`.
-        is_at_end: Whether its rate is the lowest or highest of those tried, so that a better one may lie beyond.
+        at_end: Those of its rates that are the lowest or highest of several tried, so that a better one may lie beyond.
     """
 
     variant: str
     training: Mapping[str, Any]
-    is_at_end: bool
+    at_end: Sequence[str]
 
 
 def best_rates(results: Mapping[str, Any]) -> list[BestRate]:
-    """For every model of a sweep that was trained with several values of `learning_rate`, in the recipe's order."""
+    """For every model of a sweep that was trained with several learning rates, in the recipe's order."""
     variants = results["recipe"]["sweep"]["variants"]
-    models: dict[str, list[tuple[float, float, str]]] = {}
+    models: dict[str, list[tuple[float, str, dict[str, float]]]] = {}
     for item in summarise_variants(results):
         interval, change = item.interval("evaluation_loss"), variants[item.name] or {}
-        rate = (change.get("training") or {}).get("learning_rate")
-        if interval is not None and rate is not None:
+        rates = {key: rate for key, rate in (change.get("training") or {}).items() if key.endswith("learning_rate")}
+        if interval is not None and rates:
             model = json.dumps(change.get("model"), sort_keys=True)
-            models.setdefault(model, []).append((interval[0], rate, item.name))
+            models.setdefault(model, []).append((interval[0], item.name, rates))
     found = []
     for tried in models.values():
-        rates = {rate for _, rate, _ in tried}
-        if len(rates) > 1:
-            _, best, name = min(tried)
-            found.append(BestRate(name, variants[name]["training"], best in (min(rates), max(rates))))
+        _, name, best = min(tried, key=lambda trial: trial[0])
+        values = {key: {rates[key] for _, _, rates in tried if key in rates} for key in best}
+        if any(len(several) > 1 for several in values.values()):
+            ends = [key for key, rate in best.items() if len(values[key]) > 1 and rate in _ends(values[key])]
+            found.append(BestRate(name, variants[name]["training"], ends))
     return found
+
+
+def _ends(values: set[float]) -> tuple[float, float]:
+    return min(values), max(values)
 
 
 def compares_with_first(results: Mapping[str, Any]) -> bool:
@@ -155,7 +160,8 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
         _print_differences(summaries, metrics, console)
     for item in best:
         settings = ", ".join(f"{key} {value:g}" for key, value in item.training.items() if key.endswith("rate"))
-        hint = "; at an end of the range, so try rates beyond it" if item.is_at_end else ""
+        ends = " and ".join(item.at_end)
+        hint = f"; {ends} at an end of the range, so try rates beyond it" if ends else ""
         console.print(f"Lowest evaluation loss: {variant_label(item.variant)} ({settings}{hint})", soft_wrap=True)
     for metric in metrics:
         found = agreement(summaries, metric, published)

@@ -1,4 +1,4 @@
-"""Muon for matrices beside AdamW for all else, as one optimizer with one schedule and one state."""
+"""The optimizers of a recipe beside the AdamW of `transformers.Trainer`: rates of their own for some parameters."""
 
 from __future__ import annotations
 
@@ -12,48 +12,68 @@ from torch.optim import Optimizer
 from .recipe import TrainingRecipe
 
 
-def muon_with_adamw(model: nn.Module, training: TrainingRecipe, decaying: Iterable[str]) -> JoinedOptimizer:
+def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterable[str]) -> Optimizer:
     """
-    Muon for the matrices of layers, AdamW for embeddings, the output layer, compose weights, norms and biases.
+    AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms and
+    biases; with a learning rate of their own for compose weights if the recipe has one.
 
-    The two have learning rates of their own, which rise and fall together.
+    All learning rates rise and fall together.
 
     Args:
         model (`nn.Module`): Model to train.
-        training (`TrainingRecipe`): Learning rates, decay, and the constants of AdamW.
+        training (`TrainingRecipe`): Optimizer, learning rates, decay, and the constants of AdamW.
         decaying (`Iterable[str]`): Names of the parameters that decay.
 
     Raises:
-        ValueError: if this torch has no Muon.
+        ValueError: if this torch has no Muon, or the model no matrix for it.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Not used in the paper.
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"training.optimizer 'muon' needs torch 2.9 or newer, found {torch.__version__}; update torch, or use "
-            "'adamw'."
-        )
     decaying = set(decaying)
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    output = getattr(model, "get_output_embeddings", lambda: None)()
-    if output is not None:
-        tables.add(id(output.weight))
-    matrices, decayed, kept = [], [], []
+    matrices: list[nn.Parameter] = []
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # by whether they are compose weights, and whether decaying
+    tables = _embeddings(model) if training.optimizer == "muon" else None
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_matrix = parameter.dim() == 2 and id(parameter) not in tables
-            (matrices if is_matrix else decayed if name in decaying else kept).append(parameter)
-    if not matrices:
-        raise ValueError("training.optimizer 'muon' found no matrix in the model's layers; use 'adamw'.")
-    muon = torch.optim.Muon(matrices, lr=training.muon_learning_rate, weight_decay=training.weight_decay)
+        if not parameter.requires_grad:
+            continue
+        if tables is not None and parameter.dim() == 2 and id(parameter) not in tables:
+            matrices.append(parameter)
+        else:
+            groups.setdefault((_is_compose_weight(name), name in decaying), []).append(parameter)
+    rates = {False: training.learning_rate, True: training.compose_learning_rate or training.learning_rate}
     adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": training.weight_decay}, {"params": kept, "weight_decay": 0.0}],
+        [
+            {"params": parameters, "lr": rates[composes], "weight_decay": training.weight_decay * decays}
+            for (composes, decays), parameters in groups.items()
+        ],
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_epsilon,
         fused=True,
     )
-    return JoinedOptimizer([muon, adamw])
+    return adamw if tables is None else JoinedOptimizer([_muon(matrices, training), adamw])
+
+
+def _muon(matrices: list[nn.Parameter], training: TrainingRecipe) -> Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"training.optimizer 'muon' needs torch 2.9 or newer, found {torch.__version__}; update torch, or use "
+            "'adamw'."
+        )
+    if not matrices:
+        raise ValueError("training.optimizer 'muon' found no matrix in the model's layers; use 'adamw'.")
+    return torch.optim.Muon(matrices, lr=training.muon_learning_rate, weight_decay=training.weight_decay)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Identities of the matrices with a row per token."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return tables if output is None else tables | {id(output.weight)}
+
+
+def _is_compose_weight(name: str) -> bool:
+    return "compose" in name.split(".")
 
 
 class JoinedOptimizer(Optimizer):

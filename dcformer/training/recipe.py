@@ -65,6 +65,9 @@ class TrainingRecipe:
         muon_learning_rate (`float`, *optional*): Highest learning rate of Muon, which is the length of a step along
             every singular direction of a square matrix; 0.02 is usual.
         learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
+        compose_learning_rate (`float`, *optional*): Highest learning rate of compose weights, by AdamW; `learning_rate`
+            if not given, as in the paper. Their deviations are far below those of other weights, and so are good rates
+            where `learning_rate` is high.
         final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
         warmup_ratio (`float`, defaults to 0.01): Share of the steps, rounded down, over which the rate rises linearly;
             the first of them has rate 0. [`~training.trainer.learning_rate_schedule`] has the formula.
@@ -90,6 +93,7 @@ class TrainingRecipe:
     optimizer: Literal["adamw", "muon"] = "adamw"
     muon_learning_rate: float | None = None
     learning_rate: float = 3e-4
+    compose_learning_rate: float | None = None
     final_learning_rate_ratio: float = 0.1
     warmup_ratio: float = 0.01
     adam_beta1: float = 0.9
@@ -126,8 +130,10 @@ class TrainingRecipe:
                 f"training.muon_learning_rate belongs to training.optimizer 'muon', such as 0.02, got "
                 f"{self.muon_learning_rate} with {self.optimizer!r}."
             )
-        if self.muon_learning_rate is not None and not 0 < self.muon_learning_rate < math.inf:
-            raise ValueError(f"training.muon_learning_rate must be positive and finite, got {self.muon_learning_rate}.")
+        for name in ("muon_learning_rate", "compose_learning_rate"):
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ValueError(f"training.{name} must be positive and finite, got {rate}.")
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError(
                 "training.optimizer 'muon' needs whole matrices, which training.fsdp divides; turn one of them off."

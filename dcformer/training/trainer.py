@@ -22,7 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..common.numbers import exponential
 from .checkpoints import checkpoint_folders, mark_complete, read_marker, remove_checkpoint, remove_old, step_of
 from .data import IGNORED_LABEL, collate
-from .optimizer import muon_with_adamw
+from .optimizer import build_optimizer
 from .order import EndlessStream, RowOrder, WholeBatches
 from .recipe import Recipe, TrainingRecipe
 from .throughput import Throughput
@@ -204,11 +204,13 @@ class RecipeTrainer(Trainer):
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As the base class, or Muon as `muon_with_adamw` says."""
-        if self.recipe.training.optimizer == "adamw" or self.optimizer is not None:
+        """As the base class, or as `build_optimizer` says where the recipe asks for more than it knows."""
+        training = self.recipe.training
+        is_plain = training.optimizer == "adamw" and training.compose_learning_rate is None
+        if is_plain or self.optimizer is not None:
             return super().create_optimizer(model)
         model = self.model if model is None else model
-        self.optimizer = muon_with_adamw(model, self.recipe.training, self.get_decay_parameter_names(model))
+        self.optimizer = build_optimizer(model, training, self.get_decay_parameter_names(model))
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
