@@ -53,6 +53,7 @@ _MOVES_NO_RESULT = (
     "name",
     "output",
     "sweep",
+    "model.attn_implementation",  # which form computes attention, by rounding alone
     "training.save_steps",
     "training.keep_checkpoints",
     "training.tensorboard",

@@ -31,7 +31,7 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterab
     """
     decaying = set(decaying)
     matrices: list[nn.Parameter] = []
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # by whether they are compose weights, and whether decaying
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}  # by learning rate, and whether they decay
     tables = _embeddings(model) if training.optimizer == "muon" else None
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -39,12 +39,12 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterab
         if tables is not None and parameter.dim() == 2 and id(parameter) not in tables:
             matrices.append(parameter)
         else:
-            groups.setdefault((_is_compose_weight(name), name in decaying), []).append(parameter)
-    rates = {False: training.learning_rate, True: training.compose_learning_rate or training.learning_rate}
+            own_rate = training.compose_learning_rate if "compose" in name.split(".") else None
+            groups.setdefault((own_rate or training.learning_rate, name in decaying), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
-            {"params": parameters, "lr": rates[composes], "weight_decay": training.weight_decay * decays}
-            for (composes, decays), parameters in groups.items()
+            {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}
+            for (rate, decays), parameters in groups.items()
         ],
         lr=training.learning_rate,
         betas=(training.adam_beta1, training.adam_beta2),
@@ -70,10 +70,6 @@ def _embeddings(model: nn.Module) -> set[int]:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return tables if output is None else tables | {id(output.weight)}
-
-
-def _is_compose_weight(name: str) -> bool:
-    return "compose" in name.split(".")
 
 
 class JoinedOptimizer(Optimizer):

@@ -208,15 +208,17 @@ MUON = {"optimizer": "muon", "muon_learning_rate": 0.02}
 def test_muon_trains_the_matrices_of_layers_and_adamw_all_else(tmp_path):
     model = tiny_model("all_branches")
     trainer = make_trainer(tiny_recipe(tmp_path, training=MUON), model)
-    matrices, decaying, others = trainer.create_optimizer().param_groups
+    matrices, *by_adamw = trainer.create_optimizer().param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     by_muon = {names[id(p)] for p in matrices["params"]}
     assert by_muon == {
         n for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n and "lm_head" not in n
     }
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert all(parameter.dim() == 1 for parameter in others["params"])
-    assert len(matrices["params"]) + len(decaying["params"]) + len(others["params"]) == len(names)
+    for group in by_adamw:
+        assert group["lr"] == 3e-3
+        assert all((parameter.dim() > 1) == (group["weight_decay"] == 0.1) for parameter in group["params"])
+    assert {group["weight_decay"] for group in by_adamw} == {0.0, 0.1}
+    assert sum(len(group["params"]) for group in (matrices, *by_adamw)) == len(names)
 
 
 def test_the_two_rates_of_muon_and_adamw_rise_and_fall_together(tmp_path):
@@ -230,6 +232,22 @@ def test_the_two_rates_of_muon_and_adamw_rise_and_fall_together(tmp_path):
     assert rates[3] == pytest.approx([0.02, 3e-3, 3e-3])
     assert all(muon == pytest.approx(adamw * 0.02 / 3e-3) and adamw == other for muon, adamw, other in rates)
     assert rates[0] == [0, 0, 0] and rates[9][0] < rates[6][0] < rates[3][0]
+
+
+@pytest.mark.parametrize("optimizer", [{}, MUON], ids=["adamw", "muon"])
+def test_compose_weights_may_have_a_rate_of_their_own(tmp_path, optimizer):
+    model = tiny_model("all_branches")
+    trainer = make_trainer(tiny_recipe(tmp_path, training={**optimizer, "compose_learning_rate": 4e-5}), model)
+    groups = trainer.create_optimizer().param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_rate = {group["lr"]: set() for group in groups}
+    for group in groups:
+        by_rate[group["lr"]] |= {names[id(parameter)] for parameter in group["params"]}
+    assert by_rate[4e-5] == {name for name in names.values() if ".compose." in name}
+    assert set(by_rate) == {4e-5, 3e-3, *([0.02] if optimizer else [])}
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    with pytest.raises(ValueError, match=r"training\.compose_learning_rate must be positive"):
+        tiny_recipe(tmp_path, training={"compose_learning_rate": 0.0})
 
 
 def test_a_rate_of_muon_is_of_muon_alone(tmp_path):
