@@ -53,7 +53,8 @@ _MOVES_NO_RESULT = (
     "name",
     "output",
     "sweep",
-    "model.attn_implementation",  # which form computes attention, by rounding alone
+    "model.attn_implementation",  # this and compiling move it by rounding alone
+    "training.compile",
     "training.save_steps",
     "training.keep_checkpoints",
     "training.tensorboard",

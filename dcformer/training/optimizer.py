@@ -15,7 +15,7 @@ from .recipe import TrainingRecipe
 def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterable[str]) -> Optimizer:
     """
     AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms and
-    biases; with a learning rate of their own for compose weights if the recipe has one.
+    biases; with a learning rate of their own for the weights of dynamic composition if the recipe has one.
 
     All learning rates rise and fall together.
 
@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterab
         if tables is not None and parameter.dim() == 2 and id(parameter) not in tables:
             matrices.append(parameter)
         else:
-            own_rate = training.compose_learning_rate if "compose" in name.split(".") else None
+            own_rate = training.compose_learning_rate if _is_dynamic(name) else None
             groups.setdefault((own_rate or training.learning_rate, name in decaying), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
@@ -70,6 +70,12 @@ def _embeddings(model: nn.Module) -> set[int]:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return tables if output is None else tables | {id(output.weight)}
+
+
+def _is_dynamic(name: str) -> bool:
+    """Whether a parameter makes compose weights of the input."""
+    *_, module, parameter = ("", *name.split("."))
+    return module == "compose" and parameter != "static_weight"
 
 
 class JoinedOptimizer(Optimizer):

@@ -65,9 +65,9 @@ class TrainingRecipe:
         muon_learning_rate (`float`, *optional*): Highest learning rate of Muon, which is the length of a step along
             every singular direction of a square matrix; 0.02 is usual.
         learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
-        compose_learning_rate (`float`, *optional*): Highest learning rate of compose weights, by AdamW; `learning_rate`
-            if not given, as in the paper. Their deviations are far below those of other weights, and so are good rates
-            where `learning_rate` is high.
+        compose_learning_rate (`float`, *optional*): Highest learning rate of the weights of dynamic composition (the
+            low-rank projections and gates), by AdamW; `learning_rate` if not given, as in the paper. Their deviations
+            are far below those of other weights, and so are good rates where `learning_rate` is high.
         final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
         warmup_ratio (`float`, defaults to 0.01): Share of the steps, rounded down, over which the rate rises linearly;
             the first of them has rate 0. [`~training.trainer.learning_rate_schedule`] has the formula.
