@@ -9,8 +9,8 @@ Documents of three forms, mixed, shorten this:
 - `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...", where every word
   after the first of four rounds is an answer. To look for what came after the same word is what they teach, and it is
   learned sooner with few words, which then are followed by all.
-- `recurring_facts`: a few facts, said again and again in one wording or the other, "Ruth has a violin. ... The violin is
-  Ruth's.", where the person or the thing that ends a sentence is an answer from the second time on. To look for the
+- `recurring_facts`: a few facts, said again and again in one wording or the other, "Ruth has a violin. ... The violin
+  is Ruth's.", where the person or the thing that ends a sentence is an answer from the second time on. To look for the
   other half of a fact by the one half is what they teach.
 - `questions`: one, two or three facts, each asked for by its person and by its content, an answer in about twelve
   tokens. With one fact there is nothing to choose, and a model learns not to look at who is asked about.

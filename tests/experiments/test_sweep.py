@@ -407,7 +407,10 @@ def test_the_best_learning_rate_of_every_model_is_named(capsys):
         ("two_low", 0.001, ["learning_rate"]),
     ]
     print_report(results, Console(width=160))
-    assert "two low (learning_rate 0.001; learning_rate at an end of the range, so try rates beyond it)" in capsys.readouterr().out
+    assert (
+        "two low (learning_rate 0.001; learning_rate at an end of the range, so try rates beyond it)"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_report_is_made_again_from_the_file(finished, tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_documents_end_with_a_whole_line_within_their_length(form):
     for document in practice(form, longest=70):
         assert count_tokens(document["text"]) + 1 <= 70 or document["text"].strip().count("\n") == 0
         behind = document["text"][document["answers"][-1][1] :]
-        assert behind == "\n" or form == "recurring_facts" and re.fullmatch(r"('s)?\.\n", behind)
+        assert behind == "\n" or (form == "recurring_facts" and re.fullmatch(r"('s)?\.\n", behind))
 
 
 def test_a_mixture_has_its_shares():
