@@ -26,10 +26,10 @@ VARIANTS = {
 for _key, _name in (("dcformer", "DCFormer++"), ("transformer", "Transformer++")):
     for _width in (32, 48, 64):
         VARIANTS[f"{_key}_{_width}"] = f"{_name}, width {_width}"
-        for _rate in ("1e-2", "2e-2", "4e-2"):
+        for _rate in ("1e-2", "2e-2", "4e-2", "8e-2"):
             VARIANTS[f"{_key}_{_width}_rate_{_rate}"] = f"{_name}, width {_width}, rate {_rate}"
-for _rate in ("1e-5", "1e-4", "3e-3"):
-    VARIANTS[f"dcformer_48_compose_rate_{_rate}"] = f"DCFormer++, width 48, rate 2e-2, of compose weights {_rate}"
+for _rate in ("1e-5", "1e-4", "6e-3"):
+    VARIANTS[f"dcformer_48_compose_rate_{_rate}"] = f"DCFormer++, width 48, rate 4e-2, of compose weights {_rate}"
 REFERENCES = {
     "blind_choice": "blind choice",
     "lone_name": "question-blind rule",
