@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .comparison import part_of
-from .intervals import seed_interval
+from .intervals import further_seed_interval, seed_interval
 from .labels import REFERENCES
 from .references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from .suite import AUTHORS, HELD_OUT
@@ -17,12 +17,13 @@ BEGIN, END = "<!-- scores: written by scripts/pack_pretrained.py -->", "<!-- end
 COMMAND = "dcformer eval --suite head_tasks --data-dir DIR"
 
 _SINGLE = ("by_shots", "0")
+_WHOLE: tuple[str, str, tuple[str, ...]] = ("held-out tasks, none to seven examples", HELD_OUT, ())
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("held-out questions without an example before", HELD_OUT, _SINGLE),
     ("of these about persons", HELD_OUT, ("by_subject", "persons", *_SINGLE)),
     ("of these about lists", HELD_OUT, ("by_subject", "lists", *_SINGLE)),
     ("with seven examples before", HELD_OUT, ("by_shots", "7")),
-    ("held-out tasks, none to seven examples", HELD_OUT, ()),
+    _WHOLE,
     ("the authors' 888 texts, two to seven examples", AUTHORS, ()),
 )
 
@@ -59,6 +60,7 @@ def score_section(results: Mapping[str, Any], references: Mapping[str, Mapping[s
         f"The same recipe with seeds {', '.join(map(str, seeds))}, before rounding: mean and 95 % interval of "
         "Student's t.",
         "\n".join(over_seeds),
+        *_further_seed(results["runs"], names),
         END,
     ]
     return "\n\n".join(blocks)
@@ -86,9 +88,28 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _over_seeds(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> str:
+def _values(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> list[float]:
+    """Accuracies in percent, one per training seed."""
     parts = [part_of((run["evaluation"] or {}).get(documents), *keys) for run in runs if run["variant"] == name]
-    values = [100 * part["accuracy"] for part in parts if part is not None]
+    return [100 * part["accuracy"] for part in parts if part is not None]
+
+
+def _further_seed(runs: list[Mapping[str, Any]], names: list[str]) -> list[str]:
+    """A sentence for whoever trains the recipe once more; none if there are too few seeds."""
+    (title, documents, keys), ends = _WHOLE, {}
+    for name in names:
+        values = _values(runs, name, documents, keys)
+        if len(values) > 1:
+            low, high = further_seed_interval(values)
+            ends[name] = f"between {max(0.0, low):.1f} % and {min(100.0, high):.1f} % for {name}"
+    if not ends:
+        return []
+    expected = ", ".join(ends.values())
+    return [f"A single run with another seed is expected {expected} ({title}; 95 % prediction interval)."]
+
+
+def _over_seeds(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> str:
+    values = _values(runs, name, documents, keys)
     if not values:
         return ""
     mean, half_width = seed_interval(values)

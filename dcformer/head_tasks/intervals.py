@@ -33,6 +33,30 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(_LEVEL, count - 1) * stats.sem(values))
 
 
+def further_seed_interval(values: Sequence[float]) -> tuple[float, float]:
+    """
+    Where one more training seed is expected: the 95 % prediction interval of a normal distribution.
+
+    It is wider than the interval of the mean, which says nothing about a single run.
+
+    Args:
+        values: One value per training seed, of two seeds at least.
+
+    Returns:
+        Both ends.
+
+    Raises:
+        ValueError: for fewer than two values.
+        ImportError: without scipy.
+    """
+    if len(values) < 2:
+        raise ValueError(f"There are {len(values)} values; what a further seed gives needs those of two at least.")
+    mean, half_width = seed_interval(values)
+    # The mean has the variance of one seed divided by their number, a further seed that of the mean and one more.
+    half_width *= math.sqrt(len(values) + 1)
+    return mean - half_width, mean + half_width
+
+
 @dataclass(frozen=True)
 class SeedComparison:
     """

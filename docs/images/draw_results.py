@@ -3,83 +3,80 @@
 import math
 from pathlib import Path
 
+from dcformer.head_tasks.labels import REFERENCES
+from dcformer.head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from dcformer.pretrained import seed_results
 
 
 FILE = Path(__file__).with_name("head_tasks.svg")
-MODELS = {"transformer-tiny": ("#8c959f", "#57606a"), "dcformer-tiny": ("#54aeff", "#0969da")}  # fill, line
-PATTERNS = {
-    "same-": "“< Ruth has a violin. Carol has … >. Ruth has a kind of”",
-    "the-other-": "“< … >. Robert does not possess the thing that can”",
-    "different-": "“There are Paris, Paris, Mumbai. Which is different?”",
-}
-LEFT, WIDTH, TOP, ROW = 420, 500, 78, 62
-LOWEST, HIGHEST = 20, 90  # per cent
+COLOURS = {"dcformer-tiny": "#0969da", "transformer-tiny": "#bc4c00"}
+LEFT, RIGHT, TOP, BOTTOM = 84, 690, 62, 372  # of the panel, in a picture of 960 x 452
+EXPONENT = 12  # the axis counts 10^12 operations
 
 
-def rows() -> list[tuple[str, str, dict[str, list[float]]]]:
-    """(heading, explanation, model -> accuracy in per cent of every training seed)."""
-    found = {"held_out": {}, "authors": {}, **{prefix: {} for prefix in PATTERNS}}
+def curves() -> dict[str, list[list[tuple[float, float]]]]:
+    """Model -> seed -> (10^12 operations of training, accuracy in per cent) of every evaluation."""
+    found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in COLOURS}
     for run in seed_results()["runs"]:
-        name, evaluation = run["variant"], run["evaluation"]
-        for key in ("held_out", "authors"):
-            found[key].setdefault(name, []).append(100 * evaluation[key]["accuracy"])
-        for prefix in PATTERNS:
-            groups = [group for key, group in evaluation["held_out"]["by_pattern"].items() if key.startswith(prefix)]
-            right = math.fsum(group["accuracy"] * group["answers"] for group in groups)
-            found[prefix].setdefault(name, []).append(100 * right / sum(group["answers"] for group in groups))
-    headings = {"held_out": ("All generated questions", "8,000 questions that were kept from training")}
-    headings["authors"] = ("The authors' 888 texts", "5,328 questions of the paper's own data")
-    headings |= {prefix: (f"Generated, patterns {prefix}*", example) for prefix, example in PATTERNS.items()}
-    return [(*headings[key], models) for key, models in found.items()]
+        curve = run["curve"]
+        points = zip(curve["flops"], curve["accuracy"])
+        found[run["variant"]].append([(flops / 10**EXPONENT, 100 * accuracy) for flops, accuracy in points])
+    return found
 
 
-def place(accuracy: float) -> float:
-    """Horizontal position of an accuracy in per cent."""
-    return round(LEFT + WIDTH * (accuracy - LOWEST) / (HIGHEST - LOWEST), 1)
+def references() -> dict[str, float]:
+    """What is reached without reading the question -> accuracy in per cent, the best first."""
+    found = seed_results()["references"]["evaluation"]
+    named = {REFERENCES[name]: 100 * found[name]["accuracy"] for name in (BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT)}
+    return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 
 def text(x: float, y: float, words: str, **attributes: str) -> str:
     extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
-    return f'  <text x="{x}" y="{y}"{extra}>{words.replace("<", "&lt;").replace(">", "&gt;")}</text>'
+    return f'  <text x="{x}" y="{y}"{extra}>{words}</text>'
 
 
 def draw() -> str:
-    """The picture as SVG: one circle per training seed, a bar at their mean."""
-    found = rows()
-    bottom = TOP + ROW * len(found)
+    """The picture as SVG: a thin line per training seed, a thick one at their mean."""
+    found = curves()
+    highest = math.ceil(max(flops for seeds in found.values() for points in seeds for flops, _ in points))
+
+    def place(flops: float, accuracy: float) -> str:
+        x = LEFT + (RIGHT - LEFT) * flops / highest
+        return f"{x:.1f} {BOTTOM - (BOTTOM - TOP) * accuracy / 100:.1f}"
+
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {bottom + 62}" role="img" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 452" role="img" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">',
-        "  <title>Accuracy of dcformer-tiny and transformer-tiny on the head tasks, four training seeds each</title>",
-        f'  <rect x="0.5" y="0.5" width="959" height="{bottom + 61}" rx="10" fill="#ffffff" stroke="#d0d7de"/>',
+        "  <title>Held-out questions that dcformer-tiny and transformer-tiny answer, while they are trained</title>",
+        '  <rect x="0.5" y="0.5" width="959" height="451" rx="10" fill="#ffffff" stroke="#d0d7de"/>',
+        text(LEFT, 36, "Right answers to held-out questions, without an example before", font_weight="bold"),
     ]
-    for number, (name, (fill, line)) in enumerate(MODELS.items()):
-        x, what = LEFT + 240 * number, "with composition" if name == "dcformer-tiny" else "without"
-        lines.append(f'  <circle cx="{x + 6}" cy="29" r="6" fill="{fill}" stroke="{line}"/>')
-        lines.append(text(x + 20, 34, f"{name} ({what})", fill=line))
-    for percent in range(LOWEST, HIGHEST + 1, 10):
-        x = place(percent)
-        lines.append(f'  <path d="M{x} {TOP - 22}V{bottom}" stroke="#d8dee4"/>')
-        lines.append(text(x, bottom + 20, f"{percent} %", text_anchor="middle", fill="#57606a"))
-    guess = place(100 / 3)
-    lines.append(f'  <path d="M{guess} {TOP - 22}V{bottom}" stroke="#1f2328" stroke-dasharray="5 4"/>')
-    lines.append(
-        text(guess, bottom + 44, "random guessing among the three facts", text_anchor="middle", fill="#1f2328")
-    )
-    lines.append(text(LEFT + WIDTH, bottom + 44, "right answers", text_anchor="end", fill="#57606a"))
-    for number, (heading, explanation, models) in enumerate(found):
-        y = TOP + ROW * number
-        lines.append(text(24, y + 4, heading, font_weight="bold"))
-        lines.append(text(24, y + 23, explanation, font_size="13", fill="#57606a"))
-        for offset, (name, (fill, line)) in zip((-3, 17), MODELS.items()):
-            mean = place(math.fsum(models[name]) / len(models[name]))
-            for accuracy in models[name]:
-                lines.append(
-                    f'  <circle cx="{place(accuracy)}" cy="{y + offset}" r="6" fill="{fill}" fill-opacity="0.75" '
-                    f'stroke="{line}"/>'
-                )
-            lines.append(f'  <path d="M{mean} {y + offset - 9}v18" stroke="{line}" stroke-width="3"/>')
+    for percent in range(0, 101, 25):
+        lines.append(f'  <path d="M{place(0, percent)}H{RIGHT}" stroke="#d8dee4"/>')
+        y = float(place(0, percent).split()[1])
+        lines.append(text(LEFT - 8, round(y + 5, 1), f"{percent} %", text_anchor="end", fill="#57606a"))
+    for flops in range(0, highest + 1, 2):
+        x = float(place(flops, 0).split()[0])
+        lines.append(text(x, BOTTOM + 22, str(flops), text_anchor="middle", fill="#57606a"))
+    unit = f'10<tspan dy="-6" font-size="10">{EXPONENT}</tspan>'
+    title = f'{unit}<tspan dy="6"> floating-point operations of training</tspan>'
+    lines.append(text((LEFT + RIGHT) / 2, BOTTOM + 50, title, text_anchor="middle", fill="#57606a"))
+    for name, accuracy in references().items():
+        lines.append(f'  <path d="M{place(0, accuracy)}H{RIGHT}" stroke="#57606a" stroke-dasharray="5 4"/>')
+        y = float(place(0, accuracy).split()[1])
+        lines.append(text(RIGHT + 10, round(y + 5, 1), f"{name}, {accuracy:.1f} %", fill="#57606a"))
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        for points in found[name]:
+            path = "L".join(place(*point) for point in points)
+            lines.append(f'  <path d="M{path}" fill="none" stroke="{colour}" stroke-opacity="0.35"/>')
+        # All seeds are evaluated after the same steps, and so after the same number of operations.
+        rows = zip(*found[name])
+        means = [(row[0][0], math.fsum(accuracy for _, accuracy in row) / len(row)) for row in rows]
+        path = "L".join(place(*point) for point in means)
+        lines.append(f'  <path d="M{path}" fill="none" stroke="{colour}" stroke-width="3"/>')
+        y = TOP + 6 + 22 * number
+        lines.append(text(RIGHT + 10, y, f"{name}, {means[-1][1]:.1f} % at the end", fill=colour, font_weight="bold"))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

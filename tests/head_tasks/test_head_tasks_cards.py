@@ -60,6 +60,8 @@ def test_the_card_has_the_scores_of_the_packed_weights(script, tmp_path, monkeyp
     assert written["runs"] == runs and written["packed"]["seed"] == 3
     assert "99.9" not in card and card.endswith("last line\n") and "## " not in card
     assert "| held-out tasks, none to seven examples | 55.0 % (0.0 to 100.0) | 55.0 % (0.0 to 100.0) |" in card
+    expected = "between 0.0 % and 100.0 % for dcformer-tiny, between 0.0 % and 100.0 % for transformer-tiny (held-out"
+    assert f"A single run with another seed is expected {expected} tasks" in card
     assert (
         folder / "transformer-tiny" / "README.md"
     ).read_text() == "# transformer-tiny\n\nSee the other.\n\nlast line\n"

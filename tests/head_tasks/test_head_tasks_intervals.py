@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dcformer.head_tasks.intervals import compare_seeds, holm, seed_interval
+from dcformer.head_tasks.intervals import compare_seeds, further_seed_interval, holm, seed_interval
 
 
 stats = pytest.importorskip("scipy.stats")
@@ -43,6 +43,19 @@ def test_of_variants_without_a_difference_some_seem_apart_until_corrected():
         corrected += any(each.is_apart for each in found)
     # About a third of the experiments; 5 % of them with the correction, of which more than 5 of 30 has p < 0.02.
     assert apart >= 5 and corrected <= 5
+
+
+def test_a_further_seed_falls_where_it_is_expected_in_most_experiments():
+    low, high = further_seed_interval([1.0, 2.0, 3.0, 4.0])
+    error = stats.tstd([1.0, 2.0, 3.0, 4.0]) * (1 + 1 / 4) ** 0.5
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 3, loc=2.5, scale=error))
+    rng, inside = random.Random(0), 0
+    for _ in range(400):
+        low, high = further_seed_interval([rng.gauss(0, 1) for _ in range(4)])
+        inside += low <= rng.gauss(0, 1) <= high
+    assert 0.92 <= inside / 400 <= 0.98  # two standard errors are 2.2 points
+    with pytest.raises(ValueError, match="There are 1 values; what a further seed gives needs those of two"):
+        further_seed_interval([1.0])
 
 
 def test_equal_differences_and_errors():

@@ -77,26 +77,25 @@ def test_answers_come_in_batches_and_end_with_the_line():
     together = generator(prompts, batch_size=2, return_full_text=False, max_new_tokens=20)
     alone = [generator(prompt, return_full_text=False, max_new_tokens=20) for prompt in prompts]
     assert [answer for (answer,) in together] == [answer for (answer,) in alone]
-    texts = [answer["generated_text"] for (answer,) in together]
-    assert texts[0].strip() == "India"
-    assert all(len(text.split()) <= 3 and text.endswith("\n") for text in texts)
+    assert [answer["generated_text"] for (answer,) in together] == ["India\n", "musical instrument\n"]
 
 
 def test_scores_are_those_of_the_seed_that_is_in_the_box(models):
     # The first documents of the same ones; bfloat16 weights against the float32 ones that were scored after training.
-    accuracy = {}
     for name in NAMES:
         tokenizer = AutoTokenizer.from_pretrained(dcformer.pretrained_path(name))
         summary = evaluate_head_tasks(models[name], tokenizer, documents=300, with_authors=False)["held_out"]
         runs = {run["variant"]: run["evaluation"] for run in seed_results()["runs"] if run["seed"] == 0}
         # Of the packed weights where they have been scored.
         recorded = seed_results().get("packed", {}).get("evaluation", runs)[name]["held_out"]
-        accuracy[name] = summary["accuracy"]
         assert summary["accuracy"] == pytest.approx(recorded["accuracy"], abs=0.03)
         assert summary["perplexity"] == pytest.approx(recorded["perplexity"], rel=0.1)
         card = (Path(dcformer.pretrained_path("dcformer-tiny")) / "README.md").read_text(encoding="utf-8")
         assert re.search(rf"held-out tasks.*\b{100 * recorded['accuracy']:.1f} %", card)
-    assert accuracy["dcformer-tiny"] > accuracy["transformer-tiny"] + 0.02
+        # They read the question: of the rules that do not, the best is right in two of three single ones about persons.
+        singles, persons = summary["by_shots"]["0"], summary["by_subject"]["persons"]["by_shots"]["0"]
+        assert singles["accuracy"] >= 0.9 and persons["accuracy"] >= 0.9
+        assert summary["by_shots"]["7"]["accuracy"] >= 0.8
 
 
 @pytest.fixture
