@@ -15,11 +15,12 @@ from examples import batch_generation
 
 
 QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
-# Lines that end by themselves and lines that do not.
+PERSONS = "< Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of"
+# Answers of none, one and two words before they end.
 RECORDS = [
     {"id": "question", "prompt": QUESTION},
     {"prompt_token_ids": [9, 7, 9, 20], "note": "kept"},
-    {"id": "short", "prompt": "Who has a goat?"},
+    {"id": "short", "prompt": PERSONS},
     {"id": 7, "prompt": "Ruth likes Paris. " * 4},
     {"prompt_token_ids": [11, 12, 13]},
 ]
@@ -79,14 +80,14 @@ def begin_and_cut(count, prompts, output, *options):
 
 
 def test_answers_stand_in_the_order_of_the_prompts_and_are_those_of_generate(prompts, output):
-    assert call(prompts, output, "--batch-size", 2).exit_code == 0
+    assert call(prompts, output, "--batch-size", 2, "--max-new-tokens", 2).exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(dcformer.pretrained_path("dcformer-tiny"))
     tokenizer = AutoTokenizer.from_pretrained(dcformer.pretrained_path("dcformer-tiny"))
     answers = read_lines(output)
     assert len(answers) == len(RECORDS)
     for record, answer in zip(RECORDS, answers):
         ids = record["prompt_token_ids"] if "prompt_token_ids" in record else tokenizer(record["prompt"])["input_ids"]
-        new = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :].tolist()
+        new = model.generate(torch.tensor([ids]), max_new_tokens=2, do_sample=False)[0, len(ids) :].tolist()
         expected = {**record, "generated_text": tokenizer.decode(new, skip_special_tokens=True)}
         expected["finish_reason"] = "stop" if new[-1] in model.generation_config.eos_token_id else "length"
         if "prompt_token_ids" in record:
@@ -132,7 +133,7 @@ def test_a_half_written_line_is_answered_again(prompts, output, tmp_path):
 
 
 def test_what_is_drawn_does_not_depend_on_where_a_run_was_cut(prompts, output, tmp_path):
-    options = ("--temperature", 1.5, "--seed", 3, "--batch-size", 2)
+    options = ("--temperature", 4, "--seed", 3, "--batch-size", 2)
     begin_and_cut(3, prompts, output, *options)
     assert call(prompts, output, *options).exit_code == 0
     call(prompts, tmp_path / "whole.jsonl", *options)

@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
+
+from dcformer import pretrained_path
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
@@ -33,7 +36,13 @@ OF_VLLM = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--engin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Prompts, and the bundled model, which only an answer of "India" ends here: the other texts grow until they may not."""
     folder = tmp_path_factory.mktemp("batch")
+    model = AutoModelForCausalLM.from_pretrained(pretrained_path("dcformer-tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(pretrained_path("dcformer-tiny"))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("India")]
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     return folder
 
@@ -47,7 +56,7 @@ def expected(folder):
 
 
 def arguments(folder, output, *options):
-    return ["dcformer-tiny", str(folder / "prompts.jsonl"), str(folder / output), *options]
+    return [str(folder / "model"), str(folder / "prompts.jsonl"), str(folder / output), *options]
 
 
 def call(folder, output, *options):
