@@ -36,7 +36,7 @@ OF_VLLM = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--engin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Prompts, and the bundled model, which only an answer of "India" ends here: the other texts grow until they may not."""
+    """Prompts, and the bundled model, whose texts only an answer of "India" ends here, so that others grow long."""
     folder = tmp_path_factory.mktemp("batch")
     model = AutoModelForCausalLM.from_pretrained(pretrained_path("dcformer-tiny"))
     tokenizer = AutoTokenizer.from_pretrained(pretrained_path("dcformer-tiny"))
