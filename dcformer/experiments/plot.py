@@ -14,12 +14,9 @@ from typing import Any
 
 from ..common.plotting import check_plot_path, draw_rows, picture
 from ..head_tasks.labels import REFERENCES
-from ..head_tasks.references import BLIND_CHOICE, LONE_NAME
+from .reference_lines import REFERENCE_STYLES
 from .report import compares_with_first, sorted_by_gain
 from .results import METRICS, VariantSummary, measured, reference_values, summarise_variants
-
-
-_REFERENCE_STYLES = {BLIND_CHOICE: "--", LONE_NAME: ":"}
 
 
 def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
@@ -50,9 +47,9 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         for axis, metric in zip(panels, metrics):
             _draw(axis, summaries, first, metric)
             for name, value in reference_values(results, metric).items():
-                if name in _REFERENCE_STYLES:
+                if name in REFERENCE_STYLES:
                     value *= METRICS[metric].scale
-                    axis.axvline(value, color="0.35", linewidth=1.2, linestyle=_REFERENCE_STYLES[name], zorder=1)
+                    axis.axvline(value, color="0.35", linewidth=1.2, linestyle=REFERENCE_STYLES[name], zorder=1)
         seeds = sorted({run["seed"] for run in results["runs"]})
         words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
         figure.suptitle(f"{results['recipe']['name']}, {words}")
@@ -100,7 +97,7 @@ def _add_legend(
     if first is not None:
         handles.append(Line2D([], [], color="black", linewidth=0.8, label=f"mean of {first.label}"))
     known = {name for metric in metrics for name in reference_values(results, metric)}
-    for name, style in _REFERENCE_STYLES.items():
+    for name, style in REFERENCE_STYLES.items():
         if name in known:
             handles.append(Line2D([], [], color="0.35", linewidth=1.2, linestyle=style, label=REFERENCES[name]))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)

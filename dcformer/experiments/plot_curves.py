@@ -10,15 +10,14 @@ from typing import Any
 from ..common.plotting import check_plot_path, draw_grid, picture
 from ..head_tasks.intervals import seed_interval
 from ..head_tasks.labels import REFERENCES, variant_label
-from ..head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from .claim import compare_pairs, curves_of
 from .curves import Axis, Curve, Quantity
+from .reference_lines import REFERENCE_STYLES
 
 
 # Told apart by those who see no red or no green, and in print by their lightness.
 _COLOURS = {"model": "#0072B2", "baseline": "#D55E00"}
 _STYLES = ("-", "--", ":", "-.")
-_REFERENCE_STYLES = {BLIND_CHOICE: (0, (6, 2)), LONE_NAME: (0, (1, 2)), ODD_ONE_OUT: (0, (4, 2, 1, 2))}
 _AXIS_TITLES: dict[Axis, str] = {"flops": "FLOPs of training", "seconds": "seconds of training"}
 _QUANTITY_TITLES: dict[Quantity, str] = {"accuracy": "accuracy (%)", "loss": "evaluation loss (nats per token)"}
 
@@ -92,12 +91,12 @@ def _interval(values: Sequence[float], quantity: Quantity) -> tuple[float, float
 def _references(results: Mapping[str, Any], quantity: Quantity) -> dict[str, float]:
     found = (results.get("references") or {}).get("evaluation") or {}
     scale = 100 if quantity == "accuracy" else 1
-    return {name: scale * found[name][quantity] for name in _REFERENCE_STYLES if quantity in found.get(name, {})}
+    return {name: scale * found[name][quantity] for name in REFERENCE_STYLES if quantity in found.get(name, {})}
 
 
 def _draw_references(panel, results: Mapping[str, Any], quantity: Quantity) -> None:
     for name, value in _references(results, quantity).items():
-        panel.axhline(value, color="0.35", linewidth=1.2, linestyle=_REFERENCE_STYLES[name], zorder=3)
+        panel.axhline(value, color="0.35", linewidth=1.2, linestyle=REFERENCE_STYLES[name], zorder=3)
 
 
 def _add_legend(figure, results: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> None:
@@ -109,7 +108,7 @@ def _add_legend(figure, results: Mapping[str, Any], pairs: Sequence[tuple[str, s
             style = {"color": _COLOURS[role], "linestyle": _STYLES[number % len(_STYLES)], "linewidth": 1.6}
             handles.append(Line2D([], [], label=variant_label(name), **style))
     known = {**_references(results, "loss"), **_references(results, "accuracy")}
-    for name, style in _REFERENCE_STYLES.items():
+    for name, style in REFERENCE_STYLES.items():
         if name in known:
             handles.append(Line2D([], [], color="0.35", linewidth=1.2, linestyle=style, label=REFERENCES[name]))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, handlelength=3.0)

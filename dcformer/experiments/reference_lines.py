@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..head_tasks import generate_documents, suite
-from ..head_tasks.references import BLIND_CHOICE, reference_scores
+from ..head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT, reference_scores
 from ..head_tasks.tokenizer import count_tokens
 from ..training.data import EVALUATION_SEED
 from ..training.data_recipe import HEAD_TASKS, DataRecipe
 from ..training.recipe import Recipe
+
+
+# Of the lines in plots: dashes, dots, and both.
+REFERENCE_STYLES = {BLIND_CHOICE: (0, (6, 2)), LONE_NAME: (0, (1, 2)), ODD_ONE_OUT: (0, (4, 2, 1, 2))}
 
 
 def evaluation_references(recipe: Recipe) -> dict[str, dict[str, float]] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..common.plotting import check_plot_path, draw_rows, picture
 from .intervals import seed_interval
 from .labels import REFERENCES, variant_label
-from .references import BLIND_CHOICE, LONE_NAME
+from .references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from .suite import AUTHORS, HELD_OUT
 
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _MARKS = (("o", "white"), ("o", "black"), ("s", "0.6"), ("D", "white"), ("^", "0.3"))
 _GROUPINGS = {"by_shots": "examples before", "by_pattern": "pattern", "by_transformation": "transformation"}
 _TITLES = {HELD_OUT: "held-out tasks", AUTHORS: "authors' texts"}
+# Mark of each question-blind rule, and what stands alone in the fact that it takes.
+_RULE_MARKS = {LONE_NAME: "x", ODD_ONE_OUT: "+"}
+_STANDS_ALONE = {LONE_NAME: "name or listed thing", ODD_ONE_OUT: "name, thing or class of things"}
 _INCHES_PER_MARK, _LEAST_INCHES_PER_ROW = 0.12, 0.27
 
 
@@ -27,8 +30,8 @@ def plot_comparison(comparison: HeadTasksComparison, path: str | os.PathLike) ->
     Write accuracies in percent: a column of panels per set of documents, a row per way to group their questions.
 
     A mark is the mean over training seeds, with its 95 % interval as a line, where more than one seed is known, and
-    otherwise the accuracy of the model itself. Blind choice is a dashed line; a cross in each row is the question-blind
-    rule. Patterns and transformations are sorted by the gain over the first model.
+    otherwise the accuracy of the model itself. Blind choice is a dashed line; crosses in each row are the
+    question-blind rules. Patterns and transformations are sorted by the gain over the first model.
 
     Args:
         comparison: What to draw.
@@ -67,10 +70,11 @@ def _draw(axis, comparison: HeadTasksComparison, documents: str, rows: list[tupl
     axis.axvline(100 * references[BLIND_CHOICE]["accuracy"], color="black", linestyle="--", linewidth=0.9, zorder=1)
     step = 0.6 / max(1, len(models) - 1)
     for place, keys in enumerate(rows):
-        rule = part_of(references[LONE_NAME], *keys)
-        if rule is None:
+        rules = {name: part_of(references[name], *keys) for name in _RULE_MARKS}
+        if None in rules.values():
             continue
-        axis.plot(100 * rule["accuracy"], place, "x", color="0.4", markersize=6, clip_on=False, zorder=2)
+        for name, mark in _RULE_MARKS.items():
+            axis.plot(100 * rules[name]["accuracy"], place, mark, color="0.4", markersize=6, clip_on=False, zorder=2)
         for number, model in enumerate(models):
             height = place + (number * step - 0.3 if len(models) > 1 else 0)
             _draw_mark(axis, model, documents, keys, height, number)
@@ -102,7 +106,8 @@ def _add_legend(figure, comparison: HeadTasksComparison) -> None:
         style = {"marker": shape, "markerfacecolor": fill, "markeredgecolor": "black", "markersize": 5}
         handles.append(Line2D([], [], color="black", linestyle="-" if seeds > 1 else "", label=label, **style))
     handles.append(Line2D([], [], color="black", linestyle="--", linewidth=0.9, label=REFERENCES[BLIND_CHOICE]))
-    rule = f"{REFERENCES[LONE_NAME]} (name or listed thing that stands alone)"
-    handles.append(Line2D([], [], color="0.4", marker="x", linestyle="", label=rule))
+    for name, mark in _RULE_MARKS.items():
+        label = f"{REFERENCES[name]} ({_STANDS_ALONE[name]} that stands alone)"
+        handles.append(Line2D([], [], color="0.4", marker=mark, linestyle="", label=label))
     # One column, so that names of any length fit the width.
     figure.legend(handles=handles, loc="outside lower center", ncols=1, frameon=False)

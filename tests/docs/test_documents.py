@@ -15,6 +15,8 @@ from scipy import stats
 
 import dcformer
 from dcformer import cache_bytes_per_token, cli
+from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim
+from dcformer.experiments.results import read_results, summarise_variants
 from dcformer.pretrained import seed_results
 
 
@@ -188,6 +190,27 @@ def test_the_figures_of_the_reference_on_long_inputs_are_the_recorded_ones():
         assert int(per_token) == round(int(here.removesuffix(" MiB")) * 1024 / length)
         if reference:
             assert reference == f"{int(recorded[str(length)]):,} MiB"
+
+
+def test_the_table_of_the_claim_is_that_of_its_recorded_runs():
+    def text(mean, low, high, form):
+        return f"{format(mean, form[0])}{form[1]} ({format(low, form[0])} to {format(high, form[0])})".replace(
+            "100.0", "100"
+        )
+
+    results = read_results(ROOT / "benchmarks" / "results" / "head_tasks" / "claim.json")
+    claim, summaries = analyse_claim(results), {item.name: item for item in summarise_variants(results)}
+    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "width")
+    assert len(rows) == len(claim.pairs)
+    for (model, baseline), row in zip(claim.pairs, rows):
+        expected = [model.removeprefix("dcformer_"), f"{summaries[model].parameters / 1e6:.2f} million"]
+        for name in (baseline, model):
+            mean, half = (100 * value for value in summaries[name].interval("evaluation_accuracy"))
+            expected.append(text(mean, mean - half, min(100.0, mean + half), (".1f", " %")))
+        for goal, axis in ((TAKE_OFF, "flops"), *((EQUAL_END, axis) for axis in COSTS)):
+            (ratio,) = (each for each in claim.ratios if (each.model, each.goal, each.axis) == (model, goal, axis))
+            expected.append(text(*ratio.interval(), (".2f", "")))
+        assert row == expected
 
 
 def test_every_page_stands_once_in_the_lists_of_the_site():
