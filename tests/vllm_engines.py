@@ -23,9 +23,12 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
     defaults |= {"block_size": 16, "seed": 0}
     try:
         llm = LLM(str(folder), **{**defaults, **options})
-        yield llm
-        # One that is left to the garbage collector would end while the next one runs, and its groups with it.
-        llm.llm_engine.engine_core.shutdown()
+        try:
+            yield llm
+        finally:
+            # Of a failed test too: one that is left to the garbage collector would end while the next one starts, and
+            # take its process groups with it.
+            llm.llm_engine.engine_core.shutdown()
     finally:
         cleanup_dist_env_and_memory()
 

@@ -42,9 +42,11 @@ def assert_prompts_score_as_in_transformers(llm, model, prompts):
     expected, exact = (
         log_probabilities_of_model(own, prompts).double() for own in (model, copy.deepcopy(model).double())
     )
-    own_error = (expected - exact).abs().max().item()
-    served = prompt_log_probabilities(llm, prompts).double()
-    torch.testing.assert_close(served, exact, atol=max(ROUNDING, 2 * own_error), rtol=0)
+    own_error = (expected - exact).abs()
+    error = (prompt_log_probabilities(llm, prompts).double() - exact).abs()
+    # By the mean: which of a hundred rounding errors is the largest, and how large, is chance and depends on the CPU.
+    assert error.mean() <= max(ROUNDING, 2 * own_error.mean())
+    assert error.max() <= max(ROUNDING, 4 * own_error.max())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
