@@ -517,11 +517,30 @@ def test_the_claim_has_rates_of_the_sweep_of_rates_and_other_seeds():
         middle = claim.sweep["variants"][f"{model}_48"]
         tried = [trial for key, trial in rates.sweep["variants"].items() if key.startswith(f"{model}_48_")]
         assert all(trial["model"] == middle["model"] for trial in tried)
-        assert len({trial["training"]["muon_learning_rate"] for trial in tried}) == 3
+        assert len({trial["training"]["muon_learning_rate"] for trial in tried}) == 4
         assert variant["training"] in [trial["training"] for trial in tried]
         assert variant["model"]["hidden_size"] == int(width)
     names = [variant_label(name) for recipe in (rates, claim) for name in recipe.sweep["variants"]]
     assert all("width" in name and "_" not in name for name in names)
+
+
+def test_the_bundled_models_and_two_rows_of_the_ablation_are_models_of_the_claim():
+    claim, seeds, ablation = (packaged_sweep(f"head-tasks-{name}")[1] for name in ("claim", "seeds", "ablation"))
+
+    def same(recipe, run):
+        rates = recipe.training
+        if not build_config(recipe.model).composes_heads:  # no weights have this rate
+            rates = replace(rates, compose_learning_rate=run.recipe.training.compose_learning_rate)
+        return (build_config(recipe.model), recipe.data, rates) == (
+            build_config(run.recipe.model),
+            run.recipe.data,
+            run.recipe.training,
+        )
+
+    for name, row in (("dcformer", "rank_2"), ("transformer", "none")):
+        assert same(load_recipe(f"{name}-tiny"), claim[f"{name}_64"])
+        assert same(seeds[f"{name}-tiny"].recipe, claim[f"{name}_64"])
+        assert same(ablation[row].recipe, claim[f"{name}_48"])
 
 
 def test_the_ablation_has_the_rows_of_table_9():
