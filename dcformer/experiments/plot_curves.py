@@ -1,4 +1,4 @@
-"""Accuracy and loss of the pairs of a sweep against what was spent: models by colour, pairs by the style of lines."""
+"""Accuracy and loss of the pairs of a sweep against what was spent: a kind of line for a model and its baselines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reference_lines import REFERENCE_STYLES
 
 
 # Told apart by those who see no red or no green, and in print by their lightness.
-_COLOURS = {"model": "#0072B2", "baseline": "#D55E00"}
+_MODEL, _BASELINES = "#0072B2", ("#D55E00", "#E69F00", "#CC79A7")
 _STYLES = ("-", "--", ":", "-.")
 _AXIS_TITLES: dict[Axis, str] = {"flops": "FLOPs of training", "seconds": "seconds of training"}
 _QUANTITY_TITLES: dict[Quantity, str] = {"accuracy": "accuracy (%)", "loss": "evaluation loss (nats per token)"}
@@ -39,6 +39,7 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
     """
     path = check_plot_path(path)
     pairs, curves = compare_pairs(results), curves_of(results)
+    styles = _styles(pairs)
     if not pairs:
         raise ValueError("There is nothing to plot: no pair of sweep.pairs has evaluation curves with the same seed.")
     has_accuracy = all(curve.accuracy for pair in pairs for name in pair for curve in curves[name].values())
@@ -48,10 +49,8 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         for quantity, row in zip(quantities, panels):
             row[0].set_ylabel(_QUANTITY_TITLES[quantity])
             for axis, panel in zip(_AXIS_TITLES, row):
-                for number, pair in enumerate(pairs):
-                    for role, name in zip(_COLOURS, pair):
-                        style = {"color": _COLOURS[role], "linestyle": _STYLES[number % len(_STYLES)]}
-                        _draw_curve(panel, list(curves[name].values()), quantity, axis, style)
+                for name, style in styles.items():
+                    _draw_curve(panel, list(curves[name].values()), quantity, axis, style)
                 _draw_references(panel, results, quantity)
                 panel.set_xscale("log")
                 draw_grid(panel)
@@ -63,7 +62,21 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         seeds = {seed for pair in pairs for name in pair for seed in curves[name]}
         count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
         figure.suptitle(f"{results['recipe']['name']}: means with 95 % intervals, {count}")
-        _add_legend(figure, results, pairs)
+        _add_legend(figure, results, styles)
+
+
+def _styles(pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """By variant, each once: a kind of line for every model, in which its baselines have other colours."""
+    baselines: dict[str, list[str]] = {}
+    for model, baseline in pairs:
+        baselines.setdefault(model, []).append(baseline)
+    styles: dict[str, dict[str, Any]] = {}
+    for number, (model, others) in enumerate(baselines.items()):
+        line = {"linestyle": _STYLES[number % len(_STYLES)], "linewidth": 1.6}
+        styles.setdefault(model, {**line, "color": _MODEL})
+        for place, baseline in enumerate(others):
+            styles.setdefault(baseline, {**line, "color": _BASELINES[place % len(_BASELINES)]})
+    return styles
 
 
 def _draw_curve(panel, curves: Sequence[Curve], quantity: Quantity, axis: Axis, style: dict[str, Any]) -> None:
@@ -72,7 +85,7 @@ def _draw_curve(panel, curves: Sequence[Curve], quantity: Quantity, axis: Axis, 
     spent = [math.fsum(getattr(curve, axis)[place] for curve in curves) / len(curves) for place in places]
     rows = [_interval([getattr(curve, quantity)[place] for curve in curves], quantity) for place in places]
     middle, low, high = zip(*rows)
-    panel.plot(spent, middle, linewidth=1.6, zorder=4, **style)
+    panel.plot(spent, middle, zorder=4, **style)
     if len(curves) > 1:
         panel.fill_between(spent, low, high, color=style["color"], alpha=0.12, linewidth=0, zorder=2)
 
@@ -99,14 +112,10 @@ def _draw_references(panel, results: Mapping[str, Any], quantity: Quantity) -> N
         panel.axhline(value, color="0.35", linewidth=1.2, linestyle=REFERENCE_STYLES[name], zorder=3)
 
 
-def _add_legend(figure, results: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> None:
+def _add_legend(figure, results: Mapping[str, Any], styles: Mapping[str, dict[str, Any]]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = []
-    for number, pair in enumerate(pairs):
-        for role, name in zip(_COLOURS, pair):
-            style = {"color": _COLOURS[role], "linestyle": _STYLES[number % len(_STYLES)], "linewidth": 1.6}
-            handles.append(Line2D([], [], label=variant_label(name), **style))
+    handles = [Line2D([], [], label=variant_label(name), **style) for name, style in styles.items()]
     known = {**_references(results, "loss"), **_references(results, "accuracy")}
     for name, style in REFERENCE_STYLES.items():
         if name in known:

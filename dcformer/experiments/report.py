@@ -155,10 +155,10 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
     metrics = measured(summaries)
     published = results["recipe"]["sweep"].get("published") or {}
     console.print(_table(results, summaries, metrics, published))
-    best = best_rates(results)
     if compares_with_first(results):
         _print_differences(summaries, metrics, console)
-    for item in best:
+    # The rates of pairs are chosen before, and compared by what pairs spend.
+    for item in () if results["recipe"]["sweep"].get("pairs") else best_rates(results):
         settings = ", ".join(f"{key} {value:g}" for key, value in item.training.items() if key.endswith("rate"))
         ends = " and ".join(item.at_end)
         hint = f"; {ends} at an end of the range, so try rates beyond it" if ends else ""

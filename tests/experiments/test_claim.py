@@ -277,6 +277,15 @@ def test_curves_are_drawn_whole_with_their_reference_lines(figures, tmp_path):
     assert figure.axes[2].get_lines()[0].get_ydata()[0] == pytest.approx(mean)
 
 
+def test_a_model_with_two_baselines_is_drawn_once(figures, tmp_path):
+    curves = {name: [curve_of(BASELINE)] * 2 for name in ("dcformer_48", "transformer_48", "transformer_48_rate_4e-2")}
+    plot_curves(results_of(curves, [["dcformer_48", name] for name in list(curves)[1:]]), tmp_path / "curves.png")
+    lines = figures[0].axes[0].get_lines()[:3]
+    assert len({line.get_color() for line in lines}) == 3 and len({line.get_linestyle() for line in lines}) == 1
+    words = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert words[:3] == ["DCFormer++, width 48", "Transformer++, width 48", "Transformer++, width 48, rate 4e-2"]
+
+
 def test_variants_are_drawn_whole_by_gain_with_readable_names(figures, tmp_path):
     curves = {"none": [curve_of(BASELINE)] * 2, "gate": [curve_of(BASELINE)] * 2, "rank_2": [curve_of(MODEL)] * 2}
     plot_sweep(results_of(curves, None), tmp_path / "sweep.png")

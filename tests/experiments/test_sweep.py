@@ -499,13 +499,15 @@ def test_the_ablation_has_equal_parameters():
 
 def test_the_claim_compares_models_of_equal_parameters_at_three_widths():
     sweep, runs = packaged_sweep("head-tasks-claim")
-    assert [name for pair in sweep.pairs for name in pair] == list(sweep.variants)
+    assert list(dict.fromkeys(name for pair in sweep.pairs for name in pair)) == list(sweep.variants)
     assert load_recipe("head-tasks-claim").sweep["seeds"] == [0, 1, 2, 3]
     for model, baseline in sweep.pairs:
         assert width_for(runs[model], count_parameters(runs[baseline])) is None
         configs = [build_config(runs[name].recipe.model) for name in (model, baseline)]
         assert [config.composes_heads for config in configs] == [True, False]
         assert configs[0].hidden_size == configs[1].hidden_size == int(model.split("_")[1])
+        assert baseline.startswith(f"transformer_{configs[1].hidden_size}_rate_")
+    assert len(sweep.pairs) == 2 * 3
 
 
 def test_the_claim_has_rates_of_the_sweep_of_rates_and_other_seeds():
@@ -513,8 +515,8 @@ def test_the_claim_has_rates_of_the_sweep_of_rates_and_other_seeds():
     assert not set(rates.sweep["seeds"]) & set(claim.sweep["seeds"])
     assert (rates.data, rates.training, rates.model) == (claim.data, claim.training, claim.model)
     for name, variant in claim.sweep["variants"].items():
-        model, width = name.split("_")
-        middle = claim.sweep["variants"][f"{model}_48"]
+        model, width = name.split("_")[:2]
+        middle = claim.sweep["variants"][name.replace(width, "48")]
         tried = [trial for key, trial in rates.sweep["variants"].items() if key.startswith(f"{model}_48_")]
         assert all(trial["model"] == middle["model"] for trial in tried)
         assert len({trial["training"]["muon_learning_rate"] for trial in tried}) == 4
@@ -537,10 +539,10 @@ def test_the_bundled_models_and_two_rows_of_the_ablation_are_models_of_the_claim
             run.recipe.training,
         )
 
-    for name, row in (("dcformer", "rank_2"), ("transformer", "none")):
-        assert same(load_recipe(f"{name}-tiny"), claim[f"{name}_64"])
-        assert same(seeds[f"{name}-tiny"].recipe, claim[f"{name}_64"])
-        assert same(ablation[row].recipe, claim[f"{name}_48"])
+    for name, row, suffix in (("dcformer", "rank_2", ""), ("transformer", "none", "_rate_4e-2")):
+        assert same(load_recipe(f"{name}-tiny"), claim[f"{name}_64{suffix}"])
+        assert same(seeds[f"{name}-tiny"].recipe, claim[f"{name}_64{suffix}"])
+        assert same(ablation[row].recipe, claim[f"{name}_48{suffix}"])
 
 
 def test_the_ablation_has_the_rows_of_table_9():
