@@ -52,7 +52,7 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
                 for name, style in styles.items():
                     _draw_curve(panel, list(curves[name].values()), quantity, axis, style)
                 _draw_references(panel, results, quantity)
-                panel.set_xscale("log")
+                _scale(panel, axis)
                 draw_grid(panel)
         for axis, panel in zip(_AXIS_TITLES, panels[-1]):
             panel.set_xlabel(_AXIS_TITLES[axis])
@@ -63,6 +63,19 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
         figure.suptitle(f"{results['recipe']['name']}: means with 95 % intervals, {count}")
         _add_legend(figure, results, styles)
+
+
+def _scale(panel, axis: Axis) -> None:
+    """Logarithmic, with labels of 1, 2 and 5 where there are fewer than two decades, and of powers of 10 else."""
+    from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, NullFormatter
+
+    panel.set_xscale("log")
+    low, high = panel.get_xlim()
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    in_seconds = FuncFormatter(lambda value, _: f"{value:,g}")
+    in_powers = LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf))
+    panel.xaxis.set_major_formatter(in_seconds if axis == "seconds" else in_powers)
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _styles(pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:

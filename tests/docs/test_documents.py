@@ -16,8 +16,10 @@ from scipy import stats
 import dcformer
 from dcformer import cache_bytes_per_token, cli
 from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim
+from dcformer.experiments.report import best_rates
 from dcformer.experiments.results import read_results, summarise_variants
 from dcformer.pretrained import seed_results
+from dcformer.training import load_recipe
 
 
 ROOT = Path(__file__).parents[2]
@@ -203,14 +205,40 @@ def test_the_table_of_the_claim_is_that_of_its_recorded_runs():
     rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "width")
     assert len(rows) == len(claim.pairs)
     for (model, baseline), row in zip(claim.pairs, rows):
-        expected = [model.removeprefix("dcformer_"), f"{summaries[model].parameters / 1e6:.2f} million"]
+        rate = results["recipe"]["sweep"]["variants"][baseline]["training"]["muon_learning_rate"]
+        expected = [model.removeprefix("dcformer_"), f"{summaries[model].parameters / 1e6:.2f} million", f"{rate:g}"]
         for name in (baseline, model):
             mean, half = (100 * value for value in summaries[name].interval("evaluation_accuracy"))
             expected.append(text(mean, mean - half, min(100.0, mean + half), (".1f", " %")))
         for goal, axis in ((TAKE_OFF, "flops"), *((EQUAL_END, axis) for axis in COSTS)):
-            (ratio,) = (each for each in claim.ratios if (each.model, each.goal, each.axis) == (model, goal, axis))
+            key = (model, baseline, goal, axis)
+            (ratio,) = (each for each in claim.ratios if (each.model, each.baseline, each.goal, each.axis) == key)
             expected.append(text(*ratio.interval(), (".2f", "")))
         assert row == expected
+
+
+def test_the_claim_has_the_best_learning_rates_of_the_recorded_sweep():
+    results = read_results(ROOT / "benchmarks" / "results" / "head_tasks" / "rates.json")
+    variants = load_recipe("head-tasks-claim").sweep["variants"]
+    best = best_rates(results)
+    assert [item.variant.split("_")[0] for item in best] == ["dcformer", "transformer"]
+    assert [item.at_end for item in best] == [[], []]
+    assert variants["dcformer_48"]["training"] == best[0].training
+    assert variants["transformer_48_rate_2e-2"]["training"] == best[1].training
+    summaries = {item.name: item for item in summarise_variants(results)}
+    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "model at width 48")
+    assert len(rows) == len(summaries)
+    for row, (name, item) in zip(rows, summaries.items()):
+        rates = results["recipe"]["sweep"]["variants"][name]["training"]
+        compose = f"{rates['compose_learning_rate']:g}" if "compose_learning_rate" in rates else ""
+        losses = [value for _, value in sorted(item.values["evaluation_loss"].items())]
+        assert row == [
+            item.label.split(",")[0],
+            f"{rates['muon_learning_rate']:g}",
+            compose,
+            f"{sum(losses) / len(losses):.3f}",
+            ", ".join(f"{loss:.3f}" for loss in losses),
+        ]
 
 
 def test_every_page_stands_once_in_the_lists_of_the_site():

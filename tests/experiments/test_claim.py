@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,10 @@ def check_whole(figure):
     legend = figure.legends[0].get_window_extent().extents / figure.dpi
     panels = min(axis.get_tightbbox().y0 for axis in figure.axes) / figure.dpi
     assert legend[1] >= 0 and legend[3] <= panels + 0.02  # below all panels
+    for axis in figure.axes:
+        labels = [label for label in axis.get_xticklabels(which="both") if label.get_visible() and label.get_text()]
+        boxes = sorted((label.get_window_extent().x0, label.get_window_extent().x1) for label in labels)
+        assert all(end <= start for (_, end), (start, _) in pairwise(boxes)), [each.get_text() for each in labels]
 
 
 @pytest.fixture
@@ -268,6 +273,7 @@ def test_curves_are_drawn_whole_with_their_reference_lines(figures, tmp_path):
     (figure,) = figures
     check_whole(figure)
     assert [axis.get_xscale() for axis in figure.axes] == ["log"] * 4
+    assert all(len(axis.get_xticks()) > 2 for axis in figure.axes)
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words[:2] == ["DCFormer++, width 32", "Transformer++, width 32"] and len(words) == 8
     lines = figure.axes[0].get_lines()
