@@ -1,6 +1,9 @@
 """Time and tokens of scoring tasks of Table 4: lm-eval's own HFLM, ours, and ours that computes shared beginnings once.
 
     python -m benchmarks.evaluation --data-dir DATA --tokenizer 20B_tokenizer.json --json evaluation.json
+    python -m benchmarks.evaluation --data-dir DATA --tokenizer 20B_tokenizer.json --json tokens.json --tokens
+
+The second counts the tokens of all documents of all columns, and computes nothing.
 
 All three score the same requests with the same models in one run: a DCFormer, and a GPT-NeoX of its width and depth.
 Weights are random: what is timed does not depend on them. DATA is a folder as `dcformer eval --data-dir` takes it.
@@ -23,6 +26,7 @@ except ImportError:  # run as a file, not as a module of the package
     import common
 
 TASKS = "piqa,winogrande,arc_easy,sciq,logiqa,boolq,hellaswag,race_high"
+DOCUMENTS = 100
 HARNESS, WHOLE, SHARED = SCORERS = ("HFLM", "ours, whole inputs", "ours, shared beginnings")
 
 
@@ -58,8 +62,8 @@ def load_tasks(data_dir: str, names: list[str]) -> dict[str, Any]:
     return {name: manager.load([PREFIX + name])["tasks"][PREFIX + name] for name in names}
 
 
-def make_requests(task: Any, shots: int, documents: int, seed: int = 1234) -> list:
-    """The requests of the first documents of a task, each after a number of examples."""
+def make_requests(task: Any, shots: int, documents: int | None, seed: int = 1234) -> list:
+    """The requests of the first documents of a task, or of all, each after a number of examples."""
     task.set_config(key="num_fewshot", value=shots)
     task.set_fewshot_seed(seed=seed)
     task.build_all_requests(limit=documents, rank=0, world_size=1)
@@ -105,6 +109,47 @@ def compare(scorers: dict, requests: list, repeats: int, device: torch.device) -
             "largest_difference": max(differences),
             "greedy_differs": sum(one[1] != other[1] for one, other in zip(answers[name], answers[WHOLE])),
         }
+    return figures
+
+
+def count_tokens(data_dir: str, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> dict:
+    """For every task and number of examples, the tokens of all inputs, and how many sharing leaves to compute."""
+    from dcformer.eval.language_model import DCFormerLM
+    from dcformer.eval.scoring import TargetScore
+    from dcformer.eval.shared_prefixes import shared_stretches
+
+    class Counter(DCFormerLM):
+        """Takes inputs as they would be scored, and scores none."""
+
+        def _score(self, inputs: Any, requests: Any, override_bs: Any) -> Any:
+            left = shared_stretches([each.ids for each in inputs])
+            self.cached_tokens += sum(len(each.ids) for each in inputs)
+            while left:
+                stretch = left.pop()
+                self.cached_tokens -= stretch.stop - stretch.start
+                left.extend(stretch.children)
+            yield [(place, [TargetScore(0.0, False)] * len(each.targets)) for place, each in enumerate(inputs)]
+
+    shape = GPTNeoXConfig(
+        vocab_size=50304, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        counter = Counter(GPTNeoXForCausalLM(shape), tokenizer=tokenizer, max_length=2048, device="cpu")
+    figures: dict[str, dict[str, int]] = {}
+    for shots in map(int, args.shots.split(",")):
+        whole = computed = 0
+        for name, task in load_tasks(data_dir, args.tasks.split(",")).items():
+            counter.forget_documents()
+            counter.loglikelihood(make_requests(task, shots, args.documents), disable_tqdm=True)
+            own = {"tokens": counter.input_tokens, "computed": counter.input_tokens - counter.cached_tokens}
+            figures[f"{name}, {shots}-shot"] = own
+            whole, computed = whole + own["tokens"], computed + own["computed"]
+        figures[f"all, {shots}-shot"] = {"tokens": whole, "computed": computed}
+    rows = [
+        [name, f"{own['tokens']:,}", f"{own['computed']:,}", f"{own['tokens'] / own['computed']:.2f}"]
+        for name, own in figures.items()
+    ]
+    common.show_table(COLUMNS[:4], rows)
     return figures
 
 
@@ -156,9 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", required=True, help="folder with the data of the tasks")
     parser.add_argument("--tokenizer", required=True, help="tokenizer.json of GPT-NeoX")
-    parser.add_argument("--tasks", default=TASKS, help="columns of Table 4, separated by commas")
+    parser.add_argument("--tokens", action="store_true", help="count tokens only, by default of all documents")
+    parser.add_argument("--tasks", help=f"columns of Table 4, separated by commas (default: {TASKS}; to count, all)")
     parser.add_argument("--shots", default="0,5", help="numbers of examples before a question")
-    parser.add_argument("--documents", type=int, default=100, help="of each task, the first ones")
+    documents_help = f"of each task, the first ones (default: {DOCUMENTS}; to count, all)"
+    parser.add_argument("--documents", type=int, help=documents_help)
     parser.add_argument("--preset", default="dcformer-2.8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the preset's")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -167,8 +214,15 @@ def main() -> None:
     args = parser.parse_args()
 
     from dcformer.eval.harness import quiet_harness
+    from dcformer.eval.table4_tasks import TABLE4_COLUMNS
 
+    args.tasks = args.tasks or (",".join(TABLE4_COLUMNS) if args.tokens else TASKS)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=args.tokenizer, eos_token="<|endoftext|>")
+    if args.tokens:
+        with quiet_harness():
+            common.write_json(args, count_tokens(args.data_dir, tokenizer, args))
+        return
+    args.documents = args.documents or DOCUMENTS
     results: dict[str, dict] = {}
     common.show_environment(args.device)
     print(f"First {args.documents} documents, batches of {args.batch_size}, {args.dtype}")

@@ -36,6 +36,7 @@ class ControlCheck:
         agrees: Whether it does not differ more.
         num_samples, num_documents: Documents that were scored, and that the published accuracy is of.
         is_limited: Whether only some of the task's documents were scored, so that the tolerance is wider.
+        has_other_documents: Whether the record says that its documents do not have the hash that is known.
     """
 
     published: ControlAccuracy
@@ -44,6 +45,7 @@ class ControlCheck:
     num_samples: int
     num_documents: int
     is_limited: bool
+    has_other_documents: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -52,7 +54,13 @@ class ControlCheck:
 
 
 def check_column(
-    row: str | None, task: str, num_fewshot: int, value: float, num_samples: int, num_documents: int
+    row: str | None,
+    task: str,
+    num_fewshot: int,
+    value: float,
+    num_samples: int,
+    num_documents: int,
+    has_other_documents: bool = False,
 ) -> ControlCheck | None:
     """
     Hold a column of Table 4 against what was published of a Pythia model.
@@ -64,6 +72,7 @@ def check_column(
         value: Accuracy (fraction).
         num_samples: Documents that were scored.
         num_documents: Documents that the task had.
+        has_other_documents: Whether they are known to be other documents than the published accuracy is of.
 
     Returns:
         `None` if nothing is published.
@@ -76,7 +85,8 @@ def check_column(
     if is_limited:
         tolerance += _limited_tolerance(published, num_samples, num_documents)
     agrees = abs(value - published.value) <= tolerance + _ROUNDING_ERROR
-    return ControlCheck(published, tolerance, agrees, num_samples, DOCUMENT_COUNTS[task], is_limited)
+    count = DOCUMENT_COUNTS[task]
+    return ControlCheck(published, tolerance, agrees, num_samples, count, is_limited, has_other_documents)
 
 
 def check_average(

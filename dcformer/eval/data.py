@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 
 SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
+# Names of folders in the cache of `datasets` and in that of the Hub.
+_REVISION_OF_ROWS = re.compile(r"/([0-9a-f]{40})/[^/]*$")
+_REVISION_OF_FILE = re.compile(r"/snapshots/([0-9a-f]{40})/")
 # Folders of the tasks that are not called like theirs; the first that holds files is read.
 _FOLDERS = {
     **{f"head_tasks_authors_k{shots}": ("synthetic",) for shots in range(2, 8)},
@@ -146,23 +150,39 @@ def require_columns(rows: Dataset, columns: tuple[str, ...], where: str | os.Pat
     return rows
 
 
-def hub_splits(source: Source) -> dict[str, Dataset]:
+def hub_splits(source: Source) -> tuple[dict[str, Dataset], str | None]:
     """
     All splits of a data set on the Hub, from the cache of `datasets` if they are there.
 
+    Returns:
+        The splits, and the git revision that they are of, as far as `datasets` tells.
+
     Raises:
         OSError: if the Hub cannot be reached and the cache does not hold them.
+        ValueError: if the data set cannot be read.
     """
     datasets = import_datasets()
     from .hub import without_waiting_for
 
     with without_waiting_for(source.path):
-        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+        try:
+            splits = dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+        except OSError:
+            raise
+        except (datasets.exceptions.DatasetsError, RuntimeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"it cannot be read ({reason})") from error
+    files = [Path(file["filename"]).as_posix() for rows in splits.values() for file in rows.cache_files]
+    revisions = {match[1] for file in files if (match := _REVISION_OF_ROWS.search(file))}
+    return splits, revisions.pop() if len(revisions) == 1 else source.revision
 
 
-def fetch_file(source: Source, split: str) -> Path:
+def fetch_file(source: Source, split: str) -> tuple[Path, str | None]:
     """
     The file of a split, from a cache if it is there.
+
+    Returns:
+        The file, and the git revision that it is of, if it has one.
 
     Raises:
         OSError: if it cannot be reached and no cache holds it.
@@ -170,6 +190,7 @@ def fetch_file(source: Source, split: str) -> Path:
     """
     name, sha256 = source.files[split]
     where = f"{source.address or source.path}/{name}"
+    revision = source.revision
     if source.address is None:
         from huggingface_hub import hf_hub_download
 
@@ -177,6 +198,8 @@ def fetch_file(source: Source, split: str) -> Path:
 
         with without_waiting_for(source.path):
             file = Path(hf_hub_download(source.path, name, repo_type="dataset", revision=source.revision))
+        if match := _REVISION_OF_FILE.search(file.as_posix()):
+            revision = match[1]
     else:
         datasets = import_datasets()
         # The sum is checked, so what the cache holds needs no question to the server.
@@ -187,7 +210,7 @@ def fetch_file(source: Source, split: str) -> Path:
             f"{where} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
             "folder as --data-dir."
         )
-    return file
+    return file, revision
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
@@ -199,9 +222,9 @@ def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
         column (`str`): Name of a task without prefix, such as `"piqa"`, `"head_tasks_authors_k2"` or `"pile_ppl"`.
 
     Returns:
-        `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, where the
-        data are published and their git revision, `"allenai/sciq@<revision>"`, with `unknown` for the revision if
-        neither the Hub nor its cache tells.
+        `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, the source
+        that is asked first and its newest git revision, `"allenai/sciq@<revision>"`, with `unknown` for the revision
+        if neither the Hub nor its cache tells. Which source was read is in a record's `observed`.
 
     Raises:
         FileNotFoundError: if the folder is not there.

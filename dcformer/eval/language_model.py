@@ -127,15 +127,22 @@ class DCFormerLM(LogLikelihoods, HFLM):
         sizes = self._batch_sizes(requests, override_bs)
         roots = shared_stretches([each.ids for each in inputs]) if self.shared_prefixes else []
         sharing = self._prefix_scorer if any(root.children for root in roots) else None
+        left = dict.fromkeys(range(len(inputs)))
         if sharing is not None:
             before = sharing.saved_tokens
-            for done in sharing.score(inputs, roots, sizes):
-                self.cached_tokens += sharing.saved_tokens - before
-                before = sharing.saved_tokens
-                yield done
-            return
-        places = iter(range(len(inputs)))
-        for batch in self._scorer.batches(inputs, sizes):
+            try:
+                for done in sharing.score(inputs, roots, sizes):
+                    self.cached_tokens += sharing.saved_tokens - before
+                    before = sharing.saved_tokens
+                    for place, _ in done:
+                        del left[place]
+                    yield done
+            except CannotShare as error:
+                self._prefix_scorer = None
+                self._say_why_not(error)
+        whole = list(left)
+        places = iter(whole)
+        for batch in self._scorer.batches([inputs[place] for place in whole], lambda index: sizes(whole[index])):
             yield [(next(places), scores) for scores in self._scorer.score(batch)]
 
     @functools.cached_property
@@ -143,9 +150,12 @@ class DCFormerLM(LogLikelihoods, HFLM):
         try:
             return PrefixScorer(self._scorer)
         except CannotShare as error:
-            self.sharing_problem = str(error)
-            logger.warning("What inputs begin with alike is computed again for each of them: %s.", error)
+            self._say_why_not(error)
             return None
+
+    def _say_why_not(self, error: CannotShare) -> None:
+        self.sharing_problem = str(error)
+        logger.warning("What inputs begin with alike is computed again for each of them: %s.", error)
 
     def _batch_sizes(self, longest_first: Sequence[tuple], override_bs: int | None) -> Callable[[int], int]:
         """Number of inputs in the batch that begins with the input of an index."""

@@ -48,15 +48,18 @@ def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False)
 
 
 def read_published(
-    column: str, read: Callable[[Source], T], hash_of: Callable[[T], str], required: str | None = None
+    column: str,
+    read: Callable[[Source], tuple[T, str | None]],
+    hash_of: Callable[[T], str],
+    required: str | None = None,
 ) -> tuple[T, dict[str, Any]]:
     """
     What the first source has that is reached and whose documents have the right hash.
 
     Args:
         column (`str`): Name of a folder of data, such as `"piqa"` or `"pile"`.
-        read: Reads what a source holds; an `OSError` says that it cannot be reached, a `ValueError` that it holds
-            something else.
+        read: Reads what a source holds, and the git revision of that, if it is known; an `OSError` says that it cannot
+            be reached, a `ValueError` that it holds something else.
         hash_of: [`documents_hash`] of what was read.
         required (`str`, *optional*): The hash that the documents must have, or `"any"` to take the first that are
             reached; by default the hash that is known. Where none is known, the first source alone is taken.
@@ -74,7 +77,7 @@ def read_published(
     unreachable: OSError | None = None
     for place, source in enumerate(sources):
         try:
-            content = read(source)
+            content, revision = read(source)
             found = hash_of(content)
         except OSError as error:
             unreachable = unreachable or error
@@ -85,7 +88,7 @@ def read_published(
         if wanted in (found, ANY_HASH) or (wanted is None and place == 0):
             if place > 0:
                 logger.warning("%s: %s is read in place of %s.", column, source, sources[0])
-            return content, origin(str(source), found, column)
+            return content, {**origin(str(source), found, column), "revision": revision}
         refused.append(f"the documents of {source} have the hash {found}")
     if not refused:
         others = f", nor from {', '.join(map(str, sources[1:]))}" if len(sources) > 1 else ""
@@ -122,8 +125,9 @@ def origin(source: str | None, found: str, column: str) -> dict[str, Any]:
         column (`str`): Name of the folder of data.
 
     Returns:
-        `source`, `hash`, and `as_known`: whether the hash is the one that is known, `None` where none is. Documents of
-        another split than the one that is to be scored say besides which one they stand in for, `stands_in_for`.
+        `source`, `hash`, and `as_known`: whether the hash is the one that is known, `None` where none is. Those that
+        were fetched say besides their git `revision`, `None` if it is not known, and documents of another split than
+        the one that is to be scored which one they stand in for, `stands_in_for`.
     """
     known = DOCUMENT_HASHES.get(column)
     return {"source": source or _OF_A_FOLDER, "hash": found, "as_known": None if known is None else found == known}

@@ -77,9 +77,12 @@ def load_pile(
     check_window("dcformer_pile_ppl", window, **settings)
     tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
-        documents, found = read_published(
-            "pile", lambda source: _texts([fetch_file(source, "validation")], subset, seed), _hash_of, data_hash
-        )
+
+        def read(source: Source) -> tuple[list[str], str | None]:
+            file, revision = fetch_file(source, "validation")
+            return _texts([file], subset, seed), revision
+
+        documents, found = read_published("pile", read, _hash_of, data_hash)
     else:
         documents = _texts(_pile_files(Path(data_dir)), subset, seed)
         found = _local_origin("pile", documents, data_hash)
@@ -154,10 +157,11 @@ def load_flan(
     tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
 
-        def read(source: Source) -> list[tuple[str, str]]:
-            rows = hub_splits(source)["train"]
+        def read(source: Source) -> tuple[list[tuple[str, str]], str | None]:
+            splits, revision = hub_splits(source)
+            rows = splits["train"]
             chosen = rows.select(drawn_places(len(rows), subset, seed))
-            return [(row["prompt"], row["completion"]) for row in chosen]
+            return [(row["prompt"], row["completion"]) for row in chosen], revision
 
         pairs, found = read_published("flan", read, documents_hash, data_hash)
     else:
@@ -239,9 +243,10 @@ def _local_origin(column: str, texts: list[str], required: str | None) -> dict[s
     return found
 
 
-def _articles_of_the_hub(source: Source) -> list[str]:
+def _articles_of_the_hub(source: Source) -> tuple[list[str], str | None]:
+    splits, revision = hub_splits(source)
     # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
-    return wikitext_articles("".join(line or " \n" for line in hub_splits(source)["test"]["text"]))
+    return wikitext_articles("".join(line or " \n" for line in splits["test"]["text"])), revision
 
 
 def _pile_files(data_dir: Path) -> list[Path]:

@@ -83,7 +83,7 @@ def make_plan(
                     "max_length": lengths[model.name, task],
                 }
                 # Settings without it, as those of earlier versions, say that every input was computed whole.
-                if common["shared_prefixes"] and task not in PERPLEXITY_TASKS:
+                if common["shared_prefixes"]:
                     own["shared_prefixes"] = True
                 jobs.append(Job(index, task, number, {**own, **settings}))
     return jobs

@@ -27,7 +27,7 @@ from .shared_prefixes import Stretch, shared_stretches
 # Bytes of keys and values of one batch; three such may be held at once. On a GPU an eighth of what is free, if more.
 MOST_CACHED = 2**31
 # How far log-probabilities with and without the cache may be apart, as a share of their spread over the vocabulary.
-_TOLERANCES = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.1}
 # Windows up to this length are crossed when a model is tried out.
 _LONGEST_WINDOW_TRIED = 512
 
@@ -96,6 +96,7 @@ class PrefixScorer:
         if not {"use_cache", "past_key_values", "attention_mask"} <= parameters.keys():
             raise CannotShare("the model takes no cache")
         self._takes_positions = "position_ids" in parameters
+        self._longest = _longest_of_one_kind(model)
         self._bytes_per_token = 0
         # Where the output layer can be given the scored positions alone, no other logits are computed.
         reasons = []
@@ -123,7 +124,14 @@ class PrefixScorer:
 
         Returns:
             Places among the inputs, and the scores of the targets of each.
+
+        Raises:
+            CannotShare: if it shows only now that the model cannot; what was not said to be done is left to do.
         """
+        if inputs and len(inputs[0].ids) > self._longest:
+            raise CannotShare(
+                f"in inputs of more than {self._longest} tokens the model gives all tokens other rotary angles"
+            )
         shared = [root for root in roots if root.children]
         alone = sorted(place for root in roots if not root.children for place in root.places)
         if shared:
@@ -442,6 +450,21 @@ def _only_at(head: torch.nn.Module, rows: Tensor, columns: Tensor) -> Iterator[N
         yield
     finally:
         handle.remove()
+
+
+def _longest_of_one_kind(model: torch.nn.Module) -> float:
+    """Length of inputs up to which a token's rotary angles do not depend on how long the input is."""
+    longest = math.inf
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            own = parameters if layer_type is None else parameters.get(layer_type) or {}
+            if kind == "longrope":
+                longest = min(longest, own.get("original_max_position_embeddings", 0))
+            elif kind == "dynamic":
+                longest = min(longest, getattr(module, "original_max_seq_len", 0))
+    return longest
 
 
 def _most_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from . import published
 from .bootstrap import (
@@ -253,9 +254,10 @@ class _Builder:
             texts.append({"doc_id": doc_id, "doc_hash": doc_hash, "metrics": metrics})
         return texts
 
-    def _is_of_another_split(self, cell: Cell) -> bool:
+    def _documents(self, cell: Cell) -> dict[str, Any]:
+        """What the record says of the documents; nothing in records of earlier versions."""
         observed = self.records[cell.model, cell.task, cell.num_fewshot].settings.get(OBSERVED) or {}
-        return "stands_in_for" in (observed.get("documents") or {})
+        return observed.get("documents") or {}
 
     def _add(self, cell: Cell) -> None:
         """With the paper's number, the verdict on it, and the control of a Pythia model."""
@@ -268,9 +270,10 @@ class _Builder:
             if cell.task == AVERAGE:
                 columns = [self.cells[cell.model, task, cell.num_fewshot, "acc"].control for task in TABLE4_COLUMNS]
                 control = check_average(row, cell.num_fewshot, cell.value, columns)
-            elif not self._is_of_another_split(cell):
+            elif "stands_in_for" not in (documents := self._documents(cell)):
                 counts = cell.num_samples, cell.num_documents
-                control = check_column(row, cell.task, cell.num_fewshot, cell.value, *counts)
+                is_other = documents.get("as_known") is False
+                control = check_column(row, cell.task, cell.num_fewshot, cell.value, *counts, is_other)
         elif cell.metric == "token_perplexity" and window_of(cell, self.records) == PAPER_WINDOW:
             numbers = published.paper_perplexities(row)
         paper = numbers.get(cell.task)

@@ -34,8 +34,8 @@ def control_warnings(report: Report) -> list[str]:
             ]
             others = _whose(row, [cell for cell in cells if cell.num_fewshot == 0])
             if others:
-                lines.append(f"All columns at hand are what is published for {others}: check what was run.")
-            warnings.append("\n".join([*lines, *(_sentence(cell, row) for cell in misses)]))
+                lines.append(f"All columns agree of which anything is published for {others}: check what was run.")
+            warnings.append("\n".join([*lines, *(_sentence(cell, row, bool(others)) for cell in misses)]))
     return warnings
 
 
@@ -54,7 +54,14 @@ def control_statements(report: Report) -> list[str]:
                     "columns, acc_norm, and the control without examples has not passed"
                 )
             statements.append(_statement(report.names[model], report.rows[model], cells, doubts[shots]))
-    if report.rows and not statements and not any(cell.control for cell in report.cells.values()):
+    pythias = [model for model in report.models if published.control_accuracies(report.rows.get(model), 0)]
+    for model in pythias:
+        if not _shots(report, model):
+            statements.append(
+                f"CONTROL INCOMPLETE: of {report.names[model]} there is no result that an accuracy is published for. "
+                "Run all eleven columns without examples on all documents before a number is quoted."
+            )
+    if not pythias:
         tables = [cell for cell in report.cells.values() if cell.task in _CELLS and cell.paper is not None]
         if tables:
             statements.append(
@@ -74,12 +81,12 @@ def _checked(report: Report, model: str, shots: int) -> list[Cell]:
     return [cell for cell in cells if cell and cell.control]
 
 
-def _sentence(cell: Cell, row: str) -> str:
+def _sentence(cell: Cell, row: str, is_of_others: bool) -> str:
     check = cell.control
     of = "" if check.is_whole else f" of {check.num_documents:,}"
     return (
         f"{cell.task}, {cell.num_fewshot}-shot: {100 * cell.value:.2f} instead of the {_published(check)}, tolerance "
-        f"{100 * check.tolerance:.2f} points, {cell.num_samples:,}{of} documents: {_advice(cell, row)}."
+        f"{100 * check.tolerance:.2f} points, {cell.num_samples:,}{of} documents: {_advice(cell, row, is_of_others)}."
     )
 
 
@@ -88,16 +95,18 @@ def _published(check: ControlCheck) -> str:
     return f"{100 * check.published.value:.{decimals}f} that {check.published.publisher} published"
 
 
-def _advice(cell: Cell, row: str) -> str:
+def _advice(cell: Cell, row: str, is_of_others: bool) -> str:
     check = cell.control
     if not check.is_whole and not check.is_limited:
         return f"run it on the {check.num_documents:,} documents that the published accuracy is of"
+    if check.has_other_documents:
+        return "its documents do not have the hash that is known; run it on the published ones"
     if cell.task == AVERAGE:
         return _AVERAGE
     normalised = published.eleuther_length_normalised(row, cell.num_fewshot).get(cell.task)
     few = max(FEW_POINTS, FEW_DOCUMENTS / check.num_samples)
-    if normalised is not None and abs(cell.value - normalised) < few:
-        return f"this is the published acc_norm ({100 * normalised:.2f}); score by acc, which no length divides"
+    if normalised is not None and abs(cell.value - normalised) < few and not is_of_others:
+        return f"it agrees with the published acc_norm ({100 * normalised:.2f}); score by acc, which no length divides"
     limited = "run it without --limit, and " if check.is_limited else ""
     if abs(cell.value - check.published.value) <= 2 * check.tolerance and not cell.num_fewshot:
         return f"{limited}run it with --dtype float32 to see whether rounding decides; if not, {_PROTOCOL}"
@@ -161,6 +170,9 @@ def _doubts(cells: list[Cell]) -> Iterator[str]:
             f"{cell.task} ({cell.num_samples:,} instead of {cell.control.num_documents:,})" for cell in others
         )
         yield f"these are not the documents that the published accuracies are of: {which}"
+    unknown = [cell.task for cell in columns if cell.control.has_other_documents]
+    if unknown:
+        yield f"by their hash the documents of {', '.join(unknown)} are other ones"
     there = {cell.task for cell in columns}
     missing = [task for task in TABLE4_COLUMNS if task not in there]
     if missing:

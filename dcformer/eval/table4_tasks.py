@@ -161,12 +161,18 @@ def _hash_of(column: str, documents: Dataset) -> str:
     return documents_hash(zip(*columns))
 
 
-def _published(column: str, source: Source) -> dict[str, Dataset]:
-    splits: dict = {split: data.fetch_file(source, split) for split in source.files} or data.hub_splits(source)
+def _published(column: str, source: Source) -> tuple[dict[str, Dataset], str | None]:
+    splits: dict[str, Path] | dict[str, Dataset]
+    if source.files:
+        fetched = {split: data.fetch_file(source, split) for split in source.files}
+        splits = {split: file for split, (file, _) in fetched.items()}
+        _, revision = next(iter(fetched.values()))
+    else:
+        splits, revision = data.hub_splits(source)
     scored = _LAYOUTS[column].split
     if scored not in splits:
         raise ValueError(f"{str(source)!r} has no {scored} split.")
-    return _scored_and_examples(column, scored, splits)
+    return _scored_and_examples(column, scored, splits), revision
 
 
 def _local_splits(column: str, data_dir: str | os.PathLike) -> dict[str, Path]:

@@ -75,7 +75,9 @@ def load_authors_texts(
     tokenizer = load_task_tokenizer(**settings)
     add_bos_token = settings.get("add_bos_token")
     if data_dir is None:
-        texts, found = read_published("synthetic", lambda _: list(authors_texts(None)), documents_hash, data_hash)
+        texts, found = read_published(
+            "synthetic", lambda source: (list(authors_texts(None)), source.revision), documents_hash, data_hash
+        )
     else:
         texts = list(authors_texts(data_dir))
         found = origin(None, documents_hash(texts), "synthetic")

@@ -134,7 +134,7 @@ def test_accuracy_divided_by_length_is_caught_in_every_column_that_has_it(tmp_pa
     found = lines_of(only_warning(tmp_path))
     assert list(found) == list(normalised)
     for task, accuracy in normalised.items():
-        assert f"this is the published acc_norm ({100 * accuracy:.2f}); score by acc" in found[task]
+        assert f"it agrees with the published acc_norm ({100 * accuracy:.2f}); score by acc" in found[task]
 
 
 @pytest.mark.parametrize("row", MODELS)
@@ -143,7 +143,8 @@ def test_other_weights_are_caught_and_named(row):
     assert len(others) == 16  # five examples, two sizes of the paper, and 13 neighbours
     for name, accuracies in others.items():
         (warning,) = warnings_of(row, {task: accuracies[task] for task in TABLE4_COLUMNS if task in accuracies})
-        assert f"All columns at hand are what is published for {name}: check what was run." in warning
+        assert f"All columns agree of which anything is published for {name}: check what was run." in warning
+        assert "acc_norm" not in warning  # which is the same by chance
         # The nearest are the steps before the last, which differ in two columns of three.
         assert len(lines_of(warning)) >= 3
 
@@ -277,6 +278,33 @@ def test_columns_of_different_precision_have_no_average_and_do_not_pass(tmp_path
     write_record(tmp_path, Record(MODEL, "piqa", 0, metrics, count, count, None, {"dtype": "float32"}), [])
     (statement,) = build_report(tmp_path).control
     assert statement.startswith("CONTROL INCOMPLETE: ") and "there is no average" in statement
+
+
+def test_documents_without_the_hash_that_is_known_are_other_ones(tmp_path):
+    write_columns(tmp_path, published_of(ROW))
+    other = {**SETTINGS, "observed": {"documents": {"as_known": False}}}
+    count = DOCUMENT_COUNTS["piqa"]
+    for value, is_right in ((published_of(ROW)["piqa"], True), (0.6, False)):
+        metrics = {"acc": {"value": value, "stderr": 0.01}}
+        write_record(tmp_path, Record(MODEL, "piqa", 0, metrics, count, count, None, other), [])
+        if is_right:
+            report = build_report(tmp_path)
+            (statement,) = report.control
+            assert report.warnings == [] and statement.startswith("CONTROL INCOMPLETE: ")
+            assert "by their hash the documents of piqa are other ones" in statement
+        else:
+            assert "run it on the published ones" in lines_of(only_warning(tmp_path))["piqa"]
+
+
+@pytest.mark.parametrize("task, shots", [("sciq", 0), ("piqa", 3)])
+def test_pythia_without_anything_to_hold_it_against_is_not_controlled(tmp_path, task, shots):
+    count = DOCUMENT_COUNTS[task]
+    metrics = {"acc": {"value": 0.3, "stderr": 0.01}}
+    stand_in = {**SETTINGS, "observed": {"documents": {"stands_in_for": "test"}}} if task == "sciq" else SETTINGS
+    write_record(tmp_path, Record(MODEL, task, shots, metrics, count, count, None, stand_in), [])
+    report = build_report(tmp_path)
+    (statement,) = report.control
+    assert report.warnings == [] and statement.startswith(f"CONTROL INCOMPLETE: of {MODEL} there is no result")
 
 
 def test_a_model_that_fails_anywhere_is_nowhere_said_to_pass(tmp_path):

@@ -1,5 +1,6 @@
 """Computing once what inputs begin with: the same scores as without, and only of models that can."""
 
+import argparse
 import json
 import logging
 import random
@@ -15,18 +16,23 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.cache_utils import DynamicCache
 
 
 pytest.importorskip("lm_eval")
 
+from lm_eval.models.huggingface import HFLM
 from test_eval_scoring import save_model, save_tokenizer
 
+from benchmarks import evaluation
 from dcformer.eval import prefix_scoring
 from dcformer.eval.language_model import DCFormerLM
 from dcformer.eval.records import read_record, record_path
@@ -73,12 +79,15 @@ def make_model(name):
     return MODELS[name]().eval()
 
 
-def language_model(model, **options):
+def make_tokenizer():
     tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(ROWS)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1")
+
+
+def language_model(model, **options):
     return DCFormerLM(
         model,
-        tokenizer=tokenizer,
+        tokenizer=make_tokenizer(),
         max_length=POSITIONS,
         on_progress=lambda *_: None,
         **{"batch_size": 8, **options},
@@ -132,6 +141,45 @@ def test_scores_are_those_of_whole_inputs(name):
         assert found == pytest.approx(expected, abs=TOLERANCE, rel=1e-6)
         assert flags == greedy
         assert 0.2 * scorer.input_tokens < scorer.cached_tokens < 0.8 * scorer.input_tokens
+
+
+@pytest.mark.parametrize("name", ["dcformer", "dcpythia", "gpt_neox", "llama"])
+def test_scores_are_those_of_the_harness(name):
+    model = make_model(name)
+    requests = questions(model)
+    harness = HFLM(model, tokenizer=make_tokenizer(), backend="causal", batch_size=1, max_length=POSITIONS)
+    expected = harness._loglikelihood_tokens(requests, disable_tqdm=True)
+    found, flags = answers_of(language_model(model), requests)
+    assert found.tolist() == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert flags == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_beginnings_are_shared_as_long_as_angles_do_not_depend_on_the_length(rope_type, caplog):
+    # Inputs have up to 64 tokens.
+    short = {
+        "longrope": {
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 40,
+        },
+        "dynamic": {"factor": 2.0},
+    }[rope_type]
+    positions = 64 if rope_type == "longrope" else 40
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, **short}
+    torch.manual_seed(0)
+    model = tiny_model("all_global", max_position_embeddings=positions, rope_parameters=rope).eval()
+    short_ones = [each for each in questions(model) if len(each[1]) + len(each[2]) <= 40]
+    scorer = language_model(model)
+    for requests, shares in ((short_ones, True), (questions(model), False)):
+        # One by one: the longest input of a batch decides on the angles of all.
+        expected, greedy = answers_of(language_model(model, shared_prefixes=False, batch_size=1), requests)
+        scorer.batch_size_per_gpu = 8 if shares else 1
+        before = scorer.cached_tokens
+        found, flags = answers_of(scorer, requests)
+        assert found == pytest.approx(expected, abs=TOLERANCE, rel=1e-6) and flags == greedy
+        assert (scorer.cached_tokens > before) is shares
+    assert "inputs of more than 40 tokens" in scorer.sharing_problem
 
 
 def test_contexts_that_begin_alike_are_shared_without_a_scored_token():
@@ -191,6 +239,59 @@ def test_cache_that_changes_scores_is_not_used(model_class, reason):
     found, _ = answers_of(scorer, requests)
     assert reason in scorer.sharing_problem
     assert torch.equal(found, answers_of(language_model(model, shared_prefixes=False), requests)[0])
+
+
+class WithWindowOfItsOwn(MistralForCausalLM):
+    """Takes a cache of its own, which drops what has left the window."""
+
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **arguments
+    ):
+        if past_key_values is not None and past_key_values.get_seq_length() == 0:
+            past_key_values = DynamicCache(config=self.config)
+        return super().forward(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **arguments,
+        )
+
+
+def test_model_that_fails_beyond_what_was_tried_computes_inputs_whole(monkeypatch, caplog):
+    monkeypatch.setattr(prefix_scoring, "_LONGEST_WINDOW_TRIED", 0)
+    torch.manual_seed(0)
+    model = WithWindowOfItsOwn(MistralConfig(**SHAPE, intermediate_size=64, num_key_value_heads=2, sliding_window=45))
+    requests = questions(model.eval())
+    expected, greedy = answers_of(language_model(model, shared_prefixes=False), requests)
+    scorer = language_model(model)
+    assert scorer._prefix_scorer is not None
+    with caplog.at_level(logging.WARNING, "dcformer.eval"):
+        found, flags = answers_of(scorer, requests)
+    assert found == pytest.approx(expected, abs=TOLERANCE) and flags == greedy
+    assert "other things than keys and values" in scorer.sharing_problem and scorer.sharing_problem in caplog.text
+
+
+def test_what_was_scored_before_a_model_fails_is_kept(monkeypatch):
+    model = make_model("gpt_neox")
+    requests = questions(model)
+    expected, greedy = answers_of(language_model(model, shared_prefixes=False), requests)
+    scorer = language_model(model, batch_size=1)
+    assert scorer._prefix_scorer is not None
+    forward, calls = prefix_scoring.PrefixScorer.forward, []
+
+    def failing_at_last(self, batch, *arguments):
+        calls.append(len(batch))
+        if len(calls) > 10:
+            raise prefix_scoring.CannotShare("no more")
+        return forward(self, batch, *arguments)
+
+    monkeypatch.setattr(prefix_scoring.PrefixScorer, "forward", failing_at_last)
+    found, flags = answers_of(scorer, requests)
+    assert found == pytest.approx(expected, abs=TOLERANCE) and flags == greedy
+    assert scorer.sharing_problem == "no more" and scorer.cached_tokens > 0
+    assert answers_of(scorer, requests)[0] == pytest.approx(expected, abs=TOLERANCE) and len(calls) == 11
 
 
 def test_model_in_bfloat16_shares():
@@ -261,19 +362,28 @@ def test_chain_of_beginnings_has_a_bounded_depth():
     assert depth == 3 and sorted(places) == list(range(199))
 
 
-def test_record_says_what_was_shared_and_the_option_belongs_to_its_settings(fixtures, tmp_path):
+@pytest.mark.parametrize("task", ["arc_easy", "flan_ppl"])
+def test_record_says_what_was_shared_and_the_option_belongs_to_its_settings(task, fixtures, tmp_path):
     folder = tmp_path / "model"
     save_model(folder, "gpt_neox")
     save_tokenizer(folder, fixtures)
+    data_dir = fixtures / "benchdata"
+    if task == "flan_ppl":
+        data_dir = tmp_path / "data"
+        (data_dir / "flan").mkdir(parents=True)
+        asked = "Translate into the language of the neighbours, word by word:"
+        examples = [{"inputs": f"{asked} {word}", "targets": word.upper()} for word in ("one", "two", "three")]
+        (data_dir / "flan" / "a.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     options = {
         "output": tmp_path / "results",
-        "tasks": "arc_easy",
-        "data_dir": fixtures / "benchdata",
+        "tasks": task,
+        "data_dir": data_dir,
         "limit": 3,
         "dtype": "float32",
         "device": "cpu",
+        "max_length": 64,
     }
-    path = record_path(options["output"], str(folder), "arc_easy", 0)
+    path = record_path(options["output"], str(folder), task, 0)
     samples = {}
     for shared in (True, False):
         evaluate(str(folder), shared_prefixes=shared, **options)
@@ -286,3 +396,25 @@ def test_record_says_what_was_shared_and_the_option_belongs_to_its_settings(fixt
     for ours, whole in zip(samples[True], samples[False], strict=True):
         assert ours["log_likelihood"] == pytest.approx(whole["log_likelihood"], abs=1e-4)
         assert {**ours, "log_likelihood": 0} == {**whole, "log_likelihood": 0}
+
+
+def test_the_benchmark_counts_what_the_scorer_computes(fixtures):
+    data_dir = str(fixtures / "benchdata")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=f"{data_dir}/tokenizer/20B_tokenizer.json", eos_token="<|endoftext|>"
+    )
+    counted = evaluation.count_tokens(
+        data_dir, tokenizer, argparse.Namespace(shots="1", tasks="piqa,arc_easy", documents=4)
+    )
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": 50304, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 512}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=8))
+    scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, batch_size=8, on_progress=lambda *_: None)
+    for name, task in evaluation.load_tasks(data_dir, ["piqa", "arc_easy"]).items():
+        scorer.forget_documents()
+        scorer.loglikelihood(evaluation.make_requests(task, 1, 4))
+        own = {"tokens": scorer.input_tokens, "computed": scorer.input_tokens - scorer.cached_tokens}
+        assert counted[f"{name}, 1-shot"] == own and own["computed"] < own["tokens"]
+    assert counted["all, 1-shot"]["tokens"] == sum(
+        counted[f"{name}, 1-shot"]["tokens"] for name in ("piqa", "arc_easy")
+    )

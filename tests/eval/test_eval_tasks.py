@@ -5,6 +5,7 @@ text, since the licences of the data forbid more. `python tests/test_eval_tasks.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -436,32 +437,50 @@ def test_a_fetched_file_must_be_the_one_that_was_asked_for(tmp_path):
 
     def fetched(sha256):
         files = {"test": ("Test.txt", sha256)}
-        return data.fetch_file(sources.Source("somebody/LogiQA", address=str(tmp_path), files=files), "test")
+        source = sources.Source("somebody/LogiQA", revision="v1", address=str(tmp_path), files=files)
+        return data.fetch_file(source, "test")
 
-    assert fetched(digest(LOGIQA_TEXT)).read_text(encoding="utf-8") == LOGIQA_TEXT
+    file, revision = fetched(digest(LOGIQA_TEXT))
+    assert file.read_text(encoding="utf-8") == LOGIQA_TEXT and revision == "v1"
     with pytest.raises(ValueError, match=r"has the sha256 .* instead of 0000; download it yourself"):
         fetched("0000")
 
 
-def published(monkeypatch, by_path):
-    """Let the Hub have these data sets alone; `None` stands for one that cannot be reached."""
+REVISION = "0123456789abcdef" * 2 + "01234567"
 
-    def load_dataset(path, name, revision):
-        if by_path.get(path) is None:
-            raise ConnectionError("no route")
-        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in by_path[path].items()})
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+@pytest.fixture
+def published(monkeypatch, tmp_path):
+    """Lets the Hub have some data sets alone; an error is raised in place of one, `None` cannot be reached."""
+
+    def publish(by_path):
+        def load_dataset(path, name, revision):
+            found = by_path.get(path) or ConnectionError("no route")
+            if isinstance(found, Exception):
+                raise found
+            return datasets.DatasetDict({split: cached(path, split, rows) for split, rows in found.items()})
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    def cached(path, split, rows):
+        """As `datasets` has rows in its cache: in a folder named by the git revision."""
+        folder = tmp_path / f"{next(numbers)}" / path.replace("/", "___") / "default" / "0.0.0" / REVISION
+        datasets.Dataset.from_list(rows).save_to_disk(folder)
+        (file,) = folder.glob("*.arrow")
+        return datasets.Dataset.from_file(str(file))
+
+    numbers = itertools.count()
+    return publish
 
 
 def hash_of_piqa(rows):
     return documents_hash([row["goal"], row["sol1"], row["sol2"], str(row["label"])] for row in rows)
 
 
-def test_published_splits_are_chosen_like_local_ones(monkeypatch):
+def test_published_splits_are_chosen_like_local_ones(monkeypatch, published):
     rows = {"train": piqa_rows(4), "validation": piqa_rows(3), "test": piqa_rows(2)}
-    published(monkeypatch, {"baber/piqa": rows})
+    published({"baber/piqa": rows})
     monkeypatch.setitem(sources.DOCUMENT_HASHES, "piqa", hash_of_piqa(piqa_rows(3)))
     documents = load_documents("piqa")
     assert {split: len(rows) for split, rows in documents.items()} == {"scored": 3, "examples": 4}
@@ -469,32 +488,40 @@ def test_published_splits_are_chosen_like_local_ones(monkeypatch):
         "source": "baber/piqa",
         "hash": hash_of_piqa(piqa_rows(3)),
         "as_known": True,
+        "revision": REVISION,
     }
     assert origin_of(documents["examples"])["hash"] == hash_of_piqa(piqa_rows(4))
 
 
-def test_another_source_is_taken_only_with_the_same_documents(monkeypatch, caplog):
+def test_another_source_is_taken_only_with_the_same_documents(monkeypatch, published, caplog):
     right, wrong = piqa_rows(3), piqa_rows(3, label=1)
     monkeypatch.setitem(sources.DOCUMENT_HASHES, "piqa", hash_of_piqa(right))
-    for first in (None, {"validation": wrong}):
+    no_script = RuntimeError("Dataset scripts are no longer supported, but found piqa.py")
+    other_sizes = datasets.exceptions.DatasetGenerationError("3 rows instead of 4")
+    for first in (None, {"validation": wrong}, no_script, other_sizes):
         # The order of questions decides nothing.
-        published(monkeypatch, {"baber/piqa": first, "ybisk/piqa": {"validation": right[::-1]}})
+        published({"baber/piqa": first, "ybisk/piqa": {"validation": right[::-1]}})
         origin = origin_of(load_documents("piqa")["scored"])
         assert origin["source"] == "ybisk/piqa (plain_text)" and origin["as_known"]
+        assert origin["revision"] == REVISION
         assert "piqa: ybisk/piqa (plain_text) is read in place of baber/piqa" in caplog.text
-    published(monkeypatch, {"ybisk/piqa": {"validation": wrong}})
+    published({"ybisk/piqa": {"validation": wrong}})
     with pytest.raises(ValueError, match=f"No source of piqa .* have the hash {hash_of_piqa(wrong)}, not sha256:"):
         load_documents("piqa")
+    published({"baber/piqa": no_script})
+    with pytest.raises(ValueError, match=r"baber/piqa: it cannot be read \(Dataset scripts are no longer supported"):
+        load_documents("piqa")
+    published({"ybisk/piqa": {"validation": wrong}})
     assert origin_of(load_documents("piqa", data_hash="any")["scored"])["as_known"] is False
 
 
-def test_where_no_hash_is_known_only_the_first_source_is_taken(monkeypatch):
+def test_where_no_hash_is_known_only_the_first_source_is_taken(monkeypatch, published):
     monkeypatch.delitem(sources.DOCUMENT_HASHES, "piqa")
-    published(monkeypatch, {"ybisk/piqa": {"validation": piqa_rows(3)}})
+    published({"ybisk/piqa": {"validation": piqa_rows(3)}})
     with pytest.raises(ValueError, match="no hash is known that could tell whether they are the right ones"):
         load_documents("piqa")
     assert len(load_documents("piqa", data_hash=hash_of_piqa(piqa_rows(3)))["scored"]) == 3
-    published(monkeypatch, {"baber/piqa": {"validation": piqa_rows(3)}})
+    published({"baber/piqa": {"validation": piqa_rows(3)}})
     assert origin_of(load_documents("piqa")["scored"])["as_known"] is None
 
 
