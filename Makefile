@@ -47,10 +47,16 @@ bench-gpu:
 
 # The claim in miniature (docs/sweeps.md): sweeps of learning rates, of pairs of models and of the ablation, on the GPU if
 # there is one. Two processes of one thread each, as models of this size gain nothing from a second one. Stopped at any
-# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again.
-SWEEPS := TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(BIN)/dcformer train
+# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again. Like
+# bench-gpu it takes $(PYTHON) where there is no .venv and $(PYTHON) has all packages, so it needs no network there.
+# DATA_DIR=DIR names a folder with synthetic/synthetic_dataset.jsonl, which is fetched otherwise.
+CLAIM_PYTHON = $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+CLAIM_DATA := $(if $(DATA_DIR),--set sweep.data_dir=$(DATA_DIR))
+SWEEP = @TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(CLAIM_PYTHON) -m dcformer.training $(CLAIM_DATA)
 CLAIM := benchmarks/results/head_tasks
-claim: $(VENV)/.installed
+claim:
+	@test -x $(BIN)/python || $(PYTHON) -c "import accelerate, datasets, matplotlib, omegaconf, scipy, torch, typer" \
+		2> /dev/null || $(MAKE) --no-print-directory $(VENV)/.installed
 	@echo "Runs lie in runs/head-tasks-rates, runs/head-tasks-claim and runs/head-tasks-ablation."
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-pairs claim-ablation
 	@mkdir -p $(CLAIM)
@@ -60,14 +66,15 @@ claim: $(VENV)/.installed
 	done
 	@cp runs/head-tasks-claim/curves.png $(CLAIM)/claim_curves.png
 	@cp runs/head-tasks-claim/pairs.csv $(CLAIM)/claim.csv
-	@echo "Results, figures and costs by seed are copied to $(CLAIM)."
+	@cp runs/head-tasks-claim/take_offs.csv $(CLAIM)/claim_take_offs.csv
+	@echo "Results, figures, and what was spent by seed are copied to $(CLAIM)."
 
-claim-pairs: $(VENV)/.installed
-	@$(SWEEPS) head-tasks-rates
-	@$(SWEEPS) head-tasks-claim
+claim-pairs:
+	$(SWEEP) head-tasks-rates
+	$(SWEEP) head-tasks-claim
 
-claim-ablation: $(VENV)/.installed
-	@$(SWEEPS) head-tasks-ablation
+claim-ablation:
+	$(SWEEP) head-tasks-ablation
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -112,3 +112,20 @@ def test_the_page_shows_the_recorded_figures():
             assert abs(row[1]["change"]) < 0.006
     rows, channels = (f"cache of 2 bits, groups in {place}" for place in ("rows", "channels"))
     assert composed[channels]["change"] < 1.2 * plain[rows]["change"] < 0.2 * composed[rows]["change"]
+
+
+def test_the_page_says_what_was_recorded_of_the_bundled_models():
+    file = ROOT / "benchmarks" / "results" / "quantization_bundled.json"
+    page = " ".join((ROOT / "docs" / "quantization.md").read_text(encoding="utf-8").split())
+    recorded = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    raised: dict[int, list[float]] = {4: [], 8: []}
+    for methods in recorded.values():
+        for method, row in methods.items():
+            own = 100 * (row["perplexity"] / methods["float32"]["perplexity"] - 1)
+            if "int8" in method:
+                raised[8].append(own)
+            elif "int4" in method or "nf4" in method:
+                raised[4].append(own)
+    whole = [f"{recorded[name]['float32']['perplexity']:.2f}" for name in ("dcformer-tiny", "transformer-tiny")]
+    assert f"by {min(raised[4]):.1f} to {max(raised[4]):.1f} %, from {' and '.join(whole)}; 8 bits by" in page
+    assert f"8 bits by {max(map(abs, raised[8])):.1f} % at most" in page

@@ -165,4 +165,21 @@ def write_costs(results: Mapping[str, Any], path: str | Path) -> None:
     write_atomically(Path(path), text.getvalue())
 
 
-__all__ = ["comparison_text", "print_claim", "sentences", "write_costs"]
+def write_take_offs(results: Mapping[str, Any], path: str | Path) -> None:
+    """
+    Write what every variant of a pair spent until it took off, as CSV: a line for every variant, goal, axis and seed.
+
+    Columns: `variant`, `goal`, `axis`, `seed` and `spent` (steps, operations or seconds), empty where it did not.
+    """
+    claim = analyse_claim(results)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("variant", "goal", "axis", "seed", "spent"))
+    for item in () if claim is None else claim.take_offs:
+        for axis, spent in item.spent.items():
+            for seed, value in spent.items():
+                writer.writerow((item.variant, item.goal, axis, seed, "" if value is None else f"{value:.6g}"))
+    write_atomically(Path(path), text.getvalue())
+
+
+__all__ = ["comparison_text", "print_claim", "sentences", "write_costs", "write_take_offs"]

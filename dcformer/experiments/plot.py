@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..common.plotting import check_plot_path, draw_rows, picture
-from ..head_tasks.labels import REFERENCES
+from ..head_tasks.labels import REFERENCES, sweep_label
 from .reference_lines import REFERENCE_STYLES
 from .report import compares_with_first, sorted_by_gain
 from .results import METRICS, VariantSummary, measured, reference_values, summarise_variants
@@ -52,7 +52,7 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
                     axis.axvline(value, color="0.35", linewidth=1.2, linestyle=REFERENCE_STYLES[name], zorder=1)
         seeds = sorted({run["seed"] for run in results["runs"]})
         words = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-        figure.suptitle(f"{results['recipe']['name']}, {words}")
+        figure.suptitle(f"{sweep_label(results['recipe']['name'])}, {words}")
         _add_legend(figure, results, summaries, first, metrics)
 
 

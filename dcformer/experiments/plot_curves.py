@@ -9,7 +9,7 @@ from typing import Any
 
 from ..common.plotting import check_plot_path, draw_grid, picture
 from ..head_tasks.intervals import seed_interval
-from ..head_tasks.labels import REFERENCES, variant_label
+from ..head_tasks.labels import REFERENCES, sweep_label, variant_label
 from .claim import compare_pairs, curves_of
 from .curves import Axis, Curve, Quantity
 from .reference_lines import REFERENCE_STYLES
@@ -61,7 +61,7 @@ def plot_curves(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         panels[-1][0].set_yscale("log")
         seeds = {seed for pair in pairs for name in pair for seed in curves[name]}
         count = f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-        figure.suptitle(f"{results['recipe']['name']}: means with 95 % intervals, {count}")
+        figure.suptitle(f"{sweep_label(results['recipe']['name'])}: means with 95 % intervals, {count}")
         _add_legend(figure, results, styles)
 
 

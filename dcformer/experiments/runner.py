@@ -4,7 +4,8 @@
 <output>/<variant>/seed-<seed>/result.json     what was measured, written last
 <output>/results.json                          all of these, written anew after every run
 <output>/sweep.png                             means and intervals over the seeds
-<output>/curves.png, pairs.csv                 of pairs: loss and accuracy by what was spent; costs of equal quality
+<output>/curves.png, pairs.csv, take_offs.csv  of pairs: loss and accuracy by what was spent; costs of equal quality,
+                                               and of reaching blind choice and 90 %
 
 Runs follow one another in this process. Seeds are the outer loop, so that a sweep which is stopped has comparable rows
 of every variant.
@@ -37,7 +38,7 @@ from ..training.run import train
 from ..training.run_folder import locked_folder
 from ..training.throughput import flops_per_token
 from .claim import compare_pairs
-from .claim_report import write_costs
+from .claim_report import write_costs, write_take_offs
 from .curves import evaluation_curve, read_log, training_seconds
 from .plot import plot_sweep
 from .plot_curves import plot_curves
@@ -47,7 +48,7 @@ from .report import print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
-CURVES, COSTS = "curves.png", "pairs.csv"
+CURVES, COSTS, TAKE_OFFS = "curves.png", "pairs.csv", "take_offs.csv"
 # Of a recipe, what moves no number of a result.
 _MOVES_NO_RESULT = (
     "name",
@@ -144,6 +145,8 @@ def _run_all(
     rows = {key: result["run"] for key, result in found.items()}
     failures: list[dict[str, Any]] = []
     references = _references(recipe, scoring)
+    if scoring.documents > 0 and not scoring.with_authors:
+        references |= _recorded_references(output, rows)
 
     results = _results(recipe, references, rows, failures)
     _write_json(output / RESULTS, results)
@@ -216,6 +219,16 @@ def _references(recipe: Recipe, scoring: _Scoring) -> dict[str, Any]:
     sets = scored_sets(scoring.documents, scoring.with_authors, scoring.data_dir)
     of_evaluation = evaluation_references(recipe)
     return {**({} if of_evaluation is None else {"evaluation": of_evaluation}), **suite_references(sets)}
+
+
+def _recorded_references(output: Path, rows: dict[tuple[str, int], dict]) -> dict[str, Any]:
+    """Of the authors' texts, which are not within reach now, if a run has scores of them."""
+    try:
+        found = json.loads((output / RESULTS).read_text(encoding="utf-8"))["references"]
+    except (OSError, ValueError, KeyError):  # written anew
+        return {}
+    is_scored = any((row["evaluation"] or {}).get(suite.AUTHORS) for row in rows.values())
+    return {suite.AUTHORS: found[suite.AUTHORS]} if is_scored and suite.AUTHORS in found else {}
 
 
 def _results(
@@ -301,6 +314,7 @@ def _plot(results: dict[str, Any], output: Path) -> None:
     has_pairs = bool(compare_pairs(results))
     if has_pairs:
         write_costs(results, output / COSTS)
+        write_take_offs(results, output / TAKE_OFFS)
     try:
         plot_sweep(results, output / PLOT)
         if has_pairs:

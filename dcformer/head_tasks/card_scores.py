@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .comparison import part_of
-from .intervals import further_seed_interval, seed_interval
+from .intervals import further_share_interval, seed_interval
 from .labels import REFERENCES
 from .references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
 from .suite import AUTHORS, HELD_OUT
@@ -90,22 +90,30 @@ def _row(*cells: str) -> str:
 
 def _values(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> list[float]:
     """Accuracies in percent, one per training seed."""
+    return [100 * part["accuracy"] for part in _parts(runs, name, documents, keys)]
+
+
+def _parts(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> list[Mapping[str, Any]]:
     parts = [part_of((run["evaluation"] or {}).get(documents), *keys) for run in runs if run["variant"] == name]
-    return [100 * part["accuracy"] for part in parts if part is not None]
+    return [part for part in parts if part is not None]
 
 
 def _further_seed(runs: list[Mapping[str, Any]], names: list[str]) -> list[str]:
     """A sentence for whoever trains the recipe once more; none if there are too few seeds."""
     (title, documents, keys), ends = _WHOLE, {}
     for name in names:
-        values = _values(runs, name, documents, keys)
-        if len(values) > 1:
-            low, high = further_seed_interval(values)
-            ends[name] = f"between {max(0.0, low):.1f} % and {min(100.0, high):.1f} % for {name}"
+        parts = _parts(runs, name, documents, keys)
+        if len(parts) > 1:
+            ends_of_share = further_share_interval([part["accuracy"] for part in parts], parts[0]["answers"])
+            low, high = (100 * end for end in ends_of_share)
+            ends[name] = f"between {low:.1f} % and {high:.1f} % for {name}"
     if not ends:
         return []
     expected = ", ".join(ends.values())
-    return [f"A single run with another seed is expected {expected} ({title}; 95 % prediction interval)."]
+    return [
+        f"A single run with another seed is expected {expected} ({title}; 95 % prediction interval, on logits, as runs "
+        "are further below the mean than any can be above)."
+    ]
 
 
 def _over_seeds(runs: list[Mapping[str, Any]], name: str, documents: str, keys: tuple[str, ...]) -> str:

@@ -6,9 +6,10 @@ texts.
 
 **Splits.** The set of the facts of a line decides whether it belongs to `train`, `validation` or `test` (facts.py).
 Neither their order, nor the wording, nor what is asked about them has a part in it: three facts that are told in one
-split are told in no other. The facts of the authors' 888 texts are in no line of `train`, in any order. No document
-tells the same facts twice, but where a kind has fewer sets of facts than the document has lines: lists of dates, the
-fewest, have 27 in `test`.
+split are told in no other. A list that names one thing twice and another once has other facts than the reverse, of
+which the odd one is the other thing. The facts of the authors' 888 texts are in no line of `train`, in any order. No
+document tells the same facts twice, but where a kind has fewer sets of facts than the document has lines: lists of
+dates, the fewest, have 27 in `test`.
 """
 
 from __future__ import annotations

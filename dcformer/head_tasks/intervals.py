@@ -57,6 +57,31 @@ def further_seed_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half_width, mean + half_width
 
 
+def further_share_interval(shares: Sequence[float], documents: int) -> tuple[float, float]:
+    """
+    As [`further_seed_interval`], of shares of right answers: on their logits.
+
+    Near 1 the shares of seeds are far from a normal distribution: those below the mean lie further away from it than
+    those above can.
+
+    Args:
+        shares: One fraction per training seed, of two seeds at least.
+        documents: Of how many answers each is the share; 0 and 1 count as half an answer away from there.
+
+    Returns:
+        Both ends, as fractions.
+
+    Raises:
+        ValueError: for fewer than two values.
+        ImportError: without scipy.
+    """
+    least = 0.5 / documents
+    bounded = [min(max(share, least), 1.0 - least) for share in shares]
+    ends = further_seed_interval([math.log(share / (1.0 - share)) for share in bounded])
+    low, high = (1.0 / (1.0 + math.exp(-end)) for end in ends)
+    return low, high
+
+
 @dataclass(frozen=True)
 class SeedComparison:
     """

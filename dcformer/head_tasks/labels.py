@@ -30,6 +30,11 @@ for _key, _name in (("dcformer", "DCFormer++"), ("transformer", "Transformer++")
             VARIANTS[f"{_key}_{_width}_rate_{_rate}"] = f"{_name}, width {_width}, rate {_rate}"
 for _rate in ("1e-5", "1e-4", "6e-3"):
     VARIANTS[f"dcformer_48_compose_rate_{_rate}"] = f"DCFormer++, width 48, rate 4e-2, of compose weights {_rate}"
+SWEEPS = {
+    "head-tasks-rates": "Learning rates at width 48",
+    "head-tasks-claim": "Equal quality for less? DCFormer++ and Transformer++",
+    "head-tasks-ablation": "Table 9 in miniature: what is composed",
+}
 REFERENCES = {
     "blind_choice": "blind choice",
     "lone_name": "question-blind rule",
@@ -48,6 +53,11 @@ def variant_label(name: str, labels: Mapping[str, str] | None = None) -> str:
     """
     known = VARIANTS if labels is None else {**VARIANTS, **labels}
     return known.get(name, name.replace("_", " "))
+
+
+def sweep_label(name: str) -> str:
+    """What a sweep is called in a plot; one without another name keeps that of its recipe."""
+    return SWEEPS.get(name, name)
 
 
 def transformation_label(key: str) -> str:

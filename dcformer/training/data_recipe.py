@@ -15,6 +15,7 @@ from .fields import check_keys, check_mapping, check_range, read_fields
 
 HEAD_TASKS = "head_tasks"  # the source that is generated, and its tokenizer
 _LONGEST_ROW = 2**24
+_SHORTEST_OF_STAGES = 5  # of words that recur
 _MOST_DOCUMENTS = 10**18
 _MOST_GENERATED = 10**7  # all are made in memory before the first step
 _MOST_LINES = 1000
@@ -117,7 +118,8 @@ class DataRecipe:
         refuse_old_name(f"{name}.source", self.source)
         if not self.source:
             raise ValueError(f"{name}.source must not be empty; give a file, a folder, a data set or {HEAD_TASKS!r}.")
-        check_range(f"{name}.sequence_length", self.sequence_length, 2, _LONGEST_ROW)
+        shortest = 2 if self.stages is None else _SHORTEST_OF_STAGES
+        check_range(f"{name}.sequence_length", self.sequence_length, shortest, _LONGEST_ROW)
         if self.documents is not None:
             most = _MOST_GENERATED if self.source == HEAD_TASKS else _MOST_DOCUMENTS
             check_range(f"{name}.documents", self.documents, 1, most)
@@ -140,6 +142,9 @@ class DataRecipe:
         for place, stage in enumerate(self.stages):
             check_mapping(stage, f"{name}[{place}]")
             check_keys(stage, ("documents", "lines", "words", "facts", *FORMS), f"{name}[{place}]")
+            for key in ("documents", "words", "facts"):
+                if stage.get(key) is not None and type(stage[key]) is not int:
+                    raise ValueError(f"{name}[{place}].{key} must be an integer, got {quoted(stage[key])}.")
             check_range(f"{name}[{place}].documents", stage.get("documents", 0), 1, _MOST_GENERATED)
             if stage.get("lines") is not None:
                 _check_lines(f"{name}[{place}].lines", stage["lines"])

@@ -15,9 +15,10 @@ from scipy import stats
 
 import dcformer
 from dcformer import cache_bytes_per_token, cli
-from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim
+from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim, curves_of
 from dcformer.experiments.report import best_rates
 from dcformer.experiments.results import read_results, summarise_variants
+from dcformer.head_tasks.intervals import further_share_interval, seed_interval
 from dcformer.pretrained import seed_results
 from dcformer.training import load_recipe
 
@@ -27,6 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # Their examples train or convert; tests of their rooms run those.
 RUN_ELSEWHERE = ("conversion", "evaluation", "sweeps", "training")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+HEAD_TASKS = ROOT / "benchmarks" / "results" / "head_tasks"
 # The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
 PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path("dcformer-tiny"))
 
@@ -200,7 +202,7 @@ def test_the_table_of_the_claim_is_that_of_its_recorded_runs():
             "100.0", "100"
         )
 
-    results = read_results(ROOT / "benchmarks" / "results" / "head_tasks" / "claim.json")
+    results = read_results(HEAD_TASKS / "claim.json")
     claim, summaries = analyse_claim(results), {item.name: item for item in summarise_variants(results)}
     rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "width")
     assert len(rows) == len(claim.pairs)
@@ -217,8 +219,59 @@ def test_the_table_of_the_claim_is_that_of_its_recorded_runs():
         assert row == expected
 
 
+def test_the_table_of_all_runs_of_the_claim_is_that_of_the_recorded_ones():
+    def by_seed(values, form):
+        return ", ".join("-" if value is None else format(value, form) for _, value in sorted(values.items()))
+
+    results = read_results(HEAD_TASKS / "claim.json")
+    take_offs = {(item.variant, item.goal): item.spent["steps"] for item in analyse_claim(results).take_offs}
+    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "model")
+    summaries = summarise_variants(results)
+    assert len(rows) == len(summaries)
+    for row, item in zip(rows, summaries):
+        accuracies = item.values["evaluation_accuracy"]
+        low, high = further_share_interval(list(accuracies.values()), 1000)
+        rate = results["recipe"]["sweep"]["variants"][item.name]["training"]["muon_learning_rate"]
+        assert row == [
+            item.label.split(",")[0],
+            item.name.split("_")[1],
+            f"{rate:g}",
+            by_seed({seed: 100 * value for seed, value in accuracies.items()}, ".1f"),
+            f"{100 * low:.1f} to {100 * high:.1f}",
+            by_seed(take_offs[item.name, "loss of blind choice"], ".0f"),
+            by_seed(take_offs[item.name, "accuracy of 90%"], ".0f"),
+        ]
+
+
+def test_what_seven_seeds_say_at_width_48_is_what_was_recorded():
+    claim, rates = (read_results(HEAD_TASKS / f"{name}.json") for name in ("claim", "rates"))
+    names = {
+        "dcformer_48": "dcformer_48_rate_4e-2",
+        **{f"transformer_48_rate_{rate}": f"transformer_48_rate_{rate}" for rate in ("2e-2", "4e-2")},
+    }
+    page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
+    summaries, further = ({item.name: item for item in summarise_variants(results)} for results in (claim, rates))
+    curves = {}
+    for name, other in names.items():
+        own, new = (each.values["evaluation_accuracy"] for each in (summaries[name], further[other]))
+        low, high = further_share_interval(list(own.values()), 1000)
+        assert len(new) == 3 and all(low <= value <= high for value in new.values())
+        mean, half = (100 * value for value in seed_interval([*own.values(), *new.values()]))
+        assert f"{mean:.1f} % ({mean - half:.1f} to {mean + half:.1f})" in page
+        curves[name] = {**curves_of(claim)[name], **curves_of(rates)[other]}
+    for name in list(names)[1:]:
+        logarithms = []
+        for seed, curve in curves["dcformer_48"].items():
+            level = max(curve.loss[-1], curves[name][seed].loss[-1])
+            own, base = (each.reaches("loss", level, "flops") for each in (curve, curves[name][seed]))
+            logarithms.append(math.log(base / own))
+        mean, half = seed_interval(logarithms)
+        low, high = math.exp(mean - half), math.exp(mean + half)
+        assert len(logarithms) == 7 and f"{math.exp(mean):.2f} ({low:.2f} to {high:.2f})" in page
+
+
 def test_the_claim_has_the_best_learning_rates_of_the_recorded_sweep():
-    results = read_results(ROOT / "benchmarks" / "results" / "head_tasks" / "rates.json")
+    results = read_results(HEAD_TASKS / "rates.json")
     variants = load_recipe("head-tasks-claim").sweep["variants"]
     best = best_rates(results)
     assert [item.variant.split("_")[0] for item in best] == ["dcformer", "transformer"]

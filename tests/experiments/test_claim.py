@@ -12,7 +12,7 @@ from tiny_recipes import tiny_recipe
 
 from dcformer.experiments import runner
 from dcformer.experiments.claim import EQUAL_END, HALF, TAKE_OFF, analyse_claim
-from dcformer.experiments.claim_report import print_claim, sentences, write_costs
+from dcformer.experiments.claim_report import print_claim, sentences, write_costs, write_take_offs
 from dcformer.experiments.curves import Curve, evaluation_curve
 from dcformer.experiments.plot import plot_sweep
 from dcformer.experiments.plot_curves import plot_curves
@@ -203,6 +203,16 @@ def test_costs_by_seed_are_written_as_csv(tmp_path):
     assert [row["baseline_cost"] for row in rows] == ["2.5e+11", ""]
 
 
+def test_take_offs_by_seed_are_written_as_csv(tmp_path):
+    file = tmp_path / "take_offs.csv"
+    write_take_offs(two([curve_of(MODEL)] * 2, [curve_of(BASELINE), curve_of([1.2] * 4)]), file)
+    rows = [row for row in csv.DictReader(file.open()) if row["goal"] == "loss of blind choice"]
+    assert [row["axis"] for row in rows[::2]] == ["steps", "flops", "seconds"] * 2
+    spent = {(row["variant"], row["axis"], row["seed"]): row["spent"] for row in rows}
+    assert spent["baseline", "flops", "0"] == "2.5e+11" and spent["baseline", "steps", "0"] == "250"
+    assert spent["baseline", "steps", "1"] == spent["baseline", "seconds", "1"] == ""
+
+
 def test_a_sweep_with_pairs_writes_and_prints_what_they_say(tmp_path, monkeypatch, capsys):
     curves = {"model": curve_of(MODEL), "baseline": curve_of(BASELINE)}
     made_up = results_of({name: [curve] * 2 for name, curve in curves.items()}, [])
@@ -212,7 +222,7 @@ def test_a_sweep_with_pairs_writes_and_prints_what_they_say(tmp_path, monkeypatc
     results = run_sweep(tiny_recipe(tmp_path, data={"loss_on": "answers"}, sweep=sweep))
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert 0.3 < results["references"]["evaluation"]["blind_choice"]["loss"] < 0.8
-    for name in ("sweep.png", "curves.png", "pairs.csv"):
+    for name in ("sweep.png", "curves.png", "pairs.csv", "take_offs.csv"):
         assert (tmp_path / name).stat().st_size > 0
     assert "FLOPs for the same final loss: baseline needs 1.33 times those of model" in capsys.readouterr().out
 

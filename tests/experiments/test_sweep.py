@@ -134,6 +134,22 @@ def test_finished_runs_are_reused(finished, tmp_path, monkeypatch):
     assert trained == ["composed, seed 1"]
 
 
+def test_references_of_texts_that_are_out_of_reach_now_are_kept_with_their_scores(finished, tmp_path, offline):
+    output = tmp_path / "finished"
+    shutil.copytree(finished, output)
+    known = {"blind_choice": {"accuracy": 0.3}}
+    results = json.loads((output / "results.json").read_text())
+    results["references"] |= {"authors": known, "others": known}
+    (output / "results.json").write_text(json.dumps(results))
+    for file in output.glob("*/seed-*/result.json"):
+        result = json.loads(file.read_text())
+        result["run"]["evaluation"]["authors"] = {"accuracy": 0.5, "documents": 7}
+        file.write_text(json.dumps(result))
+    recipe = sweep_recipe(output, evaluation="head_tasks", evaluation_documents=7)
+    references = run_sweep(recipe, on_progress=ignore)["references"]
+    assert references["authors"] == known and "others" not in references and "held_out" in references
+
+
 def test_other_settings_of_the_evaluation_score_without_training(finished, tmp_path, offline, monkeypatch):
     output = tmp_path / "finished"
     shutil.copytree(finished, output)

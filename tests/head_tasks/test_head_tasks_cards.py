@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dcformer.head_tasks import build_tokenizer
 from dcformer.head_tasks.card_scores import BEGIN, END, with_scores
+from dcformer.head_tasks.intervals import further_share_interval
 from dcformer.head_tasks.suite import evaluate_head_tasks
 
 
@@ -39,7 +40,7 @@ def test_the_card_has_the_scores_of_the_packed_weights(script, tmp_path, monkeyp
         marks = f"{BEGIN}\nold 99.9 %\n{END}" if name == "dcformer-tiny" else "See the other."
         (folder / name / "README.md").write_text(f"# {name}\n\n{marks}\n\nlast line\n")
         for seed, accuracy in ((3, 0.5), (4, 0.6)):
-            evaluation = {"held_out": {"accuracy": accuracy}, "authors": None}
+            evaluation = {"held_out": {"accuracy": accuracy, "answers": 48}, "authors": None}
             runs.append(
                 {
                     "variant": name,
@@ -60,7 +61,8 @@ def test_the_card_has_the_scores_of_the_packed_weights(script, tmp_path, monkeyp
     assert written["runs"] == runs and written["packed"]["seed"] == 3
     assert "99.9" not in card and card.endswith("last line\n") and "## " not in card
     assert "| held-out tasks, none to seven examples | 55.0 % (0.0 to 100.0) | 55.0 % (0.0 to 100.0) |" in card
-    expected = "between 0.0 % and 100.0 % for dcformer-tiny, between 0.0 % and 100.0 % for transformer-tiny (held-out"
+    low, high = (f"{100 * end:.1f} %" for end in further_share_interval([0.5, 0.6], 48))
+    expected = f"between {low} and {high} for dcformer-tiny, between {low} and {high} for transformer-tiny (held-out"
     assert f"A single run with another seed is expected {expected} tasks" in card
     assert (
         folder / "transformer-tiny" / "README.md"

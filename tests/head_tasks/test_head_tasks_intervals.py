@@ -4,10 +4,16 @@ import random
 
 import pytest
 
-from dcformer.head_tasks.intervals import compare_seeds, further_seed_interval, holm, seed_interval
+from dcformer.head_tasks.intervals import (
+    compare_seeds,
+    further_seed_interval,
+    further_share_interval,
+    holm,
+    seed_interval,
+)
 
 
-stats = pytest.importorskip("scipy.stats")
+special, stats = pytest.importorskip("scipy.special"), pytest.importorskip("scipy.stats")
 
 
 def test_holm_of_a_known_example():
@@ -56,6 +62,20 @@ def test_a_further_seed_falls_where_it_is_expected_in_most_experiments():
     assert 0.92 <= inside / 400 <= 0.98  # two standard errors are 2.2 points
     with pytest.raises(ValueError, match="There are 1 values; what a further seed gives needs those of two"):
         further_seed_interval([1.0])
+
+
+def test_the_share_of_a_further_seed_is_expected_on_logits():
+    shares = [0.99, 0.97, 0.90, 0.985]
+    low, high = further_share_interval(shares, 1000)
+    logits = special.logit(shares)
+    error = stats.tstd(logits) * (1 + 1 / 4) ** 0.5
+    assert (low, high) == pytest.approx(special.expit(stats.t.interval(0.95, 3, loc=logits.mean(), scale=error)))
+    # Those of few right answers mirror those of few wrong ones, and both ends stay within.
+    assert further_share_interval([1 - share for share in shares], 1000) == pytest.approx((1 - high, 1 - low))
+    assert 0 < further_share_interval([1.0, 0.9, 0.0], 10)[0] < 0.5
+    normal = further_seed_interval(shares)
+    assert low < normal[0] and high < 1 < normal[1]
+    assert further_share_interval([1.0, 1.0], 10) == pytest.approx((0.95, 0.95))
 
 
 def test_equal_differences_and_errors():

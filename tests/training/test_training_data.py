@@ -330,6 +330,17 @@ WRONG_RECIPES = {
         {"source": "head_tasks", "stages": [{"documents": 1, "questions": 1, "facts": 4}]},
         "data.stages[0].facts",
     ),
+    **{
+        f"{key}_of_a_stage_{value}": (
+            {"source": "head_tasks", "stages": [{"documents": 1, "questions": 1} | {key: value}]},
+            f"data.stages[0].{key} must be an integer, got {value!r}.",
+        )
+        for key, value in (("documents", 5.5), ("documents", "5"), ("words", 5.5), ("facts", 2.0), ("facts", True))
+    },
+    "stages_in_rows_too_short": (
+        {"source": "head_tasks", "stages": [{"documents": 1, "recurring_words": 1}], "sequence_length": 4},
+        "data.sequence_length must be at least 5, got 4",
+    ),
     "lines_in_the_wrong_order": ({"source": "head_tasks", "documents": 9, "lines": [3, 2]}, "[3, 2]"),
     "evaluation_no_mapping": ({"source": "a", "evaluation": True}, "data.evaluation must be a mapping"),
     "evaluation_key": ({"source": "a", "evaluation": {"spilt": "test"}}, "spilt"),
