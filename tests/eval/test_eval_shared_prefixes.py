@@ -350,16 +350,73 @@ def test_stretches_hold_every_token_of_what_is_shared_once():
     assert len(roots) == 3
 
 
-def test_chain_of_beginnings_has_a_bounded_depth():
-    inputs = [list(range(8 * number)) for number in range(1, 200)]
-    (root,) = shared_stretches(inputs, least=8, most_levels=3)
-    depth, places, left = 0, [], [(root, 1)]
+def tokens_of(roots):
+    """Tokens to compute, most stretches of an input, and the inputs that are there."""
+    tokens, depth, places, left = 0, 0, [], [(root, 1) for root in roots]
     while left:
         stretch, level = left.pop()
-        depth = max(depth, level)
+        tokens, depth = tokens + stretch.stop - stretch.start, max(depth, level)
         places += stretch.places
         left += [(child, level + 1) for child in stretch.children]
-    assert depth == 3 and sorted(places) == list(range(199))
+    return tokens, depth, sorted(places)
+
+
+def test_chain_of_beginnings_has_a_bounded_depth():
+    inputs = [list(range(8 * number)) for number in range(1, 200)]
+    tokens, depth, places = tokens_of(shared_stretches(inputs, least=8, most_levels=3))
+    assert depth == 3 and places == list(range(199))
+    assert tokens < sum(map(len, inputs)) / 2
+
+
+def test_beginnings_that_save_little_do_not_take_the_place_of_those_that_save_much():
+    # All texts begin alike, those of a group have another example in common, and choices share their question.
+    def text(group, question, choice):
+        example = [1000 + 100 * group + number for number in range(30)]
+        return [*range(10), *example, *(5000 + 100 * question + number for number in range(80)), choice]
+
+    inputs = [
+        text(group, 4 * group + question, choice) for group in range(6) for question in range(4) for choice in (1, 2, 3)
+    ]
+    tokens, depth, places = tokens_of(shared_stretches(inputs, least=8, most_levels=3))
+    # The examples of six groups, with what all begin with, the questions, and the choices.
+    assert tokens == 6 * 40 + 24 * 80 + 72 and depth == 3 and places == list(range(72))
+
+
+def test_no_other_way_of_sharing_leaves_fewer_tokens():
+    generator = random.Random(0)
+    for _ in range(150):
+        inputs = []
+        for _ in range(generator.randint(1, 7)):
+            beginning = generator.choice(inputs)[: generator.randint(0, 8)] if inputs else []
+            inputs.append([*beginning, *(generator.randrange(3) for _ in range(generator.randint(1, 4)))])
+        inputs = [list(each) for each in sorted(set(map(tuple, inputs)))]
+        least, most_levels = generator.randint(1, 3), generator.randint(1, 4)
+        found = tokens_of(shared_stretches(inputs, least, most_levels))
+        assert found[0] == fewest_tokens(inputs, least, most_levels)
+        assert found[1] <= most_levels and found[2] == list(range(len(inputs)))
+
+
+def fewest_tokens(inputs, least, most_levels):
+    """Of all choices of places where inputs part, or one ends, to share what is before them."""
+
+    def fewest(rest, start, allowed):
+        if not rest:
+            return 0
+        first = rest[0]
+        found = [len(first) - start + fewest(rest[1:], start, allowed)]
+        for stop in range(start + least, len(first) + 1) if allowed else ():
+            alike = [each for each in inputs if each[:stop] == first[:stop]]
+            if (
+                len(first) == stop
+                or len({each[stop] for each in alike if len(each) > stop}) > 1
+                or first[:stop] in inputs
+            ):
+                longer = [each for each in rest if each[:stop] == first[:stop] and len(each) > stop]
+                others = [each for each in rest if each[:stop] != first[:stop]]
+                found.append(stop - start + fewest(longer, stop, allowed - 1) + fewest(others, start, allowed))
+        return min(found)
+
+    return fewest(inputs, 0, most_levels - 1)
 
 
 @pytest.mark.parametrize("task", ["arc_easy", "flan_ppl"])
