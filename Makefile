@@ -33,9 +33,12 @@ test-serving:
 coverage: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
 
-# Under nine minutes, and without a network: it runs from the working tree with .venv if there is one, else with
-# $(PYTHON), which then must have torch and Transformers. Every part runs, whatever has failed before it.
-BENCH := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m dcformer.bench
+# For what runs from the working tree without a network: .venv if there is one, else $(PYTHON) with what it has.
+ANY_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+# Under nine minutes; a $(PYTHON) without .venv must have torch and Transformers. Every part runs, whatever has failed
+# before it.
+BENCH := $(ANY_PYTHON) -m dcformer.bench
 bench-gpu:
 	@status=0; \
 	$(BENCH) attention --device cuda --seconds 140 || status=1; \
@@ -47,12 +50,11 @@ bench-gpu:
 
 # The claim in miniature (docs/sweeps.md): sweeps of learning rates, of pairs of models and of the ablation, on the GPU if
 # there is one. Two processes of one thread each, as models of this size gain nothing from a second one. Stopped at any
-# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again. Like
-# bench-gpu it takes $(PYTHON) where there is no .venv and $(PYTHON) has all packages, so it needs no network there.
+# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again. Where there
+# is no .venv and $(PYTHON) lacks a package, .venv is set up first.
 # DATA_DIR=DIR names a folder with synthetic/synthetic_dataset.jsonl, which is fetched otherwise.
-CLAIM_PYTHON = $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
 CLAIM_DATA := $(if $(DATA_DIR),--set sweep.data_dir=$(DATA_DIR))
-SWEEP = @TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(CLAIM_PYTHON) -m dcformer.training $(CLAIM_DATA)
+SWEEP := @TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(ANY_PYTHON) -m dcformer.training $(CLAIM_DATA)
 CLAIM := benchmarks/results/head_tasks
 claim:
 	@test -x $(BIN)/python || $(PYTHON) -c "import accelerate, datasets, matplotlib, omegaconf, scipy, torch, typer" \

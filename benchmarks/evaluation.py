@@ -112,22 +112,21 @@ def compare(scorers: dict, requests: list, repeats: int, device: torch.device) -
     return figures
 
 
-def count_tokens(data_dir: str, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> dict:
+def count_tokens(
+    tasks: dict[str, Any], tokenizer: PreTrainedTokenizerFast, numbers_of_shots: list[int], documents: int | None
+) -> dict[str, dict[str, int]]:
     """For every task and number of examples, the tokens of all inputs, and how many sharing leaves to compute."""
     from dcformer.eval.language_model import DCFormerLM
     from dcformer.eval.scoring import TargetScore
-    from dcformer.eval.shared_prefixes import shared_stretches
+    from dcformer.eval.shared_prefixes import all_stretches, shared_stretches
 
     class Counter(DCFormerLM):
         """Takes inputs as they would be scored, and scores none."""
 
         def _score(self, inputs: Any, requests: Any, override_bs: Any) -> Any:
-            left = shared_stretches([each.ids for each in inputs])
-            self.cached_tokens += sum(len(each.ids) for each in inputs)
-            while left:
-                stretch = left.pop()
-                self.cached_tokens -= stretch.stop - stretch.start
-                left.extend(stretch.children)
+            roots = shared_stretches([each.ids for each in inputs])
+            computed = sum(stretch.stop - stretch.start for stretch in all_stretches(roots))
+            self.cached_tokens += sum(len(each.ids) for each in inputs) - computed
             yield [(place, [TargetScore(0.0, False)] * len(each.targets)) for place, each in enumerate(inputs)]
 
     shape = GPTNeoXConfig(
@@ -136,11 +135,11 @@ def count_tokens(data_dir: str, tokenizer: PreTrainedTokenizerFast, args: argpar
     with contextlib.redirect_stdout(io.StringIO()):
         counter = Counter(GPTNeoXForCausalLM(shape), tokenizer=tokenizer, max_length=2048, device="cpu")
     figures: dict[str, dict[str, int]] = {}
-    for shots in map(int, args.shots.split(",")):
+    for shots in numbers_of_shots:
         whole = computed = 0
-        for name, task in load_tasks(data_dir, args.tasks.split(",")).items():
+        for name, task in tasks.items():
             counter.forget_documents()
-            counter.loglikelihood(make_requests(task, shots, args.documents), disable_tqdm=True)
+            counter.loglikelihood(make_requests(task, shots, documents), disable_tqdm=True)
             own = {"tokens": counter.input_tokens, "computed": counter.input_tokens - counter.cached_tokens}
             figures[f"{name}, {shots}-shot"] = own
             whole, computed = whole + own["tokens"], computed + own["computed"]
@@ -217,10 +216,12 @@ def main() -> None:
     from dcformer.eval.table4_tasks import TABLE4_COLUMNS
 
     args.tasks = args.tasks or (",".join(TABLE4_COLUMNS) if args.tokens else TASKS)
+    numbers_of_shots = [int(shots) for shots in args.shots.split(",")]
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=args.tokenizer, eos_token="<|endoftext|>")
     if args.tokens:
         with quiet_harness():
-            common.write_json(args, count_tokens(args.data_dir, tokenizer, args))
+            tasks = load_tasks(args.data_dir, args.tasks.split(","))
+            common.write_json(args, count_tokens(tasks, tokenizer, numbers_of_shots, args.documents))
         return
     args.documents = args.documents or DOCUMENTS
     results: dict[str, dict] = {}
@@ -232,7 +233,7 @@ def main() -> None:
             with contextlib.redirect_stdout(io.StringIO()):
                 scorers = make_scorers(model, tokenizer, args)
             results[name] = {}
-            for shots in map(int, args.shots.split(",")):
+            for shots in numbers_of_shots:
                 for task_name, task in tasks.items():
                     requests = make_requests(task, shots, args.documents)
                     if not results[name]:

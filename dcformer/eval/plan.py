@@ -69,7 +69,8 @@ def make_plan(
             "tokenizer": provenance.tokenizer_fingerprint(model.tokenizer),
             "add_bos": provenance.adds_special_tokens(model.tokenizer),
             "oov_policy": policy,
-            **{name: value for name, value in common.items() if name != "shared_prefixes"},
+            # Settings without shared_prefixes, as those of earlier versions, say that every input was computed whole.
+            **{name: value for name, value in common.items() if name != "shared_prefixes" or value},
             "seeds": dict.fromkeys(("random", "numpy", "torch", "fewshot"), seed),
             "versions": versions,
             "git_revision": git_revision,
@@ -82,9 +83,6 @@ def make_plan(
                     "num_fewshot": number,
                     "max_length": lengths[model.name, task],
                 }
-                # Settings without it, as those of earlier versions, say that every input was computed whole.
-                if common["shared_prefixes"]:
-                    own["shared_prefixes"] = True
                 jobs.append(Job(index, task, number, {**own, **settings}))
     return jobs
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from . import scoring
 from .scoring import ScoredInput, Target, TargetScore, TargetScorer
-from .shared_prefixes import Stretch, shared_stretches
+from .shared_prefixes import Stretch, all_stretches, shared_stretches
 
 
 # Bytes of keys and values of one batch; three such may be held at once. On a GPU an eighth of what is free, if more.
@@ -374,10 +374,7 @@ def _queries(inputs: Sequence[ScoredInput], roots: list[Stretch]) -> dict[int, l
 
 
 def _places(roots: list[Stretch]) -> Iterator[int]:
-    left = list(roots)
-    while left:
-        stretch = left.pop()
-        left.extend(stretch.children)
+    for stretch in all_stretches(roots):
         yield from stretch.places
 
 

@@ -15,6 +15,7 @@ from .table4_tasks import DOCUMENT_COUNTS, TABLE4_COLUMNS
 _CELLS = (*TABLE4_COLUMNS, AVERAGE)
 _FEWEST_ALIKE = 3  # columns that must all be another model's before it is named
 _RACE = "ask the last question of every article, in the prompt of the harness before version 3.0 of its task"
+_RUN_ALL = "Run all eleven columns without examples on all documents before a number is quoted."
 _PROTOCOL = "check weights, prompt and data of this task"
 _AVERAGE = "look for what all columns have in common, such as the weights or the dtype"
 
@@ -59,7 +60,7 @@ def control_statements(report: Report) -> list[str]:
         if not _shots(report, model):
             statements.append(
                 f"CONTROL INCOMPLETE: of {report.names[model]} there is no result that an accuracy is published for. "
-                "Run all eleven columns without examples on all documents before a number is quoted."
+                f"{_RUN_ALL}"
             )
     if not pythias:
         tables = [cell for cell in report.cells.values() if cell.task in _CELLS and cell.paper is not None]
@@ -134,8 +135,7 @@ def _statement(name: str, row: str, cells: list[Cell], doubts: list[str]) -> str
     if doubts:
         return (
             f"CONTROL INCOMPLETE: {name}, {shots}-shot, misses nothing that it was held against, which is "
-            f"{len(cells)} result{several}, but {'; and '.join(doubts)}. Run all eleven columns without examples on "
-            "all documents before a number is quoted."
+            f"{len(cells)} result{several}, but {'; and '.join(doubts)}. {_RUN_ALL}"
         )
     tolerance = (
         "two standard errors, as other examples were drawn"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,9 +12,6 @@ import numpy as np
 LEAST_SHARED = 8
 # Stretches one after the other in an input. The keys and values of as many batches are held at once.
 MOST_LEVELS = 3
-# Where an input parts from others at more places than so many, the highest are left out of what may be shared.
-_MOST_STARTS = 64
-_NEVER = 2**60
 
 
 @dataclass
@@ -44,10 +41,9 @@ class _Node:
     depth: int
     first: int
     places: list[int]
-    parent: _Node | None
-    children: list[_Node] = field(default_factory=list)
     # Depths above at which what is shared may end: 0, and those of nodes above, in ascending order.
-    starts: np.ndarray = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    starts: np.ndarray
+    children: list[_Node] = field(default_factory=list)
     # For each of `starts`, and each number of shared stretches that may follow it: tokens to compute from there on,
     # and whether a shared stretch ends here.
     tokens: np.ndarray | None = None
@@ -87,29 +83,36 @@ def shared_stretches(
     return roots
 
 
+def all_stretches(roots: Sequence[Stretch]) -> Iterator[Stretch]:
+    """The stretches of a tree, each before what follows it."""
+    left = list(roots)
+    while left:
+        stretch = left.pop()
+        left.extend(stretch.children)
+        yield stretch
+
+
 def _nodes(inputs: Sequence[Sequence[int]]) -> list[_Node]:
     """Every place where inputs part or end, the one above before those below."""
     ordered = sorted(range(len(inputs)), key=lambda place: inputs[place])
     nodes: list[_Node] = []
-    left: list[tuple[int, int, _Node | None]] = [(0, len(ordered), None)]
+    left: list[tuple[int, int, np.ndarray, list[_Node]]] = [(0, len(ordered), np.zeros(1, dtype=np.int64), [])]
     while left:
-        low, high, parent = left.pop()
+        low, high, starts, siblings = left.pop()
         # Of what is sorted, the first and the last have least in common.
         depth = shared_length(inputs[ordered[low]], inputs[ordered[high - 1]])
         ending = low
         while ending < high and len(inputs[ordered[ending]]) == depth:
             ending += 1
-        node = _Node(depth, min(ordered[low:high]), ordered[low:ending], parent)
+        node = _Node(depth, min(ordered[low:high]), ordered[low:ending], starts)
         nodes.append(node)
-        if parent is not None:
-            parent.children.append(node)
-            above = parent.starts if len(parent.starts) < _MOST_STARTS else np.delete(parent.starts, 1)
-            node.starts = np.append(above, parent.depth) if parent.depth > 0 else above
+        siblings.append(node)
+        starts = np.append(starts, depth)  # one array for all children
         while ending < high:
             token, low = inputs[ordered[ending]][depth], ending
             while ending < high and inputs[ordered[ending]][depth] == token:
                 ending += 1
-            left.append((low, ending, node))
+            left.append((low, ending, starts, node.children))
     return nodes
 
 
@@ -119,21 +122,15 @@ def _weigh(node: _Node, least: int, most_shared: int) -> None:
     if not node.children:
         node.tokens = np.repeat(own[:, None], most_shared + 1, axis=1)  # (starts, shared stretches allowed)
         return
-    below = np.sum([child.tokens for child in node.children], axis=0)  # (starts of the children, allowed)
-    starts = node.children[0].starts
+    below = np.sum([child.tokens for child in node.children], axis=0)  # (starts and the node's own depth, allowed)
     for child in node.children:
         child.tokens = None
-    without = np.full((len(own), most_shared + 1), _NEVER)
-    is_kept = np.isin(node.starts, starts)
-    without[is_kept] = below[np.searchsorted(starts, node.starts[is_kept])]
-    if node.places:
-        without += own[:, None]
-    ending = np.full_like(without, _NEVER)
-    if most_shared > 0:
-        ending[:, 1:] = own[:, None] + below[-1, :-1]
-        ending[own < least] = _NEVER
-    node.ends = ending < without
-    node.tokens = np.minimum(ending, without)
+    tokens = below[:-1] + own[:, None] if node.places else below[:-1]
+    ending = own[:, None] + below[-1, :-1]  # (starts, allowed but one)
+    node.ends = np.zeros(tokens.shape, dtype=bool)
+    node.ends[:, 1:] = (ending < tokens[:, 1:]) & (own >= least)[:, None]
+    tokens[:, 1:] = np.where(node.ends[:, 1:], ending, tokens[:, 1:])
+    node.tokens = tokens
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:

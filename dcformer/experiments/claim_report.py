@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +154,13 @@ def write_costs(results: Mapping[str, Any], path: str | Path) -> None:
     `ratio` (baseline / model), the last three empty where the loss was not reached.
     """
     claim = analyse_claim(results)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("model", "baseline", "goal", "axis", "seed", "loss", "model_cost", "baseline_cost", "ratio"))
-    for ratio in () if claim is None else claim.ratios:
-        for seed, costs in ratio.costs.items():
-            numbers = [ratio.levels[seed], *costs, ratio.by_seed.get(seed)]
-            cells = ["" if value is None else f"{value:.6g}" for value in numbers]
-            writer.writerow((ratio.model, ratio.baseline, ratio.goal, ratio.axis, seed, *cells))
-    write_atomically(Path(path), text.getvalue())
+    columns = ("model", "baseline", "goal", "axis", "seed", "loss", "model_cost", "baseline_cost", "ratio")
+    rows = (
+        (ratio.model, ratio.baseline, ratio.goal, ratio.axis, seed, ratio.levels[seed], *costs, ratio.by_seed.get(seed))
+        for ratio in (() if claim is None else claim.ratios)
+        for seed, costs in ratio.costs.items()
+    )
+    _write_csv(path, columns, rows)
 
 
 def write_take_offs(results: Mapping[str, Any], path: str | Path) -> None:
@@ -172,13 +170,20 @@ def write_take_offs(results: Mapping[str, Any], path: str | Path) -> None:
     Columns: `variant`, `goal`, `axis`, `seed` and `spent` (steps, operations or seconds), empty where it did not.
     """
     claim = analyse_claim(results)
+    rows = (
+        (item.variant, item.goal, axis, seed, value)
+        for item in (() if claim is None else claim.take_offs)
+        for axis, spent in item.spent.items()
+        for seed, value in spent.items()
+    )
+    _write_csv(path, ("variant", "goal", "axis", "seed", "spent"), rows)
+
+
+def _write_csv(path: str | Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("variant", "goal", "axis", "seed", "spent"))
-    for item in () if claim is None else claim.take_offs:
-        for axis, spent in item.spent.items():
-            for seed, value in spent.items():
-                writer.writerow((item.variant, item.goal, axis, seed, "" if value is None else f"{value:.6g}"))
+    writer.writerow(columns)
+    writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in rows)
     write_atomically(Path(path), text.getvalue())
 
 

@@ -224,7 +224,7 @@ def _references(recipe: Recipe, scoring: _Scoring) -> dict[str, Any]:
 def _recorded_references(output: Path, rows: dict[tuple[str, int], dict]) -> dict[str, Any]:
     """Of the authors' texts, which are not within reach now, if a run has scores of them."""
     try:
-        found = json.loads((output / RESULTS).read_text(encoding="utf-8"))["references"]
+        found = json.loads((output / RESULTS).read_text(encoding="utf-8"))["references"] or {}
     except (OSError, ValueError, KeyError):  # written anew
         return {}
     is_scored = any((row["evaluation"] or {}).get(suite.AUTHORS) for row in rows.values())

@@ -28,7 +28,7 @@ for _key, _name in (("dcformer", "DCFormer++"), ("transformer", "Transformer++")
         VARIANTS[f"{_key}_{_width}"] = f"{_name}, width {_width}"
         for _rate in ("1e-2", "2e-2", "4e-2", "8e-2"):
             VARIANTS[f"{_key}_{_width}_rate_{_rate}"] = f"{_name}, width {_width}, rate {_rate}"
-for _rate in ("1e-5", "1e-4", "6e-3"):
+for _rate in ("1e-5", "1e-4"):
     VARIANTS[f"dcformer_48_compose_rate_{_rate}"] = f"DCFormer++, width 48, rate 4e-2, of compose weights {_rate}"
 SWEEPS = {
     "head-tasks-rates": "Learning rates at width 48",

@@ -1,6 +1,5 @@
 """Computing once what inputs begin with: the same scores as without, and only of models that can."""
 
-import argparse
 import json
 import logging
 import random
@@ -480,14 +479,13 @@ def test_the_benchmark_counts_what_the_scorer_computes(fixtures):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=f"{data_dir}/tokenizer/20B_tokenizer.json", eos_token="<|endoftext|>"
     )
-    counted = evaluation.count_tokens(
-        data_dir, tokenizer, argparse.Namespace(shots="1", tasks="piqa,arc_easy", documents=4)
-    )
+    tasks = evaluation.load_tasks(data_dir, ["piqa", "arc_easy"])
+    counted = evaluation.count_tokens(tasks, tokenizer, [1], 4)
     torch.manual_seed(0)
     shape = {**SHAPE, "vocab_size": 50304, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 512}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, intermediate_size=8))
     scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, batch_size=8, on_progress=lambda *_: None)
-    for name, task in evaluation.load_tasks(data_dir, ["piqa", "arc_easy"]).items():
+    for name, task in tasks.items():
         scorer.forget_documents()
         scorer.loglikelihood(evaluation.make_requests(task, 1, 4))
         own = {"tokens": scorer.input_tokens, "computed": scorer.input_tokens - scorer.cached_tokens}
