@@ -94,7 +94,7 @@ class SeedComparison:
         half_width: Of the 95 % interval of this difference alone.
         simultaneous_half_width: Of intervals of which all together hold their differences in 95 % of experiments
             (Bonferroni); wider than what the corrected p decides by.
-        p: Of the paired t test, two-sided: of no difference.
+        p: Of the paired t test, two-sided: of no difference. Where all seeds differ by the same, of the test by signs.
         corrected_p: The same after Holm's correction for all comparisons made at once.
     """
 
@@ -146,8 +146,11 @@ def compare_seeds(
         mean, half_width = seed_interval(differences)
         freedom, error = len(differences) - 1, float(stats.sem(differences))
         simultaneous = float(stats.t.ppf(1 - (1 - _LEVEL) / len(chosen), freedom)) * error
-        # Equal differences of all seeds leave nothing to chance.
-        p = float(2 * stats.t.sf(abs(mean) / error, freedom)) if error else float(mean == 0)
+        if math.isclose(min(differences), max(differences), rel_tol=1e-9):
+            # Shares of right answers are rounded, so equal differences may be chance: what is left is a test by signs.
+            p = 2.0**-freedom if mean else 1.0
+        else:
+            p = float(2 * stats.t.sf(abs(mean) / error, freedom))
         found.append((len(differences), mean, half_width, simultaneous, p))
     corrected = holm([row[-1] for row in found])
     return [SeedComparison(*pair, *row, own) for pair, row, own in zip(chosen, found, corrected)]

@@ -358,7 +358,7 @@ def test_only_common_seeds_are_compared():
 
 
 def test_agreement_counts_pairs_in_the_published_order():
-    losses = {"a": [3.0, 3.1], "b": [2.0, 2.1], "c": [1.0, 1.1], "unpublished": [9.0, 9.0]}
+    losses = {"a": [3.0, 3.1], "b": [2.0, 2.11], "c": [1.0, 1.13], "unpublished": [9.0, 9.0]}
     summaries = summarise_variants(results_of(losses))
     same = agreement(summaries, "evaluation_loss", {"a": 12, "b": 11, "c": 10})
     assert (same.pairs, same.agreeing, same.apart, same.apart_agreeing, same.tau) == (3, 3, 3, 3, 1.0)

@@ -81,6 +81,12 @@ def test_the_share_of_a_further_seed_is_expected_on_logits():
 def test_equal_differences_and_errors():
     (same,) = compare_seeds({"a": {0: 1.0, 1: 2.0}, "b": {0: 1.0, 1: 2.0}})
     assert same.p == 1.0 and not same.is_apart
+    # The differences are equal but for the last bit, as those of shares of 1,000 answers may be.
+    for count in (2, 4):
+        above = {"a": {seed: 0.953 + seed / 100 for seed in range(count)}}
+        above["b"] = {seed: value + 0.014 for seed, value in above["a"].items()}
+        (found,) = compare_seeds(above)
+        assert found.p == 2 / 2**count and not found.is_apart
     with pytest.raises(ValueError, match="'b' and 'a' have 1 seeds in common; a comparison needs two"):
         compare_seeds({"a": {0: 1.0, 1: 2.0}, "b": {1: 2.0}})
     with pytest.raises(ValueError, match="give at least two variants"):
