@@ -5,6 +5,7 @@ import re
 import runpy
 import shlex
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from scipy import stats
 import dcformer
 from dcformer import cache_bytes_per_token, cli
 from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim, curves_of
-from dcformer.experiments.report import best_rates
+from dcformer.experiments.report import agreement, best_rates, differences
 from dcformer.experiments.results import read_results, summarise_variants
-from dcformer.head_tasks.intervals import further_share_interval, seed_interval
+from dcformer.head_tasks.intervals import compare_seeds, further_share_interval, seed_interval
 from dcformer.pretrained import seed_results
 from dcformer.training import load_recipe
 
@@ -292,6 +293,44 @@ def test_the_claim_has_the_best_learning_rates_of_the_recorded_sweep():
             f"{sum(losses) / len(losses):.3f}",
             ", ".join(f"{loss:.3f}" for loss in losses),
         ]
+
+
+def test_the_table_of_the_ablation_is_that_of_its_recorded_runs():
+    results = read_results(HEAD_TASKS / "ablation.json")
+    summaries = summarise_variants(results)
+    compared = differences(summaries, "evaluation_loss")
+    page = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    rows = {row[0]: row[1:] for row in table(page, "what composes")}
+    assert len(rows) == len(summaries) == 12
+    for item in summaries:
+        losses, accuracies = (
+            [value for _, value in sorted(item.values[metric].items())]
+            for metric in ("evaluation_loss", "evaluation_accuracy")
+        )
+        expected = [", ".join(f"{100 * value:.1f}" for value in accuracies), f"{sum(losses) / len(losses):.3f}"]
+        if item.name in compared:
+            found = compared[item.name]
+            low, high = found.difference - found.half_width, found.difference + found.half_width
+            expected += [f"{found.difference:+.3f} ({low:+.3f} to {high:+.3f})", f"{found.corrected_p:.2f}"]
+        else:
+            expected += ["", ""]
+        assert rows[item.label] == [*expected, f"{results['recipe']['sweep']['published'][item.name]:.2f}"]
+    order = [row[2] for row in table(page, "what composes")]
+    assert order == sorted(order, key=float)
+    page = " ".join(page.split())
+    values = {item.name: item.values["evaluation_loss"] for item in summaries}
+    of_all_pairs = compare_seeds(values, list(combinations(values, 2)))
+    assert f"the smallest corrected p is {min(found.corrected_p for found in of_all_pairs):.2f}." in page
+    blind, rule = (results["references"]["evaluation"][name] for name in ("blind_choice", "odd_one_out"))
+    runs = [run["training"]["evaluation_loss"] for run in results["runs"]]
+    assert max(runs) < blind["loss"] and f"a loss of {blind['loss']:.3f} and {100 * blind['accuracy']:.1f} %" in page
+    ahead = [value > rule["accuracy"] for item in summaries for value in item.values["evaluation_accuracy"].values()]
+    assert f"{sum(ahead)} of the {len(ahead)} beyond the best rule" in page
+    assert f"reads the question, {100 * rule['accuracy']:.1f} %." in page
+    half_widths = [100 * found.half_width for found in differences(summaries, "evaluation_accuracy").values()]
+    assert f"differences of {min(half_widths):.0f} to {max(half_widths):.0f} points of accuracy" in page
+    same = agreement(summaries, "evaluation_loss", results["recipe"]["sweep"]["published"])
+    assert f"{same.agreeing} of {same.pairs} pairs of rows are in it here (Kendall's tau {same.tau:.2f})" in page
 
 
 def test_every_page_stands_once_in_the_lists_of_the_site():
