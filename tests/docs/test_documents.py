@@ -1,5 +1,6 @@
 """README and docs/: examples run and print what is shown, links and commands exist, figures are the recorded ones."""
 
+import json
 import math
 import re
 import runpy
@@ -16,6 +17,7 @@ from scipy import stats
 
 import dcformer
 from dcformer import cache_bytes_per_token, cli
+from dcformer.eval.table4_tasks import TABLE4_COLUMNS
 from dcformer.experiments.claim import COSTS, EQUAL_END, TAKE_OFF, analyse_claim, curves_of
 from dcformer.experiments.report import agreement, best_rates, differences
 from dcformer.experiments.results import read_results, summarise_variants
@@ -29,6 +31,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # Their examples train or convert; tests of their rooms run those.
 RUN_ELSEWHERE = ("conversion", "evaluation", "sweeps", "training")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+SWEEPS = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
 HEAD_TASKS = ROOT / "benchmarks" / "results" / "head_tasks"
 # The page names a checkpoint of 5.7 GB; the bundled model stands in for it.
 PUBLISHED, BUNDLED = '"Caiyun-AI/DCFormer-2.8B"', repr(dcformer.pretrained_path("dcformer-tiny"))
@@ -205,7 +208,7 @@ def test_the_table_of_the_claim_is_that_of_its_recorded_runs():
 
     results = read_results(HEAD_TASKS / "claim.json")
     claim, summaries = analyse_claim(results), {item.name: item for item in summarise_variants(results)}
-    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "width")
+    rows = table(SWEEPS, "width")
     assert len(rows) == len(claim.pairs)
     for (model, baseline), row in zip(claim.pairs, rows):
         rate = results["recipe"]["sweep"]["variants"][baseline]["training"]["muon_learning_rate"]
@@ -226,7 +229,7 @@ def test_the_table_of_all_runs_of_the_claim_is_that_of_the_recorded_ones():
 
     results = read_results(HEAD_TASKS / "claim.json")
     take_offs = {(item.variant, item.goal): item.spent["steps"] for item in analyse_claim(results).take_offs}
-    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "model")
+    rows = table(SWEEPS, "model")
     summaries = summarise_variants(results)
     assert len(rows) == len(summaries)
     for row, item in zip(rows, summaries):
@@ -250,7 +253,7 @@ def test_what_seven_seeds_say_at_width_48_is_what_was_recorded():
         "dcformer_48": "dcformer_48_rate_4e-2",
         **{f"transformer_48_rate_{rate}": f"transformer_48_rate_{rate}" for rate in ("2e-2", "4e-2")},
     }
-    page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
+    page = " ".join(SWEEPS.split())
     summaries, further = ({item.name: item for item in summarise_variants(results)} for results in (claim, rates))
     curves = {}
     for name, other in names.items():
@@ -280,17 +283,18 @@ def test_the_claim_has_the_best_learning_rates_of_the_recorded_sweep():
     assert variants["dcformer_48"]["training"] == best[0].training
     assert variants["transformer_48_rate_2e-2"]["training"] == best[1].training
     summaries = {item.name: item for item in summarise_variants(results)}
-    rows = table((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8"), "model at width 48")
+    rows = table(SWEEPS, "model at width 48")
     assert len(rows) == len(summaries)
     for row, (name, item) in zip(rows, summaries.items()):
         rates = results["recipe"]["sweep"]["variants"][name]["training"]
         compose = f"{rates['compose_learning_rate']:g}" if "compose_learning_rate" in rates else ""
         losses = [value for _, value in sorted(item.values["evaluation_loss"].items())]
+        mean, _ = item.interval("evaluation_loss")
         assert row == [
             item.label.split(",")[0],
             f"{rates['muon_learning_rate']:g}",
             compose,
-            f"{sum(losses) / len(losses):.3f}",
+            f"{mean:.3f}",
             ", ".join(f"{loss:.3f}" for loss in losses),
         ]
 
@@ -299,15 +303,13 @@ def test_the_table_of_the_ablation_is_that_of_its_recorded_runs():
     results = read_results(HEAD_TASKS / "ablation.json")
     summaries = summarise_variants(results)
     compared = differences(summaries, "evaluation_loss")
-    page = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
-    rows = {row[0]: row[1:] for row in table(page, "what composes")}
+    cells = table(SWEEPS, "what composes")
+    rows = {row[0]: row[1:] for row in cells}
     assert len(rows) == len(summaries) == 12
     for item in summaries:
-        losses, accuracies = (
-            [value for _, value in sorted(item.values[metric].items())]
-            for metric in ("evaluation_loss", "evaluation_accuracy")
-        )
-        expected = [", ".join(f"{100 * value:.1f}" for value in accuracies), f"{sum(losses) / len(losses):.3f}"]
+        accuracies = [value for _, value in sorted(item.values["evaluation_accuracy"].items())]
+        mean, _ = item.interval("evaluation_loss")
+        expected = [", ".join(f"{100 * value:.1f}" for value in accuracies), f"{mean:.3f}"]
         if item.name in compared:
             found = compared[item.name]
             low, high = found.difference - found.half_width, found.difference + found.half_width
@@ -315,9 +317,9 @@ def test_the_table_of_the_ablation_is_that_of_its_recorded_runs():
         else:
             expected += ["", ""]
         assert rows[item.label] == [*expected, f"{results['recipe']['sweep']['published'][item.name]:.2f}"]
-    order = [row[2] for row in table(page, "what composes")]
+    order = [row[2] for row in cells]
     assert order == sorted(order, key=float)
-    page = " ".join(page.split())
+    page = " ".join(SWEEPS.split())
     values = {item.name: item.values["evaluation_loss"] for item in summaries}
     of_all_pairs = compare_seeds(values, list(combinations(values, 2)))
     assert f"the smallest corrected p is {min(found.corrected_p for found in of_all_pairs):.2f}." in page
@@ -331,6 +333,22 @@ def test_the_table_of_the_ablation_is_that_of_its_recorded_runs():
     assert f"differences of {min(half_widths):.0f} to {max(half_widths):.0f} points of accuracy" in page
     same = agreement(summaries, "evaluation_loss", results["recipe"]["sweep"]["published"])
     assert f"{same.agreeing} of {same.pairs} pairs of rows are in it here (Kendall's tau {same.tau:.2f})" in page
+
+
+def test_the_table_of_shared_beginnings_is_that_of_the_counted_tokens():
+    recorded = json.loads((ROOT / "benchmarks" / "results" / "evaluation_tokens.json").read_text())["figures"]
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    rows = table(page, "all documents")
+    names = [name.removesuffix(", 0-shot") for name in recorded if name.endswith("0-shot")]
+    assert names == [*TABLE4_COLUMNS, "all"] and len(rows) == len(names)
+    for name, row in zip(names, rows):
+        both = [recorded[f"{name}, {shots}-shot"] for shots in (0, 5)]
+        cells = [(f"{own['tokens'] / 1e6:.2f}", f"{100 - 100 * own['computed'] / own['tokens']:.0f} %") for own in both]
+        assert row[1:] == [*cells[0], *cells[1]]
+    for shots in (0, 5):
+        own = recorded[f"all, {shots}-shot"]
+        assert f"{own['tokens'] / own['computed']:.1f}" == "2.2"
+    assert "there are 2.2 times fewer tokens" in page and "each beginning once: 2.2 times fewer" in README
 
 
 def test_every_page_stands_once_in_the_lists_of_the_site():

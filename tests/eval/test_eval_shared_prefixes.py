@@ -3,7 +3,6 @@
 import json
 import logging
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ from dcformer.eval.language_model import DCFormerLM
 from dcformer.eval.records import read_record, record_path
 from dcformer.eval.runner import evaluate
 from dcformer.eval.shared_prefixes import shared_stretches
-from dcformer.eval.table4_tasks import TABLE4_COLUMNS
 
 
 ROWS = 67
@@ -454,24 +452,6 @@ def test_record_says_what_was_shared_and_the_option_belongs_to_its_settings(task
     for ours, whole in zip(samples[True], samples[False], strict=True):
         assert ours["log_likelihood"] == pytest.approx(whole["log_likelihood"], abs=1e-4)
         assert {**ours, "log_likelihood": 0} == {**whole, "log_likelihood": 0}
-
-
-def test_the_page_says_how_many_tokens_were_counted():
-    root = Path(__file__).parents[2]
-    recorded = json.loads((root / "benchmarks" / "results" / "evaluation_tokens.json").read_text())["figures"]
-    lines = (root / "docs" / "evaluation.md").read_text(encoding="utf-8").splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("| all documents |")) + 2
-    names = [name.removesuffix(", 0-shot") for name in recorded if name.endswith("0-shot")]
-    assert names == [*TABLE4_COLUMNS, "all"]
-    for name, line in zip(names, lines[first : first + len(names)]):
-        both = [recorded[f"{name}, {shots}-shot"] for shots in (0, 5)]
-        cells = [(f"{own['tokens'] / 1e6:.2f}", f"{100 - 100 * own['computed'] / own['tokens']:.0f} %") for own in both]
-        assert [cell.strip() for cell in line.strip("|").split("|")][1:] == [*cells[0], *cells[1]]
-    for shots in (0, 5):
-        own = recorded[f"all, {shots}-shot"]
-        assert f"{own['tokens'] / own['computed']:.1f}" == "2.2"
-    page, readme = "\n".join(lines), (root / "README.md").read_text(encoding="utf-8")
-    assert "there are 2.2 times fewer tokens" in page and "each beginning once: 2.2 times fewer" in readme
 
 
 def test_the_benchmark_counts_what_the_scorer_computes(fixtures):
