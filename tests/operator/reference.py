@@ -1,7 +1,7 @@
-"""Composed attention as appendix D of the paper writes it, for checking everything else.
+"""Composed attention as appendix D of the paper writes it: what every implementation is held to.
 
 It holds the scores of all heads, queries and keys at once, in float32 at least and in float64 for float64 inputs, and
-shares nothing with the fast implementations but the check of its arguments.
+shares nothing with the implementations but the classes of its arguments.
 
 Axis letters: b batch, j and h heads (in and out), t query, s key, l either of them, r rank, d channel.
 """
@@ -9,8 +9,29 @@ Axis letters: b batch, j and h heads (in and out), t query, s key, l either of t
 import torch
 from torch import Tensor
 
-from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors
-from .dcmha_mask import Visibility
+from dcformer.dcmha_factors import ComposeSide, ComposeWeights, map_tensors
+from dcformer.dcmha_mask import Visibility
+
+
+def composed_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: Tensor | Visibility | None = None,
+) -> Tensor:
+    """The output alone, by the arguments of `composed_attention`."""
+    mask = attention_mask
+    if not isinstance(mask, Visibility):
+        lengths = {"query_length": query.shape[2], "key_length": key.shape[2]}
+        mask = Visibility.from_mask(mask, **lengths, is_causal=is_causal, sliding_window=sliding_window)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    return reference_attention(query, key, value, pre, post, scaling=scaling, mask=mask)[0]
 
 
 def reference_attention(
