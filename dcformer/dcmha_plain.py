@@ -5,6 +5,7 @@ chunk is recomputed in the backward pass; a graph that is traced for any length 
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ def plain_attention(
         chunk_size (`int`, *optional*): Queries computed at once. None: chosen so that a chunk stays small.
     """
     batch, heads, queries, _ = query.shape
-    arguments = (query, key, value, pre, post, scaling, mask, dropout)
     if not mask.lengths_are_known:
         # A graph for any length cannot hold one piece of code per chunk.
-        return _attend_block(*arguments, 0, queries, 0, key.shape[2])[0]
+        options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout}
+        return plain_attention_with_weights(query, key, value, pre, post, **options)[0]
     chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * key.shape[2] + 1)))
     recompute = queries > chunk_size and torch.is_grad_enabled()
     # Recomputing hooks into what a backward pass saves, which torch.func has no place for.
@@ -44,12 +45,22 @@ def plain_attention(
     outputs = []
     for start in range(0, queries, chunk_size):
         stop = min(start + chunk_size, queries)
-        block = (start, stop, *mask.key_range(start, stop))
+        first, last = mask.key_range(start, stop)
+        arguments = (
+            query[:, :, start:stop],
+            key[:, :, first:last],
+            value[:, :, first:last],
+            slice_factors(pre, start, stop, first, last),
+            slice_factors(post, start, stop, first, last),
+            mask.bias(start, stop, first, last),
+            mask.hidden(start, stop, first, last, query.device),
+            scaling,
+            dropout,
+        )
         if recompute:
-            output, _ = checkpoint(_attend_block, *arguments, *block, use_reentrant=False)
+            outputs.append(checkpoint(_attend_block, *arguments, use_reentrant=False)[0])
         else:
-            output, _ = _attend_block(*arguments, *block)
-        outputs.append(output)
+            outputs.append(_attend_block(*arguments)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
@@ -65,8 +76,9 @@ def plain_attention_with_weights(
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The output, and the composed weights (batch, heads, query, key) in the query's dtype, all at once."""
-    block = (0, query.shape[2], 0, key.shape[2])
-    output, weights = _attend_block(query, key, value, pre, post, scaling, mask, dropout, *block)
+    bias = mask.bias(0, query.shape[2], 0, key.shape[2])
+    hidden = mask.hidden(0, query.shape[2], 0, key.shape[2], query.device)
+    output, weights = _attend_block(query, key, value, pre, post, bias, hidden, scaling, dropout)
     return output, weights.to(query.dtype)
 
 
@@ -108,23 +120,15 @@ def _attend_block(
     value: Tensor,
     pre: ComposeWeights | None,
     post: ComposeWeights | None,
+    bias: Tensor | None,
+    hidden: Tensor | None,
     scaling: float,
-    mask: Visibility,
     dropout: float,
-    start: int,
-    stop: int,
-    first: int,
-    last: int,
 ) -> tuple[Tensor, Tensor]:
-    """Appendix D, lines 43 to 48, for queries start..stop and keys first..last: their output and composed weights."""
+    """Appendix D, lines 43 to 48: the output and the composed weights of a block of queries over a block of keys."""
     dtype = compute_dtype(query, key)
-    pre, post = (
-        map_tensors(slice_factors(stage, start, stop, first, last), lambda tensor, _: tensor.to(dtype))
-        for stage in (pre, post)
-    )
-    scores = _scaled_scores(query[:, :, start:stop], key[:, :, first:last], scaling)  # (batch, heads, query, key)
-    scores = compose(scores, pre)
-    bias, hidden = mask.bias(start, stop, first, last), mask.hidden(start, stop, first, last, query.device)
+    pre, post = (map_tensors(stage, lambda tensor, _: tensor.to(dtype)) for stage in (pre, post))
+    scores = compose(_scaled_scores(query, key, scaling), pre)  # (batch, heads, query, key)
     if bias is not None:
         scores = scores + bias.to(dtype)
     if hidden is not None:
@@ -135,7 +139,7 @@ def _attend_block(
     weights = compose(weights, post)
     if dropout > 0.0:
         weights = torch.nn.functional.dropout(weights, p=dropout)
-    return _weighted_values(weights, value[:, :, first:last]).to(query.dtype), weights
+    return _weighted_values(weights, value).to(query.dtype), weights
 
 
 def _scaled_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:

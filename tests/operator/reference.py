@@ -43,7 +43,6 @@ def reference_attention(
     *,
     scaling: float,
     mask: Visibility,
-    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, query, value channels) and the composed weights (batch, heads, query, key)."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(query.dtype, key.dtype))
@@ -55,7 +54,6 @@ def reference_attention(
     scores = reference_compose(scores, pre) + bias
     weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(dtype).min), dim=-1)
     weights = reference_compose(weights.masked_fill(hidden, 0.0), post)
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
     output = torch.einsum("bhts,bhsd->bhtd", weights, values.to(dtype))
     return output.to(query.dtype), weights.to(query.dtype)
 
@@ -86,19 +84,6 @@ def position_maps(side: ComposeSide, groups: int) -> Tensor:
     if side.gate is not None:
         maps = maps + torch.diag_embed(side.gate.transpose(1, 2))
     return maps
-
-
-def composition_map(weights: ComposeWeights | None, heads: int, batch: int, query: int, key: int) -> Tensor:
-    """The whole map of one query and one key, (heads in, heads out): I + W_b + what either of them contributes."""
-    mixing = torch.eye(heads, dtype=torch.float64)
-    if weights is None:
-        return mixing
-    if weights.static is not None:
-        mixing += torch.block_diag(*weights.static)
-    for side, position in ((weights.query, query), (weights.key, key)):
-        if side is not None:
-            mixing += position_maps(side, weights.groups)[batch, position]
-    return mixing
 
 
 def hidden_pairs(mask: Visibility, device: torch.device) -> Tensor:
