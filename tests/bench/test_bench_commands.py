@@ -70,10 +70,10 @@ def test_attention_times_every_form_beside_its_baselines(tmp_path, only_plain, t
                 assert row["seconds"] >= row["minimum"] > 0 and row["samples"] >= 3, (group, name)
                 assert row["figures"][f"/ {base}"] > 0 and row["figures"]["ps/element"] > 0
             assert "torch.compile" in rows[group, "authors, compiled"]["note"]
-        branches = [name for group, name in rows if group.startswith(f"branches, {way} by chunked")]
+        branches = [name for group, name in rows if group.startswith(f"branches, {way} by plain")]
         assert branches == list(attention._BRANCHES)
     assert "for GPUs" in rows[f"forward: {WINDOW}", "FlexAttention, same window"]["note"]
-    assert rows[f"packed: {TINY}", "chunked, documents of 5"]["figures"]["/ one document"] > 0
+    assert rows[f"packed: {TINY}", "plain, documents of 5"]["figures"]["/ one document"] > 0
     assert any("GPUs only" in note for note in content["notes"])
     assert content["environment"]["torch"] == torch.__version__ and content["rates"]["flops per second"] > 0
     assert (tmp_path / "out.png").stat().st_size > 0
@@ -241,12 +241,12 @@ def test_explain_prints_the_lines_for_the_shape(monkeypatch, capsys):
 
     asked = {}
     stand_in = ModuleType("dcformer.gpu.explanation")
-    stand_in.explain_lines = lambda **values: asked.update(values) or ["chunked: any device"]
+    stand_in.explain_lines = lambda **values: asked.update(values) or ["plain: any device"]
     monkeypatch.setitem(sys.modules, "dcformer.gpu.explanation", stand_in)
 
     assert main(["--explain", "--device", "cpu", "--heads", "6", "--queries", "1", "--keys", "77", "--gradient"]) == 0
 
-    assert capsys.readouterr().out == "chunked: any device\n"
+    assert capsys.readouterr().out == "plain: any device\n"
     assert asked == {
         "heads": 6,
         "key_value_heads": 6,
