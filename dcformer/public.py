@@ -20,6 +20,7 @@ from .dcmha import (
 from .dcmha_cache import cache_bytes_per_token
 from .dcmha_mask import Visibility
 from .gpu.registration import register as register_forms_for_gpus
+from .kernels import register as register_kernels
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -40,6 +41,7 @@ from .sharing_dcformer import AUTO_CLASSES
 
 
 register_forms_for_gpus()
+register_kernels()
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 for _config in (DCFormerConfig, DCPythiaConfig):
