@@ -52,8 +52,15 @@ TOLERANCES = {torch.float64: (1e-13, 1e-12), torch.float32: (1e-5, 1e-4)}
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
+def forms_with(*dtypes: torch.dtype):
+    """Every implementation with each of these number types in which it is held to the reference."""
+    pairs = [(form, dtype) for form, held in FORMS.items() for dtype in held if dtype in dtypes]
+    return pytest.mark.parametrize(("form", "dtype"), pairs, ids=str)
+
+
 def supports(form: str, case: Case) -> bool:
     inputs, options = case.build()
+    inputs = inputs.to(FORMS[form][0])
     mask = options.get("attention_mask")
     if not isinstance(mask, Visibility):
         band = {"is_causal": options.get("is_causal", True), "sliding_window": options.get("sliding_window")}
@@ -93,7 +100,8 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
 def test_output_and_gradients_equal_the_reference(form, case):
     inputs, options = case.build()
     for dtype in FORMS[form]:
-        hold_to_the_reference(form, inputs, dtype, **options)
+        if dtype in TOLERANCES:
+            hold_to_the_reference(form, inputs, dtype, **options)
 
 
 @st.composite
@@ -144,19 +152,14 @@ LAYOUTS = {
 }
 
 
-@every_form
+@forms_with(torch.float64, torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strided_inputs_equal_contiguous_ones(layout, queries, form):
-    inputs = make_inputs(queries=queries, keys=20, key_value_heads=2)
-    for dtype in FORMS[form]:
-
-        def lay_out_and_attend(*leaves, dtype=dtype):
-            return attend(form, *Inputs(*leaves).map(layout))
-
-        found = value_and_gradients(lay_out_and_attend, inputs.to(dtype))
-        expected = value_and_gradients(functools.partial(attend, form), inputs.to(dtype))
-        assert_close(found, expected)
+def test_strided_inputs_equal_contiguous_ones(layout, queries, form, dtype):
+    inputs = make_inputs(queries=queries, keys=20, key_value_heads=2).to(dtype)
+    found = value_and_gradients(lambda *leaves: attend(form, *Inputs(*leaves).map(layout)), inputs)
+    expected = value_and_gradients(functools.partial(attend, form), inputs)
+    assert_close(found, expected)
 
 
 @every_form
@@ -210,11 +213,10 @@ def root_mean_square(tensor):
     return tensor.double().pow(2).mean().sqrt()
 
 
-@every_form
+@forms_with(torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20}], ids=["all_keys", "window_20"])
 @pytest.mark.parametrize("queries", [64, 1], ids=["square", "one_query"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(dtype, queries, options, form):
+def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(queries, options, form, dtype):
     inputs = make_inputs(batch=3, queries=queries, keys=64, channels=16).to(dtype)
     visible = ~hidden_pairs(Visibility(queries, 64, **options), inputs.query.device)
     expected = value_and_gradients(composed_attention_reference, inputs.to(torch.float64), **options)
@@ -233,21 +235,21 @@ def with_identity_values(inputs):
     return inputs._replace(value=torch.eye(keys, dtype=inputs.query.dtype).expand(batch, heads, -1, -1))
 
 
-@every_form
-def test_compositions_of_sixteen_bit_inputs_run_in_float32(form):
+@forms_with(torch.bfloat16)
+def test_compositions_of_sixteen_bit_inputs_run_in_float32(form, dtype):
     # Whole numbers make the scores exact in bfloat16 and identity values show the weights, so that all that is left to
     # round is the weights themselves: half a unit of 2^-8. Composing in 16 bit is off by a few percent.
     inputs = with_identity_values(make_inputs())
-    inputs = inputs._replace(query=inputs.query.round(), key=inputs.key.round()).to(torch.bfloat16)
+    inputs = inputs._replace(query=inputs.query.round(), key=inputs.key.round()).to(dtype)
     exact = composed_attention_reference(*inputs.to(torch.float64), scaling=0.25)
     assert_close(attend(form, *inputs, scaling=0.25).double(), exact, rtol=2**-8, atol=1e-5)
 
 
-@every_form
-def test_scores_are_scaled_before_they_can_leave_the_range_of_float16(form):
+@forms_with(torch.float16)
+def test_scores_are_scaled_before_they_can_leave_the_range_of_float16(form, dtype):
     # Products of up to 230,400, a thirty-second of it scaled.
     inputs = make_inputs(queries=16, channels=64, value_channels=3, pre=None, post=None)
-    inputs = inputs._replace(query=60 * inputs.query.sign(), key=60 * inputs.key.sign()).to(torch.float16)
+    inputs = inputs._replace(query=60 * inputs.query.sign(), key=60 * inputs.key.sign()).to(dtype)
     exact = composed_attention_reference(*inputs.to(torch.float64), scaling=1 / 32)
     assert_close(attend(form, *inputs, scaling=1 / 32).double(), exact, atol=2e-3, rtol=2e-3)
 
