@@ -194,7 +194,6 @@ BLIND = {
     "more_queries_than_keys": Case({"queries": 24, "keys": 20}),
     "boolean_mask": Case(mask=lambda *shape: torch.arange(20).ge(4)[None, None, :, None].expand(2, 1, -1, 20)),
     "float_mask_of_minus_infinity": Case(mask=minus_first_queries(-torch.inf)),
-    "float_mask_of_the_smallest_number": Case(mask=minus_first_queries(torch.finfo(torch.float32).min)),
     "float16_mask_of_the_smallest_number": Case(mask=minus_first_queries(-65504.0, torch.float16)),
 }
 
@@ -328,21 +327,12 @@ def test_dropout_drops_the_same_when_a_chunk_is_recomputed():
     assert_close((gradient * leaves.value).sum(), dropped.sum(), **EXACT)  # the output is linear in the values
 
 
-@pytest.mark.parametrize(
-    ("shape", "output_shape"),
-    [
-        ({"batch": 0}, (0, 4, 20, 3)),
-        ({"queries": 20, "keys": 0}, (2, 4, 20, 3)),
-        ({"queries": 0, "keys": 4}, (2, 4, 0, 3)),
-    ],
-    ids=["no_rows", "no_keys", "no_queries"],
-)
-def test_empty_inputs_give_zeros_of_the_right_shape(shape, output_shape):
-    inputs, zeros = make_inputs(**shape), torch.zeros(output_shape, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"queries": 20, "keys": 0}, {"queries": 0, "keys": 4}], ids=str)
+def test_empty_inputs_give_zeros_of_the_right_shape(shape):
+    inputs = make_inputs(**shape)
+    zeros, no_weights = torch.zeros_like(inputs.query), inputs.query @ inputs.key.mT
     assert_close(composed_attention(*inputs), zeros)
-    output, weights = composed_attention(*inputs, return_weights=True)
-    assert_close(output, zeros)
-    assert weights.shape == (*output_shape[:3], inputs.key.shape[2])
+    assert_close(composed_attention(*inputs, return_weights=True), (zeros, torch.zeros_like(no_weights)))
 
 
 def on_tensors(inputs: Inputs, **options):
@@ -451,28 +441,6 @@ def test_a_window_and_packed_documents_spare_the_work_of_what_is_out_of_sight():
     ids = torch.arange(8).repeat_interleave(128)[None]
     packed = cost(1024, chunk_size=64, attention_mask=Visibility(1024, 1024, sequence_ids=ids))
     assert packed.multiplications <= 1.3 * 8 * cost(128, chunk_size=64).multiplications
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (Visibility(20, 10), "for 20 queries and 10 keys, but there are 20 and 20"),
-        (Visibility(10, 20), "for 10 queries and 20 keys"),
-        (torch.ones(3, 20), "for a batch of 3, but there are 2 rows"),
-        (torch.ones(3, 1, 20, 20, dtype=torch.bool), "for a batch of 3"),
-        (torch.ones(1, 3, 20, 20, dtype=torch.bool), "for 3 heads, but there are 4"),
-    ],
-    ids=["keys", "queries", "padding_rows", "mask_rows", "mask_heads"],
-)
-def test_a_mask_of_another_size_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        composed_attention(*make_inputs(), attention_mask=mask)
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1])
-def test_a_chunk_size_below_1_is_refused(chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
-        composed_attention(*make_inputs(), chunk_size=chunk_size)
 
 
 def doubled(*arguments, dropout, chunk_size=None, **options):

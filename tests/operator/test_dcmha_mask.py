@@ -227,7 +227,7 @@ def test_shapes_that_do_not_fit_are_refused(inputs, message):
         composed_attention(*inputs)
 
 
-MALFORMED_MASKS = {
+MALFORMED_OPTIONS = {
     "window_of_0": ({"sliding_window": 0}, "sliding_window must be at least 1, got 0; use None"),
     "padding_of_another_length": (
         {"attention_mask": torch.ones(2, 5)},
@@ -238,11 +238,18 @@ MALFORMED_MASKS = {
         r"must end in \(query, key\) = \(5, 6\), got \(2, 1, 6, 6\)",
     ),
     "mask_of_three_axes": ({"attention_mask": torch.ones(2, 5, 6)}, r"attention_mask must be .* got shape \(2, 5, 6\)"),
+    "mask_of_other_keys": ({"attention_mask": Visibility(5, 10)}, "for 5 queries and 10 keys, but there are 5 and 6"),
+    "mask_of_other_queries": ({"attention_mask": Visibility(10, 6)}, "for 10 queries and 6 keys"),
+    "padding_of_other_rows": ({"attention_mask": torch.ones(3, 6)}, "for a batch of 3, but there are 2 rows"),
+    "mask_of_other_rows": ({"attention_mask": torch.ones(3, 1, 5, 6)}, "for a batch of 3"),
+    "mask_of_other_heads": ({"attention_mask": torch.ones(1, 3, 5, 6)}, "for 3 heads, but there are 4"),
+    "chunks_of_0": ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    "chunks_of_minus_1": ({"chunk_size": -1}, "chunk_size must be at least 1, got -1"),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), MALFORMED_MASKS.values(), ids=MALFORMED_MASKS)
-def test_masks_that_do_not_fit_are_refused(options, message):
+@pytest.mark.parametrize(("options", "message"), MALFORMED_OPTIONS.values(), ids=MALFORMED_OPTIONS)
+def test_masks_and_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         composed_attention(*INPUTS, **options)
 
