@@ -52,8 +52,15 @@ TOLERANCES = {torch.float64: (1e-13, 1e-12), torch.float32: (1e-5, 1e-4)}
 every_form = pytest.mark.parametrize("form", FORMS)
 
 
+def forms_with(*dtypes: torch.dtype):
+    """Every implementation with each of these number types in which it is held to the reference."""
+    pairs = [(form, dtype) for form, held in FORMS.items() for dtype in held if dtype in dtypes]
+    return pytest.mark.parametrize(("form", "dtype"), pairs, ids=str)
+
+
 def supports(form: str, case: Case) -> bool:
     inputs, options = case.build()
+    inputs = inputs.to(FORMS[form][0])
     mask = options.get("attention_mask")
     if not isinstance(mask, Visibility):
         band = {"is_causal": options.get("is_causal", True), "sliding_window": options.get("sliding_window")}
@@ -93,7 +100,8 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
 def test_output_and_gradients_equal_the_reference(form, case):
     inputs, options = case.build()
     for dtype in FORMS[form]:
-        hold_to_the_reference(form, inputs, dtype, **options)
+        if dtype in TOLERANCES:
+            hold_to_the_reference(form, inputs, dtype, **options)
 
 
 @st.composite
@@ -144,19 +152,14 @@ LAYOUTS = {
 }
 
 
-@every_form
+@forms_with(torch.float64, torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("queries", [1, 20])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_strided_inputs_equal_contiguous_ones(layout, queries, form):
-    inputs = make_inputs(queries=queries, keys=20, key_value_heads=2)
-    for dtype in FORMS[form]:
-
-        def lay_out_and_attend(*leaves, dtype=dtype):
-            return attend(form, *Inputs(*leaves).map(layout))
-
-        found = value_and_gradients(lay_out_and_attend, inputs.to(dtype))
-        expected = value_and_gradients(functools.partial(attend, form), inputs.to(dtype))
-        assert_close(found, expected)
+def test_strided_inputs_equal_contiguous_ones(layout, queries, form, dtype):
+    inputs = make_inputs(queries=queries, keys=20, key_value_heads=2).to(dtype)
+    found = value_and_gradients(lambda *leaves: attend(form, *Inputs(*leaves).map(layout)), inputs)
+    expected = value_and_gradients(functools.partial(attend, form), inputs)
+    assert_close(found, expected)
 
 
 @every_form
@@ -191,7 +194,6 @@ BLIND = {
     "more_queries_than_keys": Case({"queries": 24, "keys": 20}),
     "boolean_mask": Case(mask=lambda *shape: torch.arange(20).ge(4)[None, None, :, None].expand(2, 1, -1, 20)),
     "float_mask_of_minus_infinity": Case(mask=minus_first_queries(-torch.inf)),
-    "float_mask_of_the_smallest_number": Case(mask=minus_first_queries(torch.finfo(torch.float32).min)),
     "float16_mask_of_the_smallest_number": Case(mask=minus_first_queries(-65504.0, torch.float16)),
 }
 
@@ -210,11 +212,10 @@ def root_mean_square(tensor):
     return tensor.double().pow(2).mean().sqrt()
 
 
-@every_form
+@forms_with(torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 20}], ids=["all_keys", "window_20"])
 @pytest.mark.parametrize("queries", [64, 1], ids=["square", "one_query"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(dtype, queries, options, form):
+def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(queries, options, form, dtype):
     inputs = make_inputs(batch=3, queries=queries, keys=64, channels=16).to(dtype)
     visible = ~hidden_pairs(Visibility(queries, 64, **options), inputs.query.device)
     expected = value_and_gradients(composed_attention_reference, inputs.to(torch.float64), **options)
@@ -233,21 +234,21 @@ def with_identity_values(inputs):
     return inputs._replace(value=torch.eye(keys, dtype=inputs.query.dtype).expand(batch, heads, -1, -1))
 
 
-@every_form
-def test_compositions_of_sixteen_bit_inputs_run_in_float32(form):
+@forms_with(torch.bfloat16)
+def test_compositions_of_sixteen_bit_inputs_run_in_float32(form, dtype):
     # Whole numbers make the scores exact in bfloat16 and identity values show the weights, so that all that is left to
     # round is the weights themselves: half a unit of 2^-8. Composing in 16 bit is off by a few percent.
     inputs = with_identity_values(make_inputs())
-    inputs = inputs._replace(query=inputs.query.round(), key=inputs.key.round()).to(torch.bfloat16)
+    inputs = inputs._replace(query=inputs.query.round(), key=inputs.key.round()).to(dtype)
     exact = composed_attention_reference(*inputs.to(torch.float64), scaling=0.25)
     assert_close(attend(form, *inputs, scaling=0.25).double(), exact, rtol=2**-8, atol=1e-5)
 
 
-@every_form
-def test_scores_are_scaled_before_they_can_leave_the_range_of_float16(form):
+@forms_with(torch.float16)
+def test_scores_are_scaled_before_they_can_leave_the_range_of_float16(form, dtype):
     # Products of up to 230,400, a thirty-second of it scaled.
     inputs = make_inputs(queries=16, channels=64, value_channels=3, pre=None, post=None)
-    inputs = inputs._replace(query=60 * inputs.query.sign(), key=60 * inputs.key.sign()).to(torch.float16)
+    inputs = inputs._replace(query=60 * inputs.query.sign(), key=60 * inputs.key.sign()).to(dtype)
     exact = composed_attention_reference(*inputs.to(torch.float64), scaling=1 / 32)
     assert_close(attend(form, *inputs, scaling=1 / 32).double(), exact, atol=2e-3, rtol=2e-3)
 
@@ -309,13 +310,6 @@ def test_weights_equal_the_reference_and_are_exactly_zero_where_hidden():
     assert torch.equal(weights == 0, hidden_pairs(mask, weights.device).expand_as(weights))
 
 
-def test_post_composition_does_not_renormalise():
-    gate = torch.rand(2, 4, 20, dtype=torch.float64)
-    inputs = make_inputs(post=None)._replace(post=ComposeWeights(query=ComposeSide(gate=gate)))
-    _, weights = composed_attention(*inputs, return_weights=True)
-    assert_close(weights.sum(-1), 1 + gate, **EXACT)
-
-
 def test_dropout_drops_composed_weights_and_scales_up_the_rest():
     inputs = with_identity_values(make_inputs())
     weights = composed_attention(*inputs)
@@ -326,16 +320,6 @@ def test_dropout_drops_composed_weights_and_scales_up_the_rest():
     assert abs(int(kept.sum()) - 840) < 4 * 1680**0.5 / 2
 
 
-def test_dropout_preserves_the_expectation():
-    copies, per_row = 400, BRANCHES[1:]  # all branches but the static one have a batch axis
-    inputs = make_inputs(batch=1, queries=16, pre=per_row, post=per_row)
-    draws = composed_attention(*inputs.map(lambda tensor: tensor.expand(copies, *tensor.shape[1:])), dropout=0.5)
-    deviation = draws.std(0)
-    # 192 means of 400 draws each: five standard errors.
-    assert ((draws.mean(0) - composed_attention(*inputs)[0]).abs() <= 5 * deviation / copies**0.5).all()
-    assert (deviation > 0).all()
-
-
 def test_dropout_drops_the_same_when_a_chunk_is_recomputed():
     leaves = make_inputs().leaves()
     dropped = composed_attention(*leaves, dropout=0.5, chunk_size=6)
@@ -343,21 +327,12 @@ def test_dropout_drops_the_same_when_a_chunk_is_recomputed():
     assert_close((gradient * leaves.value).sum(), dropped.sum(), **EXACT)  # the output is linear in the values
 
 
-@pytest.mark.parametrize(
-    ("shape", "output_shape"),
-    [
-        ({"batch": 0}, (0, 4, 20, 3)),
-        ({"queries": 20, "keys": 0}, (2, 4, 20, 3)),
-        ({"queries": 0, "keys": 4}, (2, 4, 0, 3)),
-    ],
-    ids=["no_rows", "no_keys", "no_queries"],
-)
-def test_empty_inputs_give_zeros_of_the_right_shape(shape, output_shape):
-    inputs, zeros = make_inputs(**shape), torch.zeros(output_shape, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"queries": 20, "keys": 0}, {"queries": 0, "keys": 4}], ids=str)
+def test_empty_inputs_give_zeros_of_the_right_shape(shape):
+    inputs = make_inputs(**shape)
+    zeros, no_weights = torch.zeros_like(inputs.query), inputs.query @ inputs.key.mT
     assert_close(composed_attention(*inputs), zeros)
-    output, weights = composed_attention(*inputs, return_weights=True)
-    assert_close(output, zeros)
-    assert weights.shape == (*output_shape[:3], inputs.key.shape[2])
+    assert_close(composed_attention(*inputs, return_weights=True), (zeros, torch.zeros_like(no_weights)))
 
 
 def on_tensors(inputs: Inputs, **options):
@@ -466,28 +441,6 @@ def test_a_window_and_packed_documents_spare_the_work_of_what_is_out_of_sight():
     ids = torch.arange(8).repeat_interleave(128)[None]
     packed = cost(1024, chunk_size=64, attention_mask=Visibility(1024, 1024, sequence_ids=ids))
     assert packed.multiplications <= 1.3 * 8 * cost(128, chunk_size=64).multiplications
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (Visibility(20, 10), "for 20 queries and 10 keys, but there are 20 and 20"),
-        (Visibility(10, 20), "for 10 queries and 20 keys"),
-        (torch.ones(3, 20), "for a batch of 3, but there are 2 rows"),
-        (torch.ones(3, 1, 20, 20, dtype=torch.bool), "for a batch of 3"),
-        (torch.ones(1, 3, 20, 20, dtype=torch.bool), "for 3 heads, but there are 4"),
-    ],
-    ids=["keys", "queries", "padding_rows", "mask_rows", "mask_heads"],
-)
-def test_a_mask_of_another_size_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        composed_attention(*make_inputs(), attention_mask=mask)
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1])
-def test_a_chunk_size_below_1_is_refused(chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
-        composed_attention(*make_inputs(), chunk_size=chunk_size)
 
 
 def doubled(*arguments, dropout, chunk_size=None, **options):
