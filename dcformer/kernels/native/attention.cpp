@@ -313,7 +313,7 @@ struct FewQueries {
             }
             for (int64_t t = 0; t < Q; t++) {
                 float* to = tile.scores + (t * H + h) * TILE;
-                for (int64_t s = 0; s < here; s++) to[s] = dot_product(keys + s * step, query + (t * H + h) * D, D);
+                multiply_rows(keys, step, query + (t * H + h) * D, D, here, to);
                 for (int64_t s = here; s < TILE; s++) to[s] = 0.0f;
             }
             if (sizes.pre) read_key_factors(call, call.pre, R, tile.b, h, tile.first, factors + h * C * TILE);

@@ -61,30 +61,46 @@ inline void add_rows(const View& weight, int64_t columns, const float* x, int64_
         add_rows((const float*)weight.data, columns, x, from, to, sums);
 }
 
-template <class Weight>
-float dot_product(const Weight* weight, const float* x, int64_t size) {
-    Vector sums[4] = {};
+// Products of ROWS_AT_ONCE rows of a weight with a vector: reading several of them at a time keeps memory busy.
+constexpr int ROWS_AT_ONCE = 4;
+template <int ROWS, class Weight>
+void dot_products(const Weight* weight, int64_t row, const float* x, int64_t size, float* to) {
+    Vector sums[ROWS][2] = {};
     int64_t i = 0;
-    for (; i + 4 * LANES <= size; i += 4 * LANES)
+    for (; i + 2 * LANES <= size; i += 2 * LANES)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const Vector right = load(x + i + j * LANES);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) sums[j] += load(weight + i + j * LANES) * load(x + i + j * LANES);
-    float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < size; i++) sum += number(weight[i]) * x[i];
-    return sum;
+            for (int r = 0; r < ROWS; r++) sums[r][j] += load(weight + r * row + i + j * LANES) * right;
+        }
+    for (int r = 0; r < ROWS; r++) {
+        to[r] = sum_of(sums[r][0] + sums[r][1]);
+        for (int64_t k = i; k < size; k++) to[r] += number(weight[r * row + k]) * x[k];
+    }
+}
+template <class Weight>
+void multiply_rows(const Weight* weight, int64_t row, const float* x, int64_t size, int64_t rows, float* to) {
+    int64_t r = 0;
+    for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
+        dot_products<ROWS_AT_ONCE>(weight + r * row, row, x, size, to + r);
+    for (; r < rows; r++) dot_products<1>(weight + r * row, row, x, size, to + r);
 }
 
 // One head of one token, from the weight's rows to what the cache holds. `to` has head_dim floats.
 inline void project_head(const ProjectionCall& call, int64_t head, int64_t token, const float* x, float* to) {
     const int64_t D = call.head_dim, half = call.rotary_dim / 2;
-    for (int64_t d = 0; d < D; d++) {
-        const int64_t row = head * D + d, at = row * call.hidden_size;
-        to[d] = call.weight.type == BFLOAT16
-                    ? dot_product((const uint16_t*)call.weight.data + at, x, call.hidden_size)
-                    : dot_product((const float*)call.weight.data + at, x, call.hidden_size);
-        float bias = 0.0f;
-        if (call.bias.type != NONE) read_row(call.bias, row, 1, 1, 1.0f, &bias);
-        to[d] += bias;
-    }
+    const int64_t size = call.hidden_size, first = head * D;
+    if (call.weight.type == BFLOAT16)
+        multiply_rows((const uint16_t*)call.weight.data + first * size, size, x, size, D, to);
+    else
+        multiply_rows((const float*)call.weight.data + first * size, size, x, size, D, to);
+    if (call.bias.type != NONE)
+        for (int64_t d = 0; d < D; d++) {
+            float bias;
+            read_row(call.bias, first + d, 1, 1, 1.0f, &bias);
+            to[d] += bias;
+        }
     if (head >= call.query_heads + call.key_heads) return;
     const bool of_query = head < call.query_heads;
     const View& norm = of_query ? call.query_norm : call.key_norm;
