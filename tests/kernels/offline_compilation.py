@@ -12,22 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import triton
+from triton._C.libtriton import native_specialize_impl
+from triton._utils import find_paths_if, get_iterable_path
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
 _OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
 
 
@@ -42,12 +35,13 @@ class Usage(NamedTuple):
 
 def compile_launches(function: Callable[[], Any], capability: int) -> list[Usage]:
     """What each different kernel launched by `function()` takes on a device of that compute capability (90: 9.0)."""
-    launches: dict[str, tuple[JITFunction, dict[str, Any]]] = {}
+    target = GPUTarget("cuda", capability, 32)
+    launches: dict[str, tuple[ASTSource, dict[str, Any]]] = {}
 
     def record(kernel, *args, grid, warmup=False, **kwargs):
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k not in _OPTIONS})
         options = {name: value for name, value in kwargs.items() if name in _OPTIONS}
-        source = _source(kernel, dict(bound.arguments))
+        source = _source(kernel, list(bound.arguments.values()), target)
         launches[f"{kernel.fn.__name__} {source.signature} {source.constants} {options}"] = (source, options)
 
     before, JITFunction.run = JITFunction.run, record
@@ -55,30 +49,33 @@ def compile_launches(function: Callable[[], Any], capability: int) -> list[Usage
         function()
     finally:
         JITFunction.run = before
-    return [_compiled(source, options, capability) for source, options in launches.values()]
+    return [_compiled(source, options, target) for source, options in launches.values()]
 
 
-def _source(kernel: JITFunction, arguments: dict[str, Any]) -> ASTSource:
-    """The kernel with the types of its arguments, as Triton itself would specialise it."""
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name, value = parameter.name, arguments[parameter.name]
-        specialised = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], attributes[(index,)] = _TYPES[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and specialised:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+def _source(kernel: JITFunction, arguments: list[Any], target: GPUTarget) -> ASTSource:
+    """The kernel specialised for its arguments, as a launch does it."""
+    backend = make_backend(target)
+    names = [parameter.name for parameter in kernel.params]
+    found = [
+        ("constexpr", value)
+        if parameter.is_constexpr
+        else native_specialize_impl(type(backend), value, False, not parameter.do_not_specialize, True)
+        for parameter, value in zip(kernel.params, arguments)
+    ]
+    types = [kind for kind, _ in found]
+    keys = ["" if kind == "constexpr" else key for kind, key in found]
+    constants = find_paths_if(types, lambda _, kind: kind == "constexpr")
+    attributes = find_paths_if(keys, lambda _, key: isinstance(key, str))
+    return ASTSource(
+        fn=kernel,
+        signature=dict(zip(names, types)),
+        constexprs={path: get_iterable_path(arguments, path) for path in constants},
+        attrs={path: backend.parse_attr(get_iterable_path(keys, path)) for path in attributes},
+    )
 
 
-def _compiled(source: ASTSource, options: dict[str, Any], capability: int) -> Usage:
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+def _compiled(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> Usage:
+    compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
