@@ -20,7 +20,8 @@ except ImportError:  # run as a file, not as a module of the package
     import common
 
 
-_FORMS = {"chunked": "eager", "reference": "dcmha_reference"}
+# Whether the layer is asked for its weights, which are those of all queries and keys.
+_FORMS = {"chunked": False, "whole": True}
 _DIVISORS = (8, 4, 2, 1)
 _WARM_UP_LENGTH = 16
 _WANTED_RATIO = 8
@@ -45,7 +46,7 @@ def make_model(args: argparse.Namespace) -> DCFormerModel:
 def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
     """Bytes that one forward call of the layer needs at its peak, over those in use before it."""
     model = make_model(args)
-    model.set_attn_implementation(_FORMS[form])
+    model.set_attn_implementation("dcmha_plain")
     generator = torch.Generator(args.device).manual_seed(1)
 
     def random_states(positions):
@@ -54,7 +55,8 @@ def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
 
     def attend(hidden_states):
         position_ids = torch.arange(hidden_states.shape[1], device=args.device).unsqueeze(0)
-        return model.layers[0].self_attn(hidden_states, model.rotary_emb(hidden_states, position_ids))
+        positions = model.rotary_emb(hidden_states, position_ids)
+        return model.layers[0].self_attn(hidden_states, positions, output_attentions=_FORMS[form])
 
     attend(random_states(_WARM_UP_LENGTH))  # libraries load and allocate at their first call
     hidden_states = random_states(length)  # (batch, length, hidden)
@@ -86,12 +88,12 @@ def show_peaks(peaks: dict[str, dict[int, int]]) -> None:
     """Print both forms' peaks by length, whole and per token: the latter stays level where growth is linear."""
     rows = []
     for length, chunked in peaks["chunked"].items():
-        reference = peaks["reference"][length]
+        whole = peaks["whole"][length]
         figures = (
-            f"{value:.0f}" for peak in (chunked, reference) for value in (peak / _MEBIBYTE, peak / _KIBIBYTE / length)
+            f"{value:.0f}" for peak in (chunked, whole) for value in (peak / _MEBIBYTE, peak / _KIBIBYTE / length)
         )
-        rows.append([str(length), *figures, f"{reference / chunked:.1f}"])
-    columns = ["length", "chunked MiB", "KiB / token", "reference MiB", "KiB / token", "ratio"]
+        rows.append([str(length), *figures, f"{whole / chunked:.1f}"])
+    columns = ["length", "chunked MiB", "KiB / token", "whole MiB", "KiB / token", "ratio"]
     common.show_table(columns, rows)
 
 
@@ -118,8 +120,8 @@ def main() -> None:
     lengths = [args.length // divisor for divisor in _DIVISORS]
     peaks = {form: {length: peak_bytes_in_fresh_process(form, length) for length in lengths} for form in _FORMS}
     show_peaks(peaks)
-    ratio = peaks["reference"][args.length] / peaks["chunked"][args.length]
-    print(f"Length {args.length}: {ratio:.1f} times less memory than the reference; wanted: at least {_WANTED_RATIO}")
+    ratio = peaks["whole"][args.length] / peaks["chunked"][args.length]
+    print(f"Length {args.length}: {ratio:.1f} times less memory in chunks; wanted: at least {_WANTED_RATIO}")
     common.write_json(args, {"peak bytes": peaks})
 
 

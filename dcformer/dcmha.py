@@ -1,9 +1,8 @@
 """Dynamically Composable Multi-Head Attention as an operator: equations 3 to 8 and appendix D of the paper.
 
-`composed_attention` checks its arguments and hands them to one of the implementations in a table, all of one signature:
-`reference` is appendix D line by line, `chunked` the form for every device and mask, `one_query` that of decoding, and
-`cpu` the fast form of CPUs. Other packages add theirs by `register_implementation`; `attn_implementation="dcmha_NAME"`
-then takes it in a model.
+`composed_attention` checks its arguments and hands them to one of the implementations in a table, all of one signature.
+The table starts with `plain`, in torch operators, for every device and mask; packages add faster ones by
+`register_implementation`. A model takes the one that `attn_implementation="dcmha_NAME"` names.
 """
 
 import functools
@@ -16,14 +15,10 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.import_utils import is_tracing
 
-from .dcmha_chunked import chunked_attention, compose
-from .dcmha_cpu import cpu_attention
 from .dcmha_factors import ComposeSide, ComposeWeights, check_arguments
 from .dcmha_mask import Visibility
-from .dcmha_one_query import one_query_attention
-from .dcmha_reference import reference_attention
+from .dcmha_plain import compose, plain_attention, plain_attention_with_weights
 
 
 __all__ = [
@@ -31,15 +26,12 @@ __all__ = [
     "ComposeWeights",
     "Implementation",
     "Visibility",
-    "candidates",
     "checked_implementation",
     "compose",
     "composed_attention_forward",
     "composed_attention",
-    "composed_attention_reference",
     "explain_choice",
     "implementations",
-    "preparation_of",
     "register_implementation",
 ]
 
@@ -61,51 +53,42 @@ class Implementation:
             batch are at least 1, shapes fit, autocast is off.
         supports (`Callable`): Of the same arguments but `scaling` and `chunk_size`: None if it can, else the reason why
             not, as the end of a sentence.
-        purpose (`str`): What it is for, in a phrase.
-        is_automatic (`bool`): Whether it may be chosen without being asked for.
-        prepare (`Callable`, *optional*): `prepare(attention, hidden_states, position_embeddings, past_key_values)`,
-            which a model's attention layer asks first where the implementation was asked for by name. Its result is
-            the query, key and value and the compose weights `pre` and `post`, (batch, heads, length, ...), those of
-            all keys after the cache was updated; or None, with nothing done, for the layer to compute them itself.
-        automatic_on (`str`, *optional*): The only type of device, such as "cuda", on which it may. None: all.
-        why_not_automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody asked for this
-            implementation: it may know reasons that do not hinder an explicit choice. None: there are no others.
     """
 
     name: str
     forward: Callable[..., Tensor]
     supports: Callable[..., str | None]
-    purpose: str
-    is_automatic: bool = True
-    prepare: Callable[..., Any] | None = None
-    automatic_on: str | None = None
-    why_not_automatic: Callable[..., str | None] | None = None
 
 
 _TABLE: dict[str, Implementation] = {}
+# By the names of those that may be chosen without being asked for: why one of them is not chosen for some arguments.
+_AUTOMATIC: dict[str, Callable[..., str | None]] = {}
+
+
+def _no_reason(*arguments: Any, **options: Any) -> None:
+    """There is no reason against it."""
 
 
 def register_implementation(
     name: str,
     forward: Callable[..., Tensor],
-    supports: Callable[..., str | None] = lambda *arguments, **options: None,
-    purpose: str = "",
-    is_automatic: bool = False,
-    prepare: Callable[..., Any] | None = None,
-    automatic_on: str | None = None,
-    why_not_automatic: Callable[..., str | None] | None = None,
+    supports: Callable[..., str | None] = _no_reason,
+    automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
     Add an implementation to the table, or replace the one of its name. Models then take it as their
     `attn_implementation`, by the name with `dcmha_` before it.
 
     Args:
-        name, forward, supports, purpose, is_automatic, prepare, automatic_on, why_not_automatic: Of
-            [`Implementation`]. What is added later is tried earlier if it is automatic.
+        name, forward, supports: Of [`Implementation`].
+        automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody named an
+            implementation: None if this one is to be chosen, else the reason why not. What is registered later is tried
+            earlier. None: it is never chosen without being asked for.
     """
-    _TABLE[name] = Implementation(
-        name, forward, supports, purpose, is_automatic, prepare, automatic_on, why_not_automatic
-    )
+    _TABLE[name] = Implementation(name, forward, supports)
+    _AUTOMATIC.pop(name, None)
+    if automatic is not None:
+        _AUTOMATIC[name] = automatic
     forward_of_models = functools.partial(composed_attention_forward, implementation=name)
     ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
@@ -127,28 +110,26 @@ def explain_choice(
     sliding_window: int | None = None,
     attention_mask: Tensor | Visibility | None = None,
     dropout: float = 0.0,
-) -> list[tuple[str, str]]:
-    """What [`composed_attention`] would try in turn for these arguments: names, with why not or what for."""
+) -> list[tuple[str, str | None]]:
+    """
+    What [`composed_attention`] tries in turn for these arguments where no implementation is named.
+
+    Returns:
+        `list[tuple[str, str | None]]`: names, each with the reason why it is passed over, and None for the last, which
+        is chosen.
+    """
     check_arguments(query, key, value, pre, post)
     mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
-    tried = []
-    for candidate in candidates(query.device.type):
-        reason = _why_not(candidate, query, key, value, pre, post, mask=mask, dropout=dropout)
-        tried.append((candidate.name, reason or candidate.purpose))
-        if reason is None:
+    return _tried(query, key, value, pre, post, mask=mask, dropout=dropout)
+
+
+def _tried(*arguments: Any, **options: Any) -> list[tuple[str, str | None]]:
+    tried: list[tuple[str, str | None]] = []
+    for name in reversed(list(_AUTOMATIC)):
+        tried.append((name, _AUTOMATIC[name](*arguments, **options)))
+        if tried[-1][1] is None:
             break
     return tried
-
-
-def candidates(device_type: str) -> list[Implementation]:
-    """What may be chosen without being asked for on such a device, in the order in which it is tried."""
-    automatic = [candidate for candidate in reversed(_TABLE.values()) if candidate.is_automatic]
-    return [candidate for candidate in automatic if candidate.automatic_on in (None, device_type)]
-
-
-def _why_not(candidate: Implementation, *arguments: Any, **options: Any) -> str | None:
-    """Why the automatic choice passes over a candidate; None if it does not."""
-    return (candidate.why_not_automatic or candidate.supports)(*arguments, **options)
 
 
 def _without_autocast(attention: _Attention) -> _Attention:
@@ -166,41 +147,6 @@ def _without_autocast(attention: _Attention) -> _Attention:
 
 
 @_without_autocast
-def composed_attention_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool = True,
-    sliding_window: int | None = None,
-    attention_mask: Tensor | Visibility | None = None,
-    dropout: float = 0.0,
-    return_weights: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """
-    [`composed_attention`] in the paper's words, with memory quadratic in the sequence. Same arguments.
-
-    Returns:
-        `Tensor`: (batch, heads, query, channels), in the query's dtype; with `return_weights` also the composed
-        weights (batch, heads, query, key). The softmax and the compositions run in float64 if query or key are, else
-        in float32, as do the two matrix products.
-
-    Source: equation 4 and appendix D.
-    """
-    check_arguments(query, key, value, pre, post)
-    mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
-    scaling = _default_scaling(query, scaling)
-    if _is_empty(query, key):
-        output = query.new_zeros(*query.shape[:3], value.shape[3])
-        return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
-    output, weights = reference_attention(query, key, value, pre, post, scaling=scaling, mask=mask, dropout=dropout)
-    return (output, weights) if return_weights else output
-
-
-@_without_autocast
 def composed_attention(
     query: Tensor,
     key: Tensor,
@@ -215,7 +161,8 @@ def composed_attention(
     dropout: float = 0.0,
     chunk_size: int | None = None,
     implementation: str | None = None,
-) -> Tensor:
+    return_weights: bool = False,
+) -> Any:
     """
     Dynamically Composable Multi-Head Attention, for any model: softmax attention whose scores are composed across
     heads by `pre` before the mask and the softmax, and whose weights by `post` after it (without renormalising).
@@ -238,11 +185,14 @@ def composed_attention(
         chunk_size (`int`, *optional*): Queries computed at once, where the implementation has chunks. None: chosen so
             that a chunk stays small.
         implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
+        return_weights (`bool`, defaults to `False`): Return the composed weights too, which the implementation "plain"
+            computes, with memory quadratic in the sequence.
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype. A query that sees no key gets zeros.
-        The softmax and the compositions run in float32 (float64 for float64 inputs). Second derivatives need
-        `implementation="chunked"` or `"reference"` where the CPU form runs: without dropout, for at least 16 queries.
+        The softmax and the compositions run in float32 (float64 for float64 inputs). With `return_weights` a pair of
+        this and the composed weights (batch, heads, query, key), in the query's dtype; they can be negative, and a row
+        need not sum to one. Second derivatives need `implementation="plain"`.
 
     Raises:
         ValueError: if shapes do not fit together, `chunk_size` or `sliding_window` is below 1, or the implementation
@@ -254,12 +204,16 @@ def composed_attention(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
     mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
-    scaling = _default_scaling(query, scaling)
+    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    implementation = "plain" if return_weights else implementation
     chosen = _choose(implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
-    if _is_empty(query, key):
-        return query.new_zeros(*query.shape[:3], value.shape[3])
-    options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout, "chunk_size": chunk_size}
-    return chosen.forward(query, key, value, pre, post, **options)
+    if query.shape[0] * query.shape[2] * key.shape[2] == 0:
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
+    options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout}
+    if return_weights:
+        return plain_attention_with_weights(query, key, value, pre, post, **options)
+    return chosen.forward(query, key, value, pre, post, **options, chunk_size=chunk_size)
 
 
 def composed_attention_forward(
@@ -283,7 +237,7 @@ def composed_attention_forward(
 
     Returns:
         (batch, query, heads, channels), and with `output_attentions` the composed weights of every head (batch, heads,
-        query, key), which the reference computes.
+        query, key).
     """
     # A mask made elsewhere says all there is to say: causality and window are in it.
     is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
@@ -295,12 +249,11 @@ def composed_attention_forward(
         "sliding_window": None if is_whole else sliding_window,
         "attention_mask": attention_mask,
         "dropout": dropout,
+        "implementation": implementation,
+        "return_weights": output_attentions,
     }
-    if output_attentions:
-        output, weights = composed_attention_reference(query, key, value, pre, post, return_weights=True, **options)
-    else:
-        output = composed_attention(query, key, value, pre, post, implementation=implementation, **options)
-        weights = None
+    result = composed_attention(query, key, value, pre, post, **options)
+    output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
 
 
@@ -317,49 +270,14 @@ def checked_implementation(name: str) -> str:
     )
 
 
-def preparation_of(name: str) -> Callable[..., Any] | None:
-    """`prepare` of the [`Implementation`] that this attention implementation names, if it has one."""
-    chosen = _TABLE.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
-    return None if chosen is None else chosen.prepare
-
-
 def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:
     if name is None:
-        automatic = candidates(arguments[0].device.type)
-        return next(candidate for candidate in automatic if _why_not(candidate, *arguments, **options) is None)
+        return _TABLE[_tried(*arguments, **options)[-1][0]]
     if name not in _TABLE:
         raise ValueError(f"implementation must be one of {', '.join(_TABLE)}, got {name!r}.")
     if (reason := _TABLE[name].supports(*arguments, **options)) is not None:
         raise ValueError(f"implementation {name!r} cannot run here: {reason}; leave it out to have one chosen.")
     return _TABLE[name]
-
-
-def _why_not_on_cpu(query: Tensor, *_: Any, mask: Visibility, dropout: float) -> str | None:
-    """The form for CPUs is made of Python loops and threads, and writes in place, with its own gradient."""
-    if query.device.type != "cpu":
-        return f"the tensors are on {query.device.type}"
-    if dropout > 0.0:
-        return "it has no dropout"
-    if is_tracing(query) or torch._C._are_functorch_transforms_active():
-        return "neither tracing nor torch.func see through it"
-    if query.shape[2] < 16:
-        return f"it pays from 16 queries on, and there are {query.shape[2]}"
-    if not mask.same_for_all_heads:
-        return "the mask differs between heads"
-    return "the mask has a gradient" if mask.requires_grad else None
-
-
-def _why_not_for_one_query(query: Tensor, *_: Any, **options: Any) -> str | None:
-    # Naming the number would tie a graph that is traced for any length to this one.
-    return None if query.shape[2] == 1 else "it takes a single query, and there are more"
-
-
-def _default_scaling(query: Tensor, scaling: float | None) -> float:
-    return 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-
-
-def _is_empty(query: Tensor, key: Tensor) -> bool:
-    return query.shape[0] * query.shape[2] * key.shape[2] == 0
 
 
 def _visibility(
@@ -384,15 +302,4 @@ def _visibility(
     return visibility
 
 
-def _reference(*arguments: Any, chunk_size: int | None = None, **options: Any) -> Tensor:
-    return reference_attention(*arguments, **options)[0]
-
-
-register_implementation("reference", _reference, purpose="appendix D line by line, for checking")
-register_implementation("chunked", chunked_attention, purpose="any device, any mask, any length", is_automatic=True)
-register_implementation(
-    "cpu", cpu_attention, _why_not_on_cpu, "blocks of queries on a CPU, with gradients", is_automatic=True
-)
-register_implementation(
-    "one_query", one_query_attention, _why_not_for_one_query, "one query over many keys: decoding", is_automatic=True
-)
+register_implementation("plain", plain_attention, automatic=_no_reason)

@@ -133,17 +133,6 @@ class Visibility:
     def same_for_all_heads(self) -> bool:
         return self.dense is None or self.dense.shape[1] == 1
 
-    @property
-    def band_only(self) -> bool:
-        """Whether causality and window say everything, so that every query sees at least its own key."""
-        return (
-            self.padding is None
-            and self.dense is None
-            and self.sequence_ids is None
-            and self.query_offset >= 0
-            and self.query_offset + self.query_length <= self.key_length
-        )
-
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """The smallest range of keys that holds all which queries start..stop may see; never empty."""
         first, last = 0, self.key_length
@@ -183,35 +172,6 @@ class Visibility:
         for part in parts[1:]:
             hidden = hidden | part
         return hidden
-
-    def hidden_regions(
-        self, start: int, stop: int, first: int, last: int, device: torch.device | None = None
-    ) -> list[tuple[slice, Tensor]]:
-        """
-        `hidden` restricted to the columns where it can hold True: a block inside the band is hidden only at its edges.
-
-        Returns:
-            list of (columns relative to `first`, boolean that broadcasts to (batch, heads, query, these columns)).
-        """
-        columns = [slice(0, last - first)]
-        if self.band_only:
-            start_position, stop_position = start + self.query_offset, stop + self.query_offset
-            columns = []
-            if self.sliding_window is not None:
-                columns.append(slice(0, stop_position - self.sliding_window - first))
-            if self.is_causal:
-                columns.append(slice(start_position + 1 - first, last - first))
-            elif self.sliding_window is not None:
-                columns.append(slice(start_position + self.sliding_window - first, last - first))
-        regions = []
-        for column in columns:
-            column = slice(max(column.start, 0), min(column.stop, last - first))
-            if column.start >= column.stop:
-                continue
-            hidden = self.hidden(start, stop, first + column.start, first + column.stop, device)
-            if hidden is not None:
-                regions.append((column, hidden))
-        return regions
 
     def _band_hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None) -> list[Tensor]:
         """The parts of `hidden` that causality and window decide: (query, key) each, only those that hide something."""

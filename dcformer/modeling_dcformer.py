@@ -36,7 +36,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .composing_dcformer import ComposingModel
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import checked_implementation, composed_attention_forward, preparation_of
+from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import allocated_widths, pack, unpack
 from .dcmha_factors import ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
@@ -204,12 +204,7 @@ class DCFormerAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        prepare = preparation_of(self.config._attn_implementation)
-        prepared = None if prepare is None else prepare(self, hidden_states, position_embeddings, past_key_values)
-        if prepared is None:
-            prepared = self._prepare(hidden_states, position_embeddings, past_key_values)
-        query, key, value, pre, post = prepared
-
+        query, key, value, pre, post = self._prepare(hidden_states, position_embeddings, past_key_values)
         eager: Callable = eager_attention_forward
         if self.compose is not None:
             checked_implementation(self.config._attn_implementation)

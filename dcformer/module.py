@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .dcmha import composed_attention, composed_attention_reference
+from .dcmha import composed_attention
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose
 
@@ -244,11 +244,8 @@ class DCMultiheadAttention(nn.Module):
             for states, weight, bias in zip((query, key, value), *self._projections())
         )  # (batch, heads, length, head channels)
         options: dict[str, Any] = {"attention_mask": mask, "dropout": self.dropout if self.training else 0.0}
-        weights = None
-        if need_weights:
-            attended, weights = composed_attention_reference(q, k, v, pre, post, return_weights=True, **options)
-        else:
-            attended = composed_attention(q, k, v, pre, post, **options)
+        result = composed_attention(q, k, v, pre, post, return_weights=need_weights, **options)
+        attended, weights = result if need_weights else (result, None)
         output = self.out_proj(attended.transpose(1, 2).flatten(2))  # (batch, query, embed_dim)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)

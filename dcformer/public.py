@@ -14,7 +14,6 @@ from .dcmha import (
     ComposeWeights,
     compose,
     composed_attention,
-    composed_attention_reference,
     implementations,
     register_implementation,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "cache_bytes_per_token",
     "compose",
     "composed_attention",
-    "composed_attention_reference",
     "implementations",
     "pretrained_path",
     "register_implementation",

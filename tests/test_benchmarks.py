@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
+from reference import composed_attention_reference
 from tiny_models import random_tokens, tiny_model
 
 from benchmarks import attention, common, cpu_once, model, results
-from dcformer import composed_attention_reference
 from dcformer.bench import authors, operands
 
 

@@ -1,7 +1,7 @@
 """Attention weights of one layer with and without its composition, from the same queries and keys (equation 4).
 
-What a layer hands to its attention is recorded in one forward pass of the model. The reference implementation then
-computes the weights twice: as the layer has them, and as they would be if no head read another.
+What a layer hands to its attention is recorded in one forward pass of the model. Composed attention then computes the
+weights twice: as the layer has them, and as they would be if no head read another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import composed_attention, composed_attention_reference, register_implementation
+from ..dcmha import composed_attention, register_implementation
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
 
@@ -55,7 +55,7 @@ class AttentionInputs:
             pre, post (default to `True`): Compose the scores before the softmax, the weights after it. With neither,
                 these are the softmax of every head alone.
         """
-        _, weights = composed_attention_reference(
+        _, weights = composed_attention(
             self.query,
             self.key,
             self.value,
@@ -174,4 +174,4 @@ def _forward(
     return composed_attention(query, key, value, pre, post, chunk_size=chunk_size, **options)
 
 
-register_implementation(_NAME, _forward, purpose="records what one layer hands to its attention, for dcformer.analysis")
+register_implementation(_NAME, _forward)

@@ -19,8 +19,6 @@ from .operands import Operands
 from .timing import Call, in_cuda_graph
 
 
-# The reference holds the scores of all pairs, several times over.
-_MOST_SCORES_AT_ONCE = 2**28
 SDPA, SDPA_WINDOW, FLEX = "sdpa", "sdpa, same window", "FlexAttention, same window"
 AUTHORS, AUTHORS_COMPILED = "authors", "authors, compiled"
 
@@ -34,7 +32,7 @@ class Form(NamedTuple):
         make (`Callable`): From operands, a window and packed documents to a call without arguments.
         tensors (`Callable`): Of the operands, those that it reads, whose gradients are asked for.
         why_not (`Callable`): Of operands, window and documents: why it cannot run, or None.
-        composes (`bool`): Whether it composes heads; only then it can be compared with the reference.
+        composes (`bool`): Whether it composes heads; only then it can be compared with the plain form.
         is_own (`bool`): Whether it is one of the table of implementations.
         in_graph (`bool`): Whether it is timed as a CUDA graph, so that its many launches cost nothing.
     """
@@ -90,10 +88,7 @@ def _own_form(name: str) -> Form:
         return functools.partial(of.composed, implementation=name, sliding_window=window, attention_mask=mask)
 
     def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
-        queries, keys = of.query.shape[2], of.key.shape[2]
-        if name == "reference" and of.query.shape[:3].numel() * keys > _MOST_SCORES_AT_ONCE:
-            return "it holds the scores of all pairs at once"
-        mask = mask or Visibility(queries, keys, sliding_window=window)
+        mask = mask or Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
         return implementations()[name].supports(*of[:5], mask=mask, dropout=0.0)
 
     return Form(name, make, lambda of: [*of.states, *compose_tensors(of)], why_not, is_own=True)

@@ -120,7 +120,7 @@ def _taking_down(model: DCFormerForCausalLM) -> Iterator[list]:
         taken.extend((query, key, value, *factors))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
-    register_implementation(NAME, take_down, purpose="takes down operands for benchmarks")
+    register_implementation(NAME, take_down)
     before = model.config._attn_implementation
     model.set_attn_implementation(f"dcmha_{NAME}")
     yield taken

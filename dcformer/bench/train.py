@@ -72,13 +72,12 @@ def compare(context: Context, size: Size, trains: bool) -> None:
         more = 1 if context.is_quick else 2
         return layer_times(context, group, family, size, more, measure, figures, max_position_embeddings=length)
 
-    candidates = [family for family in families() if family.form is not None and family.form.name != "one_query"]
     published: dict[tuple[str, bool, int], Any] = dict(paper.TRAINING) if trains else {}
     compare_families(
         context,
         group,
         size,
-        candidates,
+        families(),
         measure_family,
         is_step=False,
         trains=trains,

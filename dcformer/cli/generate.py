@@ -106,7 +106,7 @@ def generate_command(
     device: Device = None,
     attn_implementation: Annotated[
         str | None,
-        typer.Option(help="How attention is computed, such as eager or dcmha_chunked; chosen by itself unless given."),
+        typer.Option(help="How attention is computed, such as eager or dcmha_plain; chosen by itself unless given."),
     ] = None,
     oov_policy: Annotated[
         Literal["error", "clamp", "pad"] | None,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dcformer import register_implementation
+from dcformer import dcmha, register_implementation
 from dcformer.bench import attention, decode, forms, gate, layers, roofline
 from dcformer.bench.__main__ import main
 from dcformer.bench.context import Context
@@ -14,8 +14,7 @@ from dcformer.bench.operands import prompt_operands
 from dcformer.bench.report import Report
 from dcformer.bench.timing import Budget, Timer
 from dcformer.cli import app
-from dcformer.dcmha import _TABLE, implementations
-from dcformer.dcmha_chunked import chunked_attention
+from dcformer.dcmha_plain import plain_attention
 
 
 CPU = torch.device("cpu")
@@ -36,15 +35,10 @@ def context():
 
 
 @pytest.fixture
-def only_chunked():
-    """The form for every device alone, so that little is timed; the table keeps its order, in which forms are tried."""
-    before = implementations()
-    for name in before:
-        if name != "chunked":
-            del _TABLE[name]
-    yield
-    _TABLE.clear()
-    _TABLE.update(before)
+def only_plain(monkeypatch):
+    """The form for every device alone, so that little is timed."""
+    for table in ("_TABLE", "_AUTOMATIC"):
+        monkeypatch.setattr(dcmha, table, {"plain": getattr(dcmha, table)["plain"]})
 
 
 @pytest.fixture
@@ -64,50 +58,50 @@ def run(tmp_path, *arguments):
     return status, *rows_of(path)
 
 
-def test_attention_times_every_form_beside_its_baselines(tmp_path, only_chunked, tiny_plan, capsys):
+def test_attention_times_every_form_beside_its_baselines(tmp_path, only_plain, tiny_plan, capsys):
     status, content, rows = run(tmp_path, "attention")
 
     assert status == 0
     for way in ("forward", "forward and backward"):
         for shape, base in ((TINY, "sdpa"), (WINDOW, "sdpa, same window")):
             group = f"{way}: {shape}"
-            for name in ("chunked", "authors", base):
+            for name in ("plain", "authors", base):
                 row = rows[group, name]
                 assert row["seconds"] >= row["minimum"] > 0 and row["samples"] >= 3, (group, name)
                 assert row["figures"][f"/ {base}"] > 0 and row["figures"]["ps/element"] > 0
             assert "torch.compile" in rows[group, "authors, compiled"]["note"]
-        branches = [name for group, name in rows if group.startswith(f"branches, {way} by chunked")]
+        branches = [name for group, name in rows if group.startswith(f"branches, {way} by plain")]
         assert branches == list(attention._BRANCHES)
     assert "for GPUs" in rows[f"forward: {WINDOW}", "FlexAttention, same window"]["note"]
-    assert rows[f"packed: {TINY}", "chunked, documents of 5"]["figures"]["/ one document"] > 0
+    assert rows[f"packed: {TINY}", "plain, documents of 5"]["figures"]["/ one document"] > 0
     assert any("GPUs only" in note for note in content["notes"])
     assert content["environment"]["torch"] == torch.__version__ and content["rates"]["flops per second"] > 0
     assert (tmp_path / "out.png").stat().st_size > 0
     assert str(tmp_path / "out.json") in capsys.readouterr().out
 
 
-def test_decode_extrapolates_whole_models_beside_the_baseline(tmp_path, only_chunked, monkeypatch):
+def test_decode_extrapolates_whole_models_beside_the_baseline(tmp_path, only_plain, monkeypatch):
     monkeypatch.setattr(layers.LayerTimes, "are_sound", True)  # whatever noise there is
 
     status, _, rows = run(tmp_path, "decode")
 
     assert status == 0
     group = "decode: tiny shape, batch 1, prompt 24"
-    for family in ("Transformer++", "DCFormer++, chunked", "DCFormer++, chunked, query-wise"):
+    for family in ("Transformer++", "DCFormer++, plain", "DCFormer++, plain, query-wise"):
         for depths in ("1 global + 1 local", "2 global + 1 local", "1 global + 2 local"):
             assert rows[group, f"{family}, {depths}"]["figures"]["GB/s at least"] > 0
     whole = f"{group}, whole model of 8 layers (extrapolated)"
     for ratio in ("1:1", "3:1", "7:1"):
-        figures = rows[whole, f"DCFormer++, chunked, local:global {ratio}"]["figures"]
+        figures = rows[whole, f"DCFormer++, plain, local:global {ratio}"]["figures"]
         assert set(figures) == {"tokens/s", "/ all global", "/ same windows"}
-    assert rows["attention of a step: H 4, D 16, 24 keys, batch 1", "chunked"]["seconds"] > 0
+    assert rows["attention of a step: H 4, D 16, 24 keys, batch 1", "plain"]["seconds"] > 0
 
 
-def test_train_times_forward_and_backward(tmp_path, only_chunked):
+def test_train_times_forward_and_backward(tmp_path, only_plain):
     status, content, rows = run(tmp_path, "train")
 
     assert status == 0
-    row = rows["train: tiny shape, 1 rows of 48 tokens", "DCFormer++, chunked, 1 global + 2 local"]
+    row = rows["train: tiny shape, 1 rows of 48 tokens", "DCFormer++, plain, 1 global + 2 local"]
     assert row["seconds"] > 0 and row["figures"]["TFLOP/s"] > 0
     assert any("optimizer" in note for note in content["notes"])
 
@@ -119,7 +113,7 @@ def test_layer_times_make_up_whole_models():
     assert times.are_sound and not times._replace(sliding=-0.1).are_sound
 
 
-def test_nothing_is_begun_after_the_time_is_over(only_chunked, tiny_plan, context):
+def test_nothing_is_begun_after_the_time_is_over(only_plain, tiny_plan, context):
     context.budget = Budget(1e-9)
 
     attention.run(context)
@@ -129,14 +123,14 @@ def test_nothing_is_begun_after_the_time_is_over(only_chunked, tiny_plan, contex
 
 
 def _wrong(error):
-    """The chunked form with a fault."""
+    """The plain form with a fault."""
 
     def attend(query, key, value, pre, post, **options):
         if error == "no gate of the keys":
             side = post.key.factors.clone()
             side[..., -1] = 0
             post = post._replace(key=type(post.key)(factors=side))
-        output = chunked_attention(query, key, value, pre, post, **options)
+        output = plain_attention(query, key, value, pre, post, **options)
         if error == "one value is not a number":
             output = output.clone()
             output[0, 0, 0, 0] = torch.nan
@@ -146,9 +140,9 @@ def _wrong(error):
 
 
 @pytest.fixture
-def wrong(request, only_chunked):
+def wrong(request, only_plain):
     """In the table, a form with the fault that the test is told."""
-    register_implementation("wrong", _wrong(request.param), purpose="shows that the gate works")
+    register_implementation("wrong", _wrong(request.param))
     return request.param
 
 
@@ -158,11 +152,11 @@ def test_a_form_that_is_wrong_has_no_time(wrong, context):
     with_gradients = wrong == "gradient"
     rows = {
         name: operator.row("group", forms._own_form(name), TINY, with_gradients=with_gradients)
-        for name in ("wrong", "chunked")
+        for name in ("wrong", "plain")
     }
 
     assert rows["wrong"].has_failed and rows["wrong"].seconds is None and "is wrong" in rows["wrong"].note
-    assert rows["chunked"].seconds > 0 and context.report.has_failed
+    assert rows["plain"].seconds > 0 and context.report.has_failed
 
 
 @pytest.mark.parametrize("wrong", ["no gate of the keys"], indirect=True)
@@ -174,13 +168,13 @@ def test_a_form_that_is_wrong_fails_the_command(wrong, tmp_path, monkeypatch, ca
     status, _, rows = run(tmp_path, "attention")
 
     assert status == 1
-    assert rows[f"forward: {TINY}", "wrong"]["has_failed"] and rows[f"forward: {TINY}", "chunked"]["seconds"] > 0
+    assert rows[f"forward: {TINY}", "wrong"]["has_failed"] and rows[f"forward: {TINY}", "plain"]["seconds"] > 0
     assert "2 of 10 rows failed" in capsys.readouterr().out
 
 
 def test_the_gate_sees_a_window_that_is_one_key_too_wide():
     def make(operands, window, mask):
-        return lambda: operands.composed(sliding_window=window + 1, implementation="chunked")
+        return lambda: operands.composed(sliding_window=window + 1, implementation="plain")
 
     failure = gate.check(make, 4, 8, CPU, torch.float32, window=gate.WINDOW)
 
@@ -188,11 +182,11 @@ def test_the_gate_sees_a_window_that_is_one_key_too_wide():
 
 
 def test_the_gate_lets_forms_of_packed_documents_and_steps_pass():
-    chunked, authors = forms._own_form("chunked"), forms.authors_forms(False)[0]
+    plain, authors = forms._own_form("plain"), forms.authors_forms(False)[0]
 
-    for form in (chunked, authors):
+    for form in (plain, authors):
         assert gate.check(form.make, 4, 8, CPU, torch.float32, is_packed=True, with_gradients=True) is None
-    assert gate.check(chunked.make, 4, 8, CPU, torch.float32, is_step=True) is None
+    assert gate.check(plain.make, 4, 8, CPU, torch.float32, is_step=True) is None
 
 
 def test_static_and_single_branches_change_what_is_computed():
@@ -247,12 +241,12 @@ def test_explain_prints_the_lines_for_the_shape(monkeypatch, capsys):
 
     asked = {}
     stand_in = ModuleType("dcformer.gpu.explanation")
-    stand_in.explain_lines = lambda **values: asked.update(values) or ["chunked: any device"]
+    stand_in.explain_lines = lambda **values: asked.update(values) or ["plain: any device"]
     monkeypatch.setitem(sys.modules, "dcformer.gpu.explanation", stand_in)
 
     assert main(["--explain", "--device", "cpu", "--heads", "6", "--queries", "1", "--keys", "77", "--gradient"]) == 0
 
-    assert capsys.readouterr().out == "chunked: any device\n"
+    assert capsys.readouterr().out == "plain: any device\n"
     assert asked == {
         "heads": 6,
         "key_value_heads": 6,

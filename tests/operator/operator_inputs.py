@@ -1,8 +1,4 @@
-"""Inputs for the tests of composed attention, the operator entry by entry, and a way to choose its form.
-
-`explicit_attention` follows equations 3 to 8 pair by pair of query and key, each with its own heads x heads map and an
-explicit list of visible keys.
-"""
+"""Inputs, masks and cases for the tests of composed attention, and the implementations that are held to them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dcformer.dcmha import ComposeSide, ComposeWeights, compose, composed_attention, explain_choice
-from dcformer.dcmha_reference import composition_map
+from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, compose, composed_attention
 
 
+# The implementations, each with the number types in which it is held to the reference.
+FORMS = {"plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
-FORMS = ("chunked", "cpu")
 
 
 class Inputs(NamedTuple):
@@ -122,54 +118,6 @@ def make_inputs(
     )
 
 
-def explicit_compose(attention: Tensor, weights: ComposeWeights | None) -> Tensor:
-    """Equation 7 with one explicit map per pair of query and key."""
-    composed = torch.empty_like(attention)
-    batches, heads, queries, keys = attention.shape
-    for b in range(batches):
-        for t in range(queries):
-            for s in range(keys):
-                composed[b, :, t, s] = attention[b, :, t, s] @ composition_map(weights, heads, b, t, s)
-    return composed
-
-
-def visible_keys(
-    queries: int, keys: int, *, is_causal: bool, sliding_window: int | None, query_offset: int | None = None
-) -> Tensor:
-    """(query, key) boolean: what causality and window let through, pair by pair."""
-    offset = keys - queries if query_offset is None else query_offset
-    visible = torch.zeros(queries, keys, dtype=torch.bool)
-    for t in range(queries):
-        for s in range(keys):
-            age = t + offset - s
-            in_window = sliding_window is None or -sliding_window < age < sliding_window
-            visible[t, s] = in_window and (age >= 0 or not is_causal)
-    return visible
-
-
-def explicit_attention(inputs: Inputs, visible: Tensor, bias: Tensor | None = None) -> Tensor:
-    """
-    Equations 3 to 8 for float64 inputs.
-
-    Args:
-        visible (`Tensor`): Boolean, broadcasts to (batch, heads, query, key).
-        bias (`Tensor`, *optional*): Added to the composed scores; broadcasts likewise.
-    """
-    query, key, value, pre, post = inputs
-    shared = query.shape[1] // key.shape[1]
-    key_of_head = [key[:, head // shared] for head in range(query.shape[1])]
-    value_of_head = [value[:, head // shared] for head in range(query.shape[1])]
-    scores = [query[:, h] @ key_of_head[h].mT / query.shape[-1] ** 0.5 for h in range(query.shape[1])]
-    scores = explicit_compose(torch.stack(scores, dim=1), pre)
-    if bias is not None:
-        scores = scores + bias
-    exponentials = torch.where(visible, scores.exp(), 0.0)
-    sums = exponentials.sum(-1, keepdim=True)
-    weights = torch.where(sums > 0, exponentials / sums.clamp(min=1e-300), 0.0)
-    weights = explicit_compose(weights, post)
-    return torch.stack([weights[:, h] @ value_of_head[h] for h in range(query.shape[1])], dim=1)
-
-
 def sixteen_bit_attention(inputs: Inputs, visible: Tensor) -> Tensor:
     """What a plain eager implementation computes in 16 bit, as the authors do: the softmax alone is in float32."""
     query, key, value, pre, post = inputs
@@ -184,7 +132,7 @@ class Case(NamedTuple):
 
     shape: dict = {}
     options: dict = {}
-    mask: Callable[[int, int, int, int], Tensor] | None = None
+    mask: Callable[[int, int, int, int], Tensor | Visibility] | None = None
 
     def build(self) -> tuple[Inputs, dict]:
         inputs = make_inputs(**self.shape)
@@ -229,14 +177,23 @@ def float_mask_per_head(batch: int, heads: int, queries: int, keys: int) -> Tens
     return float_mask(batch * heads, 1, queries, keys).view(batch, heads, queries, keys)
 
 
-MASKED_CASES = {
+def documents(batch: int, heads: int, queries: int, keys: int) -> Visibility:
+    """Two documents in a row, which end elsewhere in every row."""
+    ends = 4 + 3 * torch.arange(batch)[:, None]
+    return Visibility(queries, keys, sequence_ids=(torch.arange(keys) >= ends).long())
+
+
+def both(*branches: str) -> dict:
+    return {"pre": branches, "post": branches}
+
+
+CASES = {
     "causal": Case(),
     "bidirectional": Case(options={"is_causal": False}),
     "window_1": Case(options={"sliding_window": 1}),
     "window_5": Case(options={"sliding_window": 5}),
     "window_beyond_the_length": Case(options={"sliding_window": 50}),
     "bidirectional_window_5": Case(options={"is_causal": False, "sliding_window": 5}),
-    "fewer_queries_than_keys": Case({"queries": 17, "keys": 29}),
     "fewer_queries_than_keys_window_5": Case({"queries": 17, "keys": 29}, {"sliding_window": 5}),
     "fewer_queries_than_keys_bidirectional_window_5": Case(
         {"queries": 17, "keys": 29}, {"is_causal": False, "sliding_window": 5}
@@ -245,21 +202,24 @@ MASKED_CASES = {
     "more_queries_than_keys_bidirectional": Case({"queries": 24, "keys": 15}, {"is_causal": False}),
     "left_padding": Case(mask=left_padding),
     "left_padding_window_5": Case(options={"sliding_window": 5}, mask=left_padding),
-    "right_padding": Case(mask=right_padding),
     "right_padding_bidirectional": Case(options={"is_causal": False}, mask=right_padding),
     "boolean_mask": Case(mask=boolean_mask),
     "boolean_mask_bidirectional": Case({"queries": 17, "keys": 29}, {"is_causal": False}, boolean_mask),
     "boolean_mask_for_all_rows": Case(options={"sliding_window": 9}, mask=shared_boolean_mask),
+    "boolean_mask_per_head": Case(mask=boolean_mask_per_head),
     "float_mask": Case(mask=float_mask),
     "float_mask_bidirectional": Case({"queries": 17, "keys": 29}, {"is_causal": False}, float_mask),
-}
-SHAPED_CASES = {
+    "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=float_mask_per_head),
+    "documents": Case(mask=documents),
+    "batch_of_1": Case({"batch": 1}),
+    "batch_of_3": Case({"batch": 3}, mask=left_padding),
     "grouped_query": Case({"key_value_heads": 2}),
     "multi_query": Case({"key_value_heads": 1}, {"sliding_window": 5}),
     "wide_values": Case({"value_channels": 7}),
     "narrow_values_grouped_query": Case({"value_channels": 1, "key_value_heads": 2}),
     "scaling": Case(options={"scaling": 0.3}),
     "rank_1": Case({"rank": 1}),
+    "rank_3": Case({"rank": 3}),
     "rank_4": Case({"rank": 4}),
     "one_head": Case({"heads": 1}),
     "two_groups": Case({"groups": 2}),
@@ -268,72 +228,40 @@ SHAPED_CASES = {
     "pre_only": Case({"post": None}),
     "post_only": Case({"pre": None}),
     "neither": Case({"pre": None, "post": None}, {"sliding_window": 5}),
-    "no_branches": Case({"pre": (), "post": ()}),
-    "static_only": Case({"pre": ("static",), "post": ("static",), "groups": 2}),
-    "query_wise_only": Case({"pre": ("query_low_rank", "query_gate"), "post": ("query_low_rank", "query_gate")}),
-    "key_wise_only": Case({"pre": ("key_low_rank", "key_gate"), "post": ("key_low_rank", "key_gate")}),
-    "low_rank_only": Case({"pre": ("query_low_rank", "key_low_rank"), "post": ("query_low_rank", "key_low_rank")}),
-    "gates_only": Case({"pre": ("query_gate", "key_gate"), "post": ("query_gate", "key_gate")}),
+    "no_branches": Case(both()),
+    "static_only": Case({**both("static"), "groups": 2}),
+    "query_wise_only": Case(both("query_low_rank", "query_gate")),
+    "key_wise_only": Case(both("key_low_rank", "key_gate")),
+    "low_rank_only": Case(both("query_low_rank", "key_low_rank")),
+    "gates_only": Case(both("query_gate", "key_gate")),
     "query_gate_and_key_gate_apart": Case({"pre": ("query_gate",), "post": ("key_gate",)}),
-    "length_16": Case({"queries": 16}),
-    "length_17": Case({"queries": 17}),
+    "one_key": Case({"queries": 1}),
+    "one_query": Case({"queries": 1, "keys": 29}),
+    "one_query_left_padding": Case({"queries": 1, "keys": 29}, mask=left_padding),
+    "one_query_float_mask": Case({"queries": 1, "keys": 29}, {"is_causal": False}, float_mask_per_head),
+    "one_query_grouped_query": Case({"queries": 1, "keys": 29, "heads": 6, "key_value_heads": 3, "groups": 2}),
+    "one_query_static_only": Case({"queries": 1, "keys": 29, **both("static")}),
+    "one_query_query_wise_before_key_wise_after": Case(
+        {"queries": 1, "keys": 29, "pre": ("query_low_rank", "query_gate"), "post": ("key_low_rank", "key_gate")}
+    ),
+    "two_queries_window_5": Case({"queries": 2, "keys": 29}, {"sliding_window": 5}),
+    "five_queries": Case({"queries": 5, "keys": 29, "key_value_heads": 2}, mask=left_padding),
+    "length_7": Case({"queries": 7}),
     "length_63_chunks_of_16": Case({"queries": 63}, {"chunk_size": 16}),
     "length_63_window_20_chunks_of_10": Case({"queries": 63}, {"chunk_size": 10, "sliding_window": 20}),
-    "length_111_chunks_of_25": Case({"queries": 111}, {"chunk_size": 25}),
+    "length_111_left_padding": Case({"queries": 111}, mask=left_padding),
+    "length_200_window_70": Case({"queries": 200}, {"sliding_window": 70}),
     "chunks_of_1": Case({"queries": 16}, {"chunk_size": 1, "sliding_window": 3}),
-    "chunks_of_7_left_padding": Case(options={"chunk_size": 7}, mask=left_padding),
     "chunks_of_7_boolean_mask": Case(options={"chunk_size": 7}, mask=boolean_mask),
     "chunks_of_7_float_mask": Case(options={"chunk_size": 7, "is_causal": False}, mask=float_mask),
+    "chunks_of_7_documents": Case(options={"chunk_size": 7}, mask=documents),
     "chunks_of_7_more_queries_than_keys": Case({"queries": 24, "keys": 15}, {"chunk_size": 7}),
-}
-# The form for CPUs takes 16 queries or more, and masks that are the same for all heads.
-VECTORISED_CASES = {
-    "length_2_of_9_window_5": Case({"queries": 2, "keys": 9}, {"sliding_window": 5}),
-    "length_15": Case({"queries": 15}),
-    "boolean_mask_per_head": Case(mask=boolean_mask_per_head),
-    "boolean_mask_per_head_chunks_of_7": Case(options={"chunk_size": 7}, mask=boolean_mask_per_head),
-    "float_mask_per_head": Case(mask=float_mask_per_head),
-    "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=float_mask_per_head),
-}
-ONE_QUERY_CASES = {
-    "one_key": Case({"queries": 1}),
-    "of_9": Case({"queries": 1, "keys": 9}),
-    "of_9_window_5": Case({"queries": 1, "keys": 9}, {"sliding_window": 5}),
-    "left_padding": Case({"queries": 1, "keys": 9}, mask=left_padding),
-    "float_mask": Case({"queries": 1, "keys": 9}, {"is_causal": False}, float_mask),
-    "boolean_mask_per_head": Case({"queries": 1, "keys": 9}, {"is_causal": False}, boolean_mask_per_head),
-    "grouped_query": Case({"queries": 1, "keys": 9, "key_value_heads": 2, "value_channels": 5}),
-    "two_groups_grouped_query": Case({"queries": 1, "keys": 9, "heads": 6, "key_value_heads": 3, "groups": 2}),
-    "rank_4": Case({"queries": 1, "keys": 9, "rank": 4}),
-    "pre_only": Case({"queries": 1, "keys": 9, "post": None}),
-    "post_only": Case({"queries": 1, "keys": 9, "pre": None}),
-    "neither": Case({"queries": 1, "keys": 9, "pre": None, "post": None}),
-    "static_only_two_groups": Case({"queries": 1, "keys": 9, "pre": ("static",), "post": ("static",), "groups": 2}),
-    "low_rank_only": Case(
-        {
-            "queries": 1,
-            "keys": 9,
-            "pre": ("query_low_rank", "key_low_rank"),
-            "post": ("query_low_rank", "key_low_rank"),
-        }
-    ),
-    "query_gate_and_key_gate_apart": Case({"queries": 1, "keys": 9, "pre": ("query_gate",), "post": ("key_gate",)}),
-    "query_wise_before_key_wise_after": Case(
-        {"queries": 1, "keys": 9, "pre": ("query_low_rank", "query_gate"), "post": ("key_low_rank", "key_gate")}
-    ),
 }
 
 
 def attend(form: str, *arguments, **options) -> Tensor:
     """`composed_attention` in one of its implementations, whatever it would choose itself."""
     return composed_attention(*arguments, implementation=form, **options)
-
-
-def choice_of(case: Case) -> str:
-    """The implementation that `composed_attention` chooses for a case."""
-    inputs, options = case.build()
-    options.pop("chunk_size", None)
-    return explain_choice(*inputs, **options)[-1][0]
 
 
 def value_and_gradients(function, inputs: Inputs, **options) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,12 +1,13 @@
-"""`Visibility` against the definition of a mask, pair by pair; and what malformed calls of the operator are told."""
+"""`Visibility` against the mask of the reference, pair by pair; and what malformed calls of the operator are told."""
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from operator_inputs import make_inputs, make_weights, visible_keys
+from operator_inputs import make_inputs, make_weights
+from reference import hidden_pairs
 
-from dcformer.dcmha import ComposeSide, composed_attention, composed_attention_reference
+from dcformer.dcmha import ComposeSide, composed_attention
 from dcformer.dcmha_mask import Visibility
 
 
@@ -63,21 +64,8 @@ def visibilities(draw):
 
 def definition(visibility: Visibility) -> torch.Tensor:
     """(batch, heads, query, key) boolean, True for visible."""
-    visible = visible_keys(
-        visibility.query_length,
-        visibility.key_length,
-        is_causal=visibility.is_causal,
-        sliding_window=visibility.sliding_window,
-        query_offset=visibility.query_offset,
-    ).repeat(2, HEADS, 1, 1)
-    if visibility.padding is not None:
-        visible &= (visibility.padding != 0)[:, None, None, :]
-    if visibility.dense is not None:
-        visible &= visibility.dense if visibility.dense.dtype == torch.bool else visibility.dense == 0
-    if visibility.sequence_ids is not None:
-        ids = visibility.sequence_ids
-        visible &= (ids[:, :, None] == ids[:, None, :])[:, None]
-    return visible
+    shape = (2, HEADS, visibility.query_length, visibility.key_length)
+    return ~hidden_pairs(visibility, torch.device("cpu")).expand(shape)
 
 
 @st.composite
@@ -98,17 +86,6 @@ def test_hidden_equals_the_definition_in_every_block(case):
     expected = ~definition(visibility)[:, :, start:stop, first:last]
     hidden = torch.tensor(False) if hidden is None else hidden
     assert torch.equal(hidden.expand(expected.shape), expected)
-
-
-@given(blocks(visibilities()))
-@exhaustive
-def test_hidden_regions_put_together_equal_the_definition(case):
-    visibility, (start, stop, first, last) = case
-    expected = ~definition(visibility)[:, :, start:stop, first:last]
-    hidden = torch.zeros_like(expected)
-    for columns, region in visibility.hidden_regions(start, stop, first, last):
-        hidden[..., columns] |= region
-    assert torch.equal(hidden, expected)
 
 
 @given(blocks(visibilities()))
@@ -148,21 +125,6 @@ def test_key_range_of_a_dense_mask_leaves_out_what_nobody_sees():
     assert Visibility(4, 9, is_causal=False, dense=dense).key_range(0, 4) == (3, 5)
 
 
-@given(visibilities())
-@exhaustive
-def test_band_only_promises_that_every_query_sees_a_key(visibility):
-    assert not visibility.band_only or definition(visibility).any(-1).all()
-
-
-def test_a_band_inside_the_keys_is_band_only():
-    assert Visibility(4, 9, sliding_window=3).band_only
-
-
-@pytest.mark.parametrize("offset", [-1, 6], ids=["before_the_first_key", "past_the_last_key"])
-def test_queries_beside_the_keys_are_not_band_only(offset):
-    assert not Visibility(4, 9, query_offset=offset).band_only
-
-
 def test_the_last_query_stands_at_the_last_key():
     assert Visibility(3, 8).hidden(2, 3, 0, 8) is None
     assert Visibility(3, 8).hidden(1, 2, 0, 8)[0].tolist() == [False] * 7 + [True]
@@ -173,7 +135,7 @@ def test_the_last_query_stands_at_the_last_key():
 def test_a_copy_hides_the_same(visibility):
     copy = visibility.to("cpu")
     assert torch.equal(definition(copy), definition(visibility))
-    assert copy.band_only == visibility.band_only and copy.same_for_all_heads == visibility.same_for_all_heads
+    assert copy.same_for_all_heads == visibility.same_for_all_heads
 
 
 def test_a_copy_has_its_tensors_moved():
@@ -297,11 +259,10 @@ def test_a_side_hands_its_parts_back(missing):
     assert side.rank == (0 if parts["w1"] is None else 3)
 
 
-@pytest.mark.parametrize("function", [composed_attention, composed_attention_reference])
 @pytest.mark.parametrize(("inputs", "message"), MALFORMED.values(), ids=MALFORMED)
-def test_shapes_that_do_not_fit_are_refused(inputs, message, function):
+def test_shapes_that_do_not_fit_are_refused(inputs, message):
     with pytest.raises(ValueError, match=message):
-        function(*inputs)
+        composed_attention(*inputs)
 
 
 MALFORMED_MASKS = {
@@ -318,11 +279,10 @@ MALFORMED_MASKS = {
 }
 
 
-@pytest.mark.parametrize("function", [composed_attention, composed_attention_reference])
 @pytest.mark.parametrize(("options", "message"), MALFORMED_MASKS.values(), ids=MALFORMED_MASKS)
-def test_masks_that_do_not_fit_are_refused(options, message, function):
+def test_masks_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        function(*INPUTS, **options)
+        composed_attention(*INPUTS, **options)
 
 
 @pytest.mark.parametrize(

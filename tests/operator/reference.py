@@ -1,7 +1,7 @@
-"""Composed attention as appendix D of the paper writes it, for checking everything else.
+"""Composed attention as appendix D of the paper writes it: what every implementation is held to.
 
 It holds the scores of all heads, queries and keys at once, in float32 at least and in float64 for float64 inputs, and
-shares nothing with the fast implementations but the check of its arguments.
+shares nothing with the implementations but the classes of its arguments.
 
 Axis letters: b batch, j and h heads (in and out), t query, s key, l either of them, r rank, d channel.
 """
@@ -9,8 +9,29 @@ Axis letters: b batch, j and h heads (in and out), t query, s key, l either of t
 import torch
 from torch import Tensor
 
-from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors
-from .dcmha_mask import Visibility
+from dcformer.dcmha_factors import ComposeSide, ComposeWeights, map_tensors
+from dcformer.dcmha_mask import Visibility
+
+
+def composed_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: Tensor | Visibility | None = None,
+) -> Tensor:
+    """The output alone, by the arguments of `composed_attention`."""
+    mask = attention_mask
+    if not isinstance(mask, Visibility):
+        lengths = {"query_length": query.shape[2], "key_length": key.shape[2]}
+        mask = Visibility.from_mask(mask, **lengths, is_causal=is_causal, sliding_window=sliding_window)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    return reference_attention(query, key, value, pre, post, scaling=scaling, mask=mask)[0]
 
 
 def reference_attention(
@@ -22,7 +43,6 @@ def reference_attention(
     *,
     scaling: float,
     mask: Visibility,
-    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, heads, query, value channels) and the composed weights (batch, heads, query, key)."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(query.dtype, key.dtype))
@@ -34,7 +54,6 @@ def reference_attention(
     scores = reference_compose(scores, pre) + bias
     weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(dtype).min), dim=-1)
     weights = reference_compose(weights.masked_fill(hidden, 0.0), post)
-    weights = torch.nn.functional.dropout(weights, p=dropout, training=dropout > 0.0)
     output = torch.einsum("bhts,bhsd->bhtd", weights, values.to(dtype))
     return output.to(query.dtype), weights.to(query.dtype)
 
@@ -65,19 +84,6 @@ def position_maps(side: ComposeSide, groups: int) -> Tensor:
     if side.gate is not None:
         maps = maps + torch.diag_embed(side.gate.transpose(1, 2))
     return maps
-
-
-def composition_map(weights: ComposeWeights | None, heads: int, batch: int, query: int, key: int) -> Tensor:
-    """The whole map of one query and one key, (heads in, heads out): I + W_b + what either of them contributes."""
-    mixing = torch.eye(heads, dtype=torch.float64)
-    if weights is None:
-        return mixing
-    if weights.static is not None:
-        mixing += torch.block_diag(*weights.static)
-    for side, position in ((weights.query, query), (weights.key, key)):
-        if side is not None:
-            mixing += position_maps(side, weights.groups)[batch, position]
-    return mixing
 
 
 def hidden_pairs(mask: Visibility, device: torch.device) -> Tensor:
