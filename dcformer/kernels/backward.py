@@ -65,8 +65,8 @@ def composed_backward(
     query, key, value = call.query, call.key, call.value
     batch, heads, queries, _ = query.shape
     sizes, mask = Sizes.of(call), Mask.of(call)
-    pre = Stage.of(call.pre_query, call.pre_key, call.pre_static, heads)
-    post = Stage.of(call.post_query, call.post_key, call.post_static, heads)
+    pre = Stage.before(call)
+    post = Stage.after(call)
     query_gradient = query.new_empty(query.shape)
     key_gradient = key.new_zeros(key.shape, dtype=torch.float32)
     value_gradient = value.new_zeros(value.shape, dtype=torch.float32)

@@ -58,8 +58,8 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     sizes, mask = Sizes.of(call), Mask.of(call)
-    pre = Stage.of(call.pre_query, call.pre_key, call.pre_static, heads)
-    post = Stage.of(call.post_query, call.post_key, call.post_static, heads)
+    pre = Stage.before(call)
+    post = Stage.after(call)
     # Scores, and the largest score and the sum of each block of keys.
     bytes_per_column = heads * query.element_size() + -(-8 * heads // sizes.KEYS)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):

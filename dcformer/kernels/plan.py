@@ -19,29 +19,34 @@ from .call import LOG2_E, Call
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
-# Queries that a program composes at once. One leaves most registers for what belongs to keys.
+# Queries that a program composes at once, and their scores in a tile. One query leaves most registers for what belongs
+# to keys, of which more were faster if they did not spill.
 QUERIES_AT_ONCE = 1
-_SCORES_OF_A_TILE = 1024
+_SCORES_AT_ONCE = 1024
 
 
 class States(NamedTuple):
     """Queries, keys, values or outputs: (batch, heads, length, channels) with channels side by side."""
 
     pointer: Tensor
-    batch: int  # strides
+    batch: int  # strides, in units of so many elements that the compiler knows how far loads are aligned
     head: int
     position: int
+    UNIT: tl.constexpr
 
     @classmethod
     def of(cls, tensor: Tensor) -> "States":
-        return cls(tensor, *tensor.stride()[:3])
+        strides = tensor.stride()[:3]
+        # Rows of a cache start at 16 bytes.
+        unit = next(unit for unit in (8, 4, 2, 1) if all(stride % unit == 0 for stride in strides))
+        return cls(tensor, *(stride // unit for stride in strides), tl.constexpr(unit))
 
 
 class Factors(NamedTuple):
     """What one side contributes to a composition: (batch, heads, length, factors), any strides."""
 
     pointer: Tensor | None
-    batch: int  # strides
+    batch: int  # strides, of which the first, second and fourth are in units
     head: int
     served: int  # between heads that share a key/value head
     position: int
@@ -49,20 +54,24 @@ class Factors(NamedTuple):
     SERVED: tl.constexpr
     RANK: tl.constexpr
     GATE: tl.constexpr
-    WIDE: tl.constexpr  # whether eight factors may be read as one vector
+    UNIT: tl.constexpr  # 8 where eight factors may be read as one vector, else 1
 
     @classmethod
-    def of(cls, tensor: Tensor | None, heads: int) -> "Factors":
-        """Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors)."""
+    def of(cls, tensor: Tensor | None, heads: int, as_vectors: bool) -> "Factors":
+        """
+        Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors).
+
+        Args:
+            as_vectors (`bool`): Read eight at once where they lie so.
+        """
         if tensor is None:
-            return cls(None, 0, 0, 0, 0, 0, tl.constexpr(1), tl.constexpr(0), tl.constexpr(False), tl.constexpr(False))
+            return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 1)))
         served = heads // tensor.shape[1]
         factors = tensor.shape[3] // served
         batch, head, position, factor = tensor.stride()
-        constants = (served, factors // 2, factors % 2 == 1, served == 1 and _reads_eight(tensor))
-        return cls(
-            tensor, batch, head, factors * factor, position, factor, *(tl.constexpr(constant) for constant in constants)
-        )
+        unit = 8 if as_vectors and served == 1 and _reads_eight(tensor) else 1
+        strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
+        return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, unit)))
 
 
 class Stage(NamedTuple):
@@ -73,16 +82,29 @@ class Stage(NamedTuple):
     static: Tensor | None
 
     @classmethod
-    def of(cls, query: Tensor | None, key: Tensor | None, static: Tensor | None, heads: int) -> "Stage":
-        return cls(Factors.of(query, heads), Factors.of(key, heads), None if static is None else static.contiguous())
+    def before(cls, call: Call, as_vectors: bool = False) -> "Stage":
+        """The composition before the softmax."""
+        return cls._of(call, "pre", as_vectors)
+
+    @classmethod
+    def after(cls, call: Call, as_vectors: bool = False) -> "Stage":
+        """The composition after the softmax."""
+        return cls._of(call, "post", as_vectors)
+
+    @classmethod
+    def _of(cls, call: Call, name: str, as_vectors: bool) -> "Stage":
+        heads = call.query.shape[1]
+        query, key, static = (getattr(call, f"{name}_{side}") for side in ("query", "key", "static"))
+        static = None if static is None else static.contiguous()
+        return cls(Factors.of(query, heads, False), Factors.of(key, heads, as_vectors), static)
 
     @property
     def query_factors(self) -> int:
-        return 2 * self.query.RANK.value + self.query.GATE.value
+        return _number(self.query)
 
     @property
     def key_factors(self) -> int:
-        return 2 * self.key.RANK.value + self.key.GATE.value
+        return _number(self.key)
 
 
 class Mask(NamedTuple):
@@ -151,9 +173,9 @@ class Sizes(NamedTuple):
         # Large tiles read queries and keys less often. They need the registers of 16-bit products, and waste much at
         # the edges of a narrow band.
         window = call.sliding_window or call.key.shape[2]
-        large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) >= 256 + 1
+        large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
         rows = 128 if large else 64
-        return cls(heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_OF_A_TILE // padded)))
+        return cls(heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_AT_ONCE // padded)))
 
 
 class Chunk(NamedTuple):
@@ -178,7 +200,7 @@ class Chunk(NamedTuple):
 
 
 # What kernels that compose are launched with.
-COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 
 
 def row_stride(tensor: Tensor | None) -> int:
@@ -245,6 +267,10 @@ def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     for places in (first_places, last_places):
         ranges.append(torch.empty_like(order).scatter_(1, order, order.gather(1, places)).to(torch.int32))
     return ranges[0], ranges[1]
+
+
+def _number(side: Factors) -> int:
+    return 2 * side.RANK.value + side.GATE.value
 
 
 def _reads_eight(factors: Tensor) -> bool:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .plan import Chunk, Mask, Sizes, States
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, rows_in_sight
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, places_of, rows_in_sight
 
 
 def launch_products(
@@ -117,8 +117,8 @@ def _products_kernel(
         column = tl.program_id(0) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
         t = chunk.start + row
         s = base + column
-        queries = query.pointer + b * query.batch + h * query.head + t.to(tl.int64)[:, None] * query.position
-        keys = key.pointer + b * key.batch + h // SERVED * key.head + s.to(tl.int64)[None, :] * key.position
+        queries = query.pointer + places_of(query, b, h, t.to(tl.int64))[:, None]
+        keys = key.pointer + places_of(key, b, h // SERVED, s.to(tl.int64))[None, :]
         total = tl.zeros([sizes.PRODUCT_ROWS, sizes.PRODUCT_KEYS], tl.float32)
         for start in tl.static_range(0, CHANNELS, STEP):
             d = start + tl.arange(0, STEP)
@@ -153,16 +153,15 @@ def _output_kernel(
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
     begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
     weights += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
-    values = value.pointer + b * value.batch + h // SERVED * value.head
     total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
     for block in range(begin, end):
         column = block * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
         s = base + column
         w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, PRODUCT_KEYS]
-        places = s.to(tl.int64)[:, None] * value.position + d[None, :]
-        v = tl.load(values + places, mask=(s < mask.keys)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+        values = value.pointer + (places_of(value, b, h // SERVED, s.to(tl.int64))[:, None] + d[None, :])
+        v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < CHANNELS)[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
-    places = b * output.batch + h * output.head + t.to(tl.int64)[:, None] * output.position + d[None, :]
+    places = places_of(output, b, h, t.to(tl.int64))[:, None] + d[None, :]
     inside = (t < mask.queries)[:, None] & (d < CHANNELS)[None, :]
     tl.store(output.pointer + places, total.to(output.pointer.dtype.element_ty), mask=inside)
 
@@ -190,7 +189,6 @@ def _key_products_kernel(
     for served in range(SERVED):
         h = head * SERVED + served
         of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
-        queries = query.pointer + b * query.batch + h * query.head
         for start in range(begin, end, sizes.PRODUCT_ROWS):
             row = start + tl.arange(0, sizes.PRODUCT_ROWS)
             t = chunk.start + row
@@ -202,11 +200,11 @@ def _key_products_kernel(
             # with this mask would be slower: it has no multiples of 16.
             seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
             w = tl.where(seen, w, 0.0).to(w.dtype)  # [PRODUCT_ROWS, PRODUCT_KEYS]
-            places = t.to(tl.int64)[:, None] * query.position + d[None, :]
-            q = tl.load(queries + places, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+            queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
+            q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
     if begin < end:
-        places = b * gradients.batch + head * gradients.head + s.to(tl.int64)[:, None] * gradients.position + d[None, :]
+        places = places_of(gradients, b, head, s.to(tl.int64))[:, None] + d[None, :]
         inside = (s < mask.keys)[:, None] & (d < CHANNELS)[None, :]
         before = tl.load(gradients.pointer + places, mask=inside, other=0.0)
         tl.store(gradients.pointer + places, before + total, mask=inside)

@@ -103,11 +103,19 @@ def mask_bias(mask, b, t, s):
 
 
 @triton.jit
-def load_factors(side, places, inside):
-    """The factors of a side, in float32; `places` are those of the first, in elements."""
+def places_of(states, b, h, position):
+    """Where the channels of positions begin, in elements."""
+    return (b * states.batch + h * states.head + position * states.position) * states.UNIT
+
+
+@triton.jit
+def load_factors(side, block, h, position, inside):
+    """The factors of a side, in float32, for positions that broadcast with the heads [1, HEADS, 1]."""
     factors = ()
     if side.pointer is not None:
-        if side.WIDE:
+        heads = (h // side.SERVED * tl.cast(side.head, tl.int64))[None, :, None]
+        places = (block * side.batch + position.to(tl.int64) * side.position + heads) * side.UNIT
+        if side.UNIT == 8:
             eight = tl.load(side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0)
             eight = eight.to(tl.float32)
             # The bits of a factor's number are axes, of which a split takes the last.
@@ -121,6 +129,7 @@ def load_factors(side, places, inside):
             f3, f7 = tl.split(f37)
             factors = (f0, f1, f2, f3, f4, f5, f6, f7)
         else:
+            places += (h % side.SERVED * side.served)[None, :, None]
             for i in tl.static_range(2 * side.RANK + side.GATE):
                 factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
                 factors = factors + (factor.to(tl.float32),)
@@ -128,25 +137,15 @@ def load_factors(side, places, inside):
 
 
 @triton.jit
-def head_places(side, h):
-    """Where heads are among the factors of a side, in elements."""
-    return h // side.SERVED * tl.cast(side.head, tl.int64) + h % side.SERVED * side.served
-
-
-@triton.jit
 def query_factors(side, b, h, is_head, t, is_query):
     """Of [QUERIES, HEADS, 1]."""
-    places = b * side.batch + t.to(tl.int64) * side.position
-    places = places[:, None, None] + head_places(side, h)[None, :, None]
-    return load_factors(side, places, is_query[:, None, None] & is_head[None, :, None])
+    return load_factors(side, b, h, t[:, None, None], is_query[:, None, None] & is_head[None, :, None])
 
 
 @triton.jit
 def key_factors(side, block, h, is_head, s, is_key):
-    """Of [1, HEADS, KEYS]; `block` is the row of the batch or, of each key, the block of a paged cache."""
-    places = block * side.batch + s.to(tl.int64) * side.position
-    places = places[None, None, :] + head_places(side, h)[None, :, None]
-    return load_factors(side, places, is_key[None, None, :] & is_head[None, :, None])
+    """Of [1, HEADS, KEYS]; `block` is the row of the batch or, of each key [1, 1, KEYS], the block of a paged cache."""
+    return load_factors(side, block, h, s[None, None, :], is_key[None, None, :] & is_head[None, :, None])
 
 
 @triton.jit
