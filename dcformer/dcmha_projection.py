@@ -15,6 +15,14 @@ from transformers.activations import ACT2FN
 from .dcmha_factors import ComposeSide, ComposeWeights
 
 
+def fused_factors(compose: "DCFormerCompose", states: Tensor) -> Tensor | None:
+    """
+    The factors of all slots, (slots, batch, heads, length, channels), at once, or None where the module is to compute
+    them itself. A package of kernels puts its own function in place of this one, which always returns None.
+    """
+    return None
+
+
 class DCFormerCompose(nn.Module):
     """
     Computes, from the attention's input, the weights that compose its heads.
@@ -155,7 +163,11 @@ class DCFormerCompose(nn.Module):
         if key_states is None:
             if self.needs_key_states:
                 raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
-            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
+            factors = fused_factors(self, hidden_states)
+            if factors is None:
+                sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
+            else:
+                sides = {slot: ComposeSide(factors=rows) for slot, rows in zip(self.slots, factors)}
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight
             key_gate_weight = self.gate_weight if self.key_gate_weight is None else self.key_gate_weight

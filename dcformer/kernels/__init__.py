@@ -1,9 +1,11 @@
-"""Implementations of composed attention beside the plain form. Triton kernels are imported when they first run."""
+"""Fast forms of composed attention, which register themselves in the operator's table: C++ for CPUs, Triton for GPUs."""
 
 from ..dcmha import register_implementation
+from .native import register as register_native
 from .triton_form import triton_attention, why_not_automatic, why_not_triton
 
 
 def register() -> None:
-    """Add the implementation "triton" to the operator's table."""
+    """Add the implementations "native" and "triton". Triton itself is imported when its kernels first run."""
+    register_native()
     register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)

@@ -10,7 +10,10 @@ from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, compose, com
 
 
 # The implementations, each with the number types in which it is held to the reference.
-FORMS = {"plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+FORMS = {
+    "plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "native": (torch.float32,),
+}
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
 
 

@@ -66,7 +66,7 @@ def supports(form: str, case: Case) -> bool:
         band = {"is_causal": options.get("is_causal", True), "sliding_window": options.get("sliding_window")}
         lengths = {"query_length": inputs.query.shape[2], "key_length": inputs.key.shape[2]}
         mask = Visibility.from_mask(mask, **lengths, **band)
-    return implementations()[form].supports(*inputs, mask=mask, dropout=0.0) is None
+    return implementations()[form].supports(*inputs.to(FORMS[form][0]), mask=mask, dropout=0.0) is None
 
 
 def forms_and(cases: dict[str, Case]):

@@ -1,0 +1,78 @@
+"""Compiling the C++ operator: by `pip install` (setup.py loads this file alone) or where it is first used.
+
+There is one library for each instruction set, of plain C functions that take pointers. It contains nothing of torch or
+Python, so that it takes seconds to compile and serves every version of both. Its name holds a digest of the sources:
+one that was made of others is never loaded.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+
+SOURCES = Path(__file__).with_name("native")
+FLAGS = (
+    "-O2",
+    "-ftree-vectorize",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-exceptions",
+    "-fno-rtti",
+)
+INSTRUCTION_SETS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2", "-mfma"),
+    "neon": (),
+}
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those that machines of this kind may have."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return ("avx512", "avx2")
+    return ("neon",) if machine in ("aarch64", "arm64") else ()
+
+
+def library_name(instruction_set: str) -> str:
+    """File name of the library that these sources make."""
+    digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            digest.update(path.read_bytes())
+    return f"dcformer-{instruction_set}-{digest.hexdigest()[:12]}.so"
+
+
+def find_compiler() -> str | None:
+    """`CXX` of the environment, or the first C++ compiler on the path."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def compile_library(instruction_set: str, folder: Path) -> Path:
+    """
+    Compile the library for one instruction set into a folder, all at once or not at all.
+
+    Raises:
+        OSError: if there is no compiler, it fails, or the folder cannot be written.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise OSError("there is no C++ compiler")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / library_name(instruction_set)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / target.name
+        command = [compiler, *FLAGS, *INSTRUCTION_SETS[instruction_set], str(SOURCES / "attention.cpp"), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise OSError(f"{compiler} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
+        made.replace(target)
+    return target

@@ -1,0 +1,526 @@
+"""Composed attention on CPUs by C++ (`native/`), as one more entry of the operator's table and as operators of torch.
+
+The C++ code is called with pointers and strides: the fields of its `Call` are one array of 64-bit numbers. Its loops run
+on torch's own threads, whose entry point is handed to it. Where nothing is traced or differentiated, it is called
+straight away, which spares a decoding step the dispatcher; else through `torch.ops.dcformer.native_attention`.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+import os
+import struct
+from array import array
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.utils.import_utils import is_tracing
+
+from .. import dcmha_projection
+from ..dcmha import register_implementation
+from ..dcmha_factors import ComposeWeights
+from ..dcmha_mask import Visibility
+from .build_native import compile_library, instruction_sets, library_name
+
+
+logger = logging.getLogger(__name__)
+
+MOST_RANK = 8
+# So many tokens do not fill the tiles of a product of matrices: their factors are computed straight from the weights.
+FEW_TOKENS = 8
+# Of a product in bfloat16 that torch makes; between two of them the scores are in memory.
+_QUERIES_PER_BLOCK = 256
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
+_NOTHING = (0,) * 6
+_ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, torch.nn.GELU: 0, torch.nn.SiLU: 2}
+
+
+class _Flat(NamedTuple):
+    """The arguments of one call as an operator of torch takes them: tensors, then numbers."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pre_query: Tensor | None
+    pre_key: Tensor | None
+    pre_static: Tensor | None
+    post_query: Tensor | None
+    post_key: Tensor | None
+    post_static: Tensor | None
+    padding: Tensor | None
+    sequence_ids: Tensor | None
+    dense: Tensor | None
+    pre_groups: int
+    post_groups: int
+    is_causal: bool
+    sliding_window: int | None
+    query_offset: int
+    scaling: float
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pre: ComposeWeights | None,
+        post: ComposeWeights | None,
+        scaling: float,
+        mask: Visibility,
+    ) -> "_Flat":
+        return cls(
+            query,
+            key,
+            value,
+            *_tensors(pre),
+            *_tensors(post),
+            mask.padding,
+            mask.sequence_ids,
+            mask.dense,
+            1 if pre is None else pre.groups,
+            1 if post is None else post.groups,
+            mask.is_causal,
+            mask.sliding_window,
+            mask.query_offset,
+            scaling,
+        )
+
+    def as_the_code_reads_it(self) -> "_Flat":
+        """Types and strides that the C++ code knows; as a rule nothing is copied."""
+        states = [_readable(tensor, channels_last=True) for tensor in self[:3]]
+        factors = [None if tensor is None else _readable(tensor) for tensor in self[3:9]]
+        for i in (2, 5):  # static maps
+            factors[i] = None if (static := factors[i]) is None else static.float().contiguous()
+        return _Flat(*states, *factors, *self[9:11], _readable_mask(self.dense), *self[12:])
+
+
+_DIFFERENTIABLE = _Flat._fields[:9]
+
+
+def native_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    scaling: float,
+    mask: Visibility,
+    dropout: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """As every implementation in the table, without dropout; the sizes of tiles are those of the code."""
+    flat = _Flat.of(query, key, value, pre, post, scaling, mask)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in flat[:9]):
+        return attention_op(*flat, True)[0]
+    if is_tracing(query):
+        return attention_op(*flat, False)[0]
+    return _forward(flat)
+
+
+def why_not_native(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: ComposeWeights | None,
+    post: ComposeWeights | None,
+    *,
+    mask: Visibility,
+    dropout: float = 0.0,
+) -> str | None:
+    """Why the C++ form cannot compute this, as the end of a sentence; None if it can."""
+    if query.device.type != "cpu":
+        return f"the tensors are on {query.device.type}"
+    if (reason := _why_no_library()) is not None:
+        return reason
+    if dropout > 0.0:
+        return "it has no dropout"
+    factors = [*_tensors(pre), *_tensors(post)]
+    for tensor in (query, key, value, *factors):
+        if tensor is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it takes float32, bfloat16 and float16, not {str(tensor.dtype).removeprefix('torch.')}"
+    if any(side is not None and side.shape[3] // 2 > MOST_RANK for i in (0, 3) for side in factors[i : i + 2]):
+        return f"it takes ranks of {MOST_RANK} at most"
+    if mask.requires_grad:
+        return "the mask has a gradient"
+    if not mask.same_for_all_heads:
+        return "the mask differs between heads"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "torch.func does not see through it"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "it has no derivatives in forward mode"
+    return None
+
+
+def native_factors(compose: dcmha_projection.DCFormerCompose, states: Tensor) -> Tensor | None:
+    """
+    The factors of a few tokens, read once from the weights: equations 5, 6 and 8.
+
+    Args:
+        compose (`DCFormerCompose`): What has the weights, of one sequence.
+        states (`Tensor`): (batch, length, hidden).
+
+    Returns:
+        `Tensor`: (slots, batch, heads, length, channels) in the states' type; None where this is not for the C++ code.
+    """
+    tokens = states.shape[0] * states.shape[1]
+    if not 0 < tokens <= FEW_TOKENS or states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
+        return None
+    weights = (compose.hidden_weight, compose.low_rank_weight, compose.gate_weight)
+    activation = _ACTIVATIONS.get(type(compose.act_fn))
+    if activation is None or compose.rank > MOST_RANK or torch.is_autocast_enabled("cpu"):
+        return None
+    if any(
+        tensor is not None and (tensor.dtype not in (torch.float32, torch.bfloat16) or not tensor.is_contiguous())
+        for tensor in (states, *weights)
+    ):
+        return None
+    if weights[0] is weights[2] is None or not compose.slots or _why_no_library() is not None or torch._C._are_functorch_transforms_active():
+        return None
+    rank = 0 if weights[0] is None else compose.rank
+    channels = 2 * rank + (weights[2] is not None)
+    heads = compose.groups * compose.heads
+    factors = states.new_empty(len(compose.slots), states.shape[0], states.shape[1], heads, channels)
+    factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
+    slots = compose.slots
+    call = (
+        *_threads(),
+        *states.shape[:2],
+        states.shape[2],
+        compose.groups,
+        compose.heads,
+        rank,
+        activation,
+        _bits(compose.norm_eps),
+        states.data_ptr(),
+        _TYPES[states.dtype],
+        states.stride(0),
+        0,
+        states.stride(1),
+        1,
+        *(number for weight in weights for number in (_NOTHING if weight is None else _flat_view(weight))),
+        *_view(factors[0]),
+        factors.stride(0),
+        len(slots),
+        slots[0],
+        slots[1] - slots[0] if len(slots) > 1 else 1,
+    )
+    _run("dcformer_factors", call)
+    return factors
+
+
+def _forward(flat: _Flat, log_sums: Tensor | None = None) -> Tensor:
+    """(batch, heads, query, value channels), (batch, query, heads, channels) in memory as models go on with it."""
+    call = flat.as_the_code_reads_it()
+    query, value = call.query, call.value
+    batch, heads, queries, _ = query.shape
+    dtype = query.dtype if query.dtype == flat.query.dtype else torch.float32
+    output = torch.empty(batch, queries, heads, value.shape[3], dtype=dtype).transpose(1, 2)
+    in_16_bits = query.dtype == call.key.dtype == value.dtype == torch.bfloat16
+    if log_sums is None and queries > FEW_TOKENS and in_16_bits and _has_bfloat16_products():
+        _forward_in_bfloat16(call, output)
+    else:
+        _run("dcformer_forward", _call(call, output=output, log_sums=log_sums))
+    return output.to(flat.query.dtype)
+
+
+def _forward_in_bfloat16(call: _Flat, output: Tensor) -> None:
+    """Where the CPU has products in bfloat16, torch makes both of them and the code composes between them."""
+    query, key, value = call[:3]
+    (batch, heads, queries, channels), key_heads = query.shape, key.shape[1]
+    # A power of two scales exactly; the rest follows in float32.
+    power_of_two = 2.0 ** (math.frexp(call.scaling)[1] - 1)
+    mask = Visibility(
+        queries,
+        key.shape[2],
+        is_causal=call.is_causal,
+        sliding_window=call.sliding_window,
+        query_offset=call.query_offset,
+        sequence_ids=call.sequence_ids,
+    )
+    for start in range(0, queries, _QUERIES_PER_BLOCK):
+        stop = min(start + _QUERIES_PER_BLOCK, queries)
+        first, last = mask.key_range(start, stop)
+        rows = (query[:, :, start:stop] * power_of_two).reshape(batch * key_heads, -1, channels)
+        keys, values = (states[:, :, first:last].flatten(0, 1) for states in (key, value))
+        scores = torch.bmm(rows, keys.mT)  # (batch x key/value heads, heads that share one x query, key)
+        block = scores.view(batch, heads, stop - start, last - first)
+        # As if all queries and keys were there.
+        whole = block.data_ptr() - block.element_size() * (start * block.stride(2) + first)
+        view = (whole, _TYPES[block.dtype], *block.stride())
+        _run(
+            "dcformer_compose_block",
+            _call(call, scaling=call.scaling / power_of_two, block=(*view, start, stop, first, last)),
+        )
+        output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
+
+
+def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    """Gradients of all tensors that there are among the differentiable ones, in their types."""
+    *rest, log_sums = arguments
+    flat = _Flat(*rest)
+    call = flat.as_the_code_reads_it()
+    found = [None if tensor is None else torch.empty(tensor.shape) for tensor in flat[:9]]
+    for i in (5, 8):
+        if (static := found[i]) is not None:
+            static.zero_()
+    output_gradient = _readable(output_gradient, channels_last=True)  # alive until the code has read it
+    _run(
+        "dcformer_backward",
+        _call(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found),
+    )
+    return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, flat) if gradient is not None]
+
+
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    flat, with_log_sums = _Flat(*arguments[:-1]), arguments[-1]
+    log_sums = torch.empty(flat.query.shape[:3] if with_log_sums else (0,))
+    return _forward(flat, log_sums if with_log_sums else None), log_sums
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? pre_query, Tensor? pre_key, Tensor? pre_static, "
+    "Tensor? post_query, Tensor? post_key, Tensor? post_static, Tensor? padding, Tensor? sequence_ids, "
+    "Tensor? dense, SymInt pre_groups, SymInt post_groups, bool is_causal, SymInt? sliding_window, "
+    "SymInt query_offset, float scaling"
+)
+attention_op = torch.library.custom_op(
+    "dcformer::native_attention",
+    _attention,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool with_log_sums) -> (Tensor, Tensor)",
+)
+backward_op = torch.library.custom_op(
+    "dcformer::native_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
+)
+
+
+@attention_op.register_fake
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query, _, value = arguments[:3]
+    batch, heads, queries, _ = query.shape
+    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    return output, query.new_empty(query.shape[:3] if arguments[-1] else (0,), dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(_DIFFERENTIABLE)] if tensor is not None]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:12], output[1])
+    ctx.numbers = inputs[12:-1]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, log_sums = ctx.saved_tensors
+    found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
+    gradients = [None if tensor is None else next(found) for tensor in tensors[: len(_DIFFERENTIABLE)]]
+    return *gradients, *[None] * (len(_Flat._fields) + 1 - len(gradients))
+
+
+def _refuse_second_derivatives(ctx: Any, *_: Any) -> None:
+    raise ValueError(
+        "Second derivatives (create_graph=True) are not in the C++ form of composed attention; use "
+        "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
+    )
+
+
+attention_op.register_autograd(_gradients, setup_context=_save_for_backward)
+backward_op.register_autograd(_refuse_second_derivatives)
+
+
+def _tensors(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Factors of the queries and of the keys, and the static map."""
+    if weights is None:
+        return None, None, None
+    query, key = weights.query, weights.key
+    return None if query is None else query.factors, None if key is None else key.factors, weights.static
+
+
+def _readable(tensor: Tensor, channels_last: bool = False) -> Tensor:
+    if tensor.dtype not in _TYPES:
+        tensor = tensor.float()
+    if channels_last and tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor
+
+
+def _readable_mask(dense: Tensor | None) -> Tensor | None:
+    """A dense mask of booleans, or of float32 with -inf where it hides."""
+    if dense is None or dense.dtype in (torch.bool, torch.float32):
+        return dense
+    if not dense.dtype.is_floating_point:
+        return dense != 0
+    return dense.float().masked_fill(dense <= torch.finfo(dense.dtype).min / 2, -torch.inf)
+
+
+def _view(tensor: Tensor | None) -> tuple[int, ...]:
+    """A four-dimensional tensor as the code's `View`."""
+    return _NOTHING if tensor is None else (tensor.data_ptr(), _TYPES[tensor.dtype], *tensor.stride())
+
+
+def _flat_view(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 1
+
+
+def _mask_view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
+    """A mask as a `View`, whose four strides are those of these dimensions, 0 where it is the same along one."""
+    if tensor is None:
+        return _NOTHING
+    strides = (0 if dim is None or tensor.shape[dim] == 1 else tensor.stride(dim) for dim in dims)
+    return tensor.data_ptr(), _TYPES[tensor.dtype], *strides
+
+
+def _stage(call: _Flat, first: int, groups: int, gradients: list[Tensor | None] | None) -> tuple[int, ...]:
+    """One composition as the code's `Stage`, whose tensors stand from field `first` on."""
+    query, key, static = call[first : first + 3]
+    found = (None,) * 3 if gradients is None else gradients[first : first + 3]
+    return (
+        *_view(query),
+        *_view(key),
+        *(_NOTHING if static is None else _flat_view(static)),
+        *_view(found[0]),
+        *_view(found[1]),
+        *(_NOTHING if found[2] is None else _flat_view(found[2])),
+        groups,
+        0 if query is None else query.shape[3],
+        0 if key is None else key.shape[3],
+    )
+
+
+def _call(
+    call: _Flat,
+    *,
+    output: Tensor | None = None,
+    log_sums: Tensor | None = None,
+    output_gradient: Tensor | None = None,
+    gradients: list[Tensor | None] | None = None,
+    scaling: float | None = None,
+    block: tuple[int, ...] = (0,) * 10,
+) -> tuple[int, ...]:
+    """The fields of the code's `Call`."""
+    query, key, value = call[:3]
+    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
+    return (
+        *_threads(),
+        *query.shape[:2],
+        key.shape[1],
+        query.shape[2],
+        key.shape[2],
+        query.shape[3],
+        value.shape[3],
+        max((side.shape[3] // 2 for side in sides if side is not None), default=0),
+        _bits(call.scaling if scaling is None else scaling),
+        call.is_causal,
+        call.sliding_window or 0,
+        call.query_offset,
+        *_mask_view(call.padding, 0, None, 1, None),
+        *_mask_view(call.sequence_ids, 0, None, 1, None),
+        *_mask_view(call.dense, 0, None, 2, 3),
+        *_view(query),
+        *_view(key),
+        *_view(value),
+        *_view(output),
+        *(_NOTHING if log_sums is None else (log_sums.data_ptr(), 1, *log_sums.stride(), 0)),
+        *_view(output_gradient),
+        *(number for i in range(3) for number in _view(None if gradients is None else gradients[i])),
+        *_stage(call, 3, call.pre_groups, gradients),
+        *_stage(call, 6, call.post_groups, gradients),
+        *block,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _bits(number: float) -> int:
+    """A double among 64-bit integers."""
+    return struct.unpack("q", struct.pack("d", number))[0]
+
+
+def _threads() -> tuple[int, int]:
+    """How the code runs a loop on torch's threads, and how many there are."""
+    return _parallel_for(), torch.get_num_threads()
+
+
+@functools.cache
+def _parallel_for() -> int:
+    """The address of `torch_parallel_for`, which torch exports for extensions."""
+    libraries = Path(torch.__file__).parent / "lib"
+    path = next(libraries / name for name in ("libtorch_cpu.so", "libtorch_cpu.dylib") if (libraries / name).exists())
+    return ctypes.cast(ctypes.CDLL(str(path)).torch_parallel_for, ctypes.c_void_p).value or 0
+
+
+def _run(function: str, call: tuple[int, ...]) -> None:
+    fields = array("q", call)
+    _functions()[function](fields.buffer_info()[0])
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    library = _library()
+    assert isinstance(library, ctypes.CDLL)
+    functions = {}
+    for name in ("dcformer_forward", "dcformer_backward", "dcformer_compose_block", "dcformer_factors"):
+        functions[name] = getattr(library, name)
+        functions[name].argtypes = [ctypes.c_void_p]
+    return functions
+
+
+@torch.compiler.assume_constant_result
+def _why_no_library() -> str | None:
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The library for this CPU, found beside this file, or in the user's cache, or compiled into it; else why not."""
+    if os.environ.get("DCFORMER_NATIVE") == "0":
+        return "it is switched off by DCFORMER_NATIVE=0"
+    instruction_set = _instruction_set()
+    if instruction_set is None:
+        return "it is made for CPUs with AVX2, AVX-512 or NEON"
+    name = library_name(instruction_set)
+    cache = Path(os.environ.get("DCFORMER_CACHE", "~/.cache/dcformer")).expanduser()
+    try:
+        found = [folder / name for folder in (Path(__file__).with_name("native"), cache) if (folder / name).exists()]
+        library = ctypes.CDLL(str(found[0] if found else compile_library(instruction_set, cache)))
+        _parallel_for()
+        return library
+    except (OSError, AttributeError) as error:
+        reason = f"it could not be compiled or loaded ({error})"
+        logger.warning(
+            "Composed attention runs in its plain form, which takes several times as long: %s. It needs a C++ compiler "
+            "(such as g++), a folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer) and torch 2.10 or "
+            "later; DCFORMER_NATIVE=0 does without it.",
+            reason,
+        )
+        return reason
+
+
+def _instruction_set() -> str | None:
+    known = instruction_sets()
+    if known == ("neon",):
+        return "neon"
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return capability if capability in known else None
+
+
+@functools.cache
+def _has_bfloat16_products() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def register() -> None:
+    """Add the form to the operator's table, and the projection of few tokens to the model's."""
+    register_implementation("native", native_attention, why_not_native, automatic=why_not_native)
+    dcmha_projection.fused_factors = native_factors
