@@ -118,11 +118,11 @@ def composed_backward(
     static_sums[0] /= LOG2_E
     of_query = query_sums.permute(0, 3, 1, 2).split([pre.query_factors, post.query_factors], dim=3)
     of_key = key_sums.permute(0, 2, 3, 1).split([pre.key_factors, post.key_factors], dim=3)
-    found = (query_gradient, key_gradient, value_gradient)
-    found += (of_query[0], of_key[0], static_sums[0], of_query[1], of_key[1], static_sums[1])
-    return tuple(
-        None if tensor is None else gradient.to(tensor.dtype).contiguous() for tensor, gradient in zip(call, found)
-    )
+    of_factors = (of_query[0], of_key[0], static_sums[0], of_query[1], of_key[1], static_sums[1])
+    # Copies, since they share memory, which gradients may not.
+    options = {"copy": True, "memory_format": torch.contiguous_format}
+    found = [None if old is None else new.to(old.dtype, **options) for old, new in zip(call[3:9], of_factors)]
+    return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), *found
 
 
 def _bytes_per_column(sizes: Sizes, query: Tensor, query_factors: int, key_factors: int) -> int:
