@@ -64,7 +64,7 @@ decode_op = torch.library.custom_op(
     "dcformer::composed_decode",
     _decode,
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor? key_lengths=None, Tensor? block_table=None, SymInt? ring_size=None) -> Tensor",
+    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? ring_size) -> Tensor",
 )
 
 

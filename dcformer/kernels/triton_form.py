@@ -27,6 +27,8 @@ OLDEST_TRITON = (3, 4)
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# Where it is chosen unasked.
+_UNASKED_ON = "cuda"
 # Largest error in a comparison, of the largest number that is expected.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
@@ -46,7 +48,7 @@ def triton_attention(
     """As every implementation in the table, without dropout; chunks are as large as the workspace allows."""
     call = Call.of(query, key, value, pre, post, mask, scaling)
     if is_decoding(call):
-        return decode_op(*call)
+        return decode_op(*call, None, None, None)
     return forward_op(*call)[0]
 
 
@@ -109,7 +111,7 @@ def why_not_automatic(
     Why the kernels are not chosen unasked: what `why_not_triton` says, other devices than CUDA, or a comparison with
     the plain form in this process, on this device, in this type and with such heads, that failed or has yet to come.
     """
-    if query.device.type != "cuda":
+    if query.device.type != _UNASKED_ON:
         return "it is chosen unasked on CUDA devices only"
     if (reason := why_not_triton(query, key, value, pre, post, mask=mask, dropout=dropout)) is not None:
         return reason

@@ -385,7 +385,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         key, value = (states[..., : self.head_dim] for states in rows)
         numbers = (self.compose.groups, True, self.sliding_window, 0, self.scale)
         call = Call(query, key, value, *factors, None, None, None, *numbers)
-        return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table)
+        return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table, ring_size=None)
 
 
 def factor_channels(compose: DCFormerCompose) -> int:
