@@ -81,7 +81,9 @@ def _explained(options: Options, device: torch.device, dtype: torch.dtype) -> li
     shapes = [(heads, queries), *[(options.key_value_heads or heads, keys)] * 2]
     states = [torch.zeros(1, *shape, options.channels, dtype=dtype, device=device) for shape in shapes]
     sides = [
-        ComposeSide(factors=torch.zeros(1, heads, length, 5, dtype=dtype, device=device).requires_grad_(options.gradient))
+        ComposeSide(
+            factors=torch.zeros(1, heads, length, 5, dtype=dtype, device=device).requires_grad_(options.gradient)
+        )
         for length in (queries, keys)
     ]
     arguments = (*states, ComposeWeights(*sides), ComposeWeights(*sides))

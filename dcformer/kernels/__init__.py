@@ -1,4 +1,4 @@
-"""Fast forms of composed attention, which register themselves in the operator's table: C++ for CPUs, Triton for GPUs."""
+"""Fast forms of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
 
 from ..dcmha import register_implementation
 from .native import register as register_native

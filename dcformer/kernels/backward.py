@@ -31,7 +31,6 @@ from .tiles import (
     columns_in_sight,
     columns_of_program,
     compose,
-    first_key_of_block,
     heads_of_program,
     is_seen_by_product,
     key_factors,
@@ -139,9 +138,7 @@ def _deltas(
     """(batch, heads, row) sums over the keys of a weight times its gradient."""
     heads = scores.shape[1]
     partial = log_sums.new_empty(chunk.number, chunk.columns // sizes.KEYS, chunk.rows, 2, heads)
-    _deltas_kernel[chunk.grid(sizes)](
-        mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes, **COMPOSING
-    )
+    _deltas_kernel[chunk.grid(sizes)](mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes, **COMPOSING)
     sums = log_sums.new_zeros(chunk.batch + chunk.number, chunk.start + chunk.rows, 2, heads)
     _join_over_keys(mask, chunk, sizes, partial, sums)
     deltas, totals = sums[chunk.batch :, chunk.start :].permute(2, 0, 3, 1)
@@ -247,7 +244,9 @@ def _gradients_kernel(
         post_key_sums = zero_sums(POST_KEY, sizes)
         pre_static_sums = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
         post_static_sums = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
-        query_sums += (batch_row * tl.num_programs(0) + tl.program_id(0)) * chunk.rows * (PRE_QUERY + POST_QUERY) * HEADS
+        query_sums += (
+            (batch_row * tl.num_programs(0) + tl.program_id(0)) * chunk.rows * (PRE_QUERY + POST_QUERY) * HEADS
+        )
         for start in range(0, sizes.ROWS, sizes.QUERIES):
             row = first_row + start + tl.arange(0, sizes.QUERIES)
             t = chunk.start + row
@@ -378,7 +377,9 @@ def _join_over_queries_kernel(
         column = s - base
         tile = column // sizes.KEYS
         first_tile, last_tile = blocks_in_sight(first, last, sizes.KEYS)
-        is_there = (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
+        is_there = (
+            (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
+        )
         at = (batch_row * (chunk.rows // sizes.ROWS) + start // sizes.ROWS) * VALUES
         at = (at + value)[:, None] * chunk.columns + column[None, :]
         total += tl.load(partial + at, mask=is_value & is_there[None, :], other=0.0)

@@ -1,5 +1,5 @@
 """
-Composed attention of many queries on GPUs: section 3 and appendix D of the paper, five kernels over a bounded workspace.
+Composed attention of many queries on GPUs: section 3 and appendix D of the paper in five kernels, in bounded memory.
 
 Every head's score has to be complete before any is composed, and every weight normalised before it is composed, so no
 pass over the keys can do all. Instead a chunk of queries at a time has its scores in a workspace of 16 bits:

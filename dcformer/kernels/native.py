@@ -179,7 +179,12 @@ def native_factors(compose: dcmha_projection.DCFormerCompose, states: Tensor) ->
         for tensor in (states, *weights)
     ):
         return None
-    if weights[0] is weights[2] is None or not compose.slots or _why_no_library() is not None or torch._C._are_functorch_transforms_active():
+    if (
+        weights[0] is weights[2] is None
+        or not compose.slots
+        or _why_no_library() is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
         return None
     rank = 0 if weights[0] is None else compose.rank
     channels = 2 * rank + (weights[2] is not None)

@@ -175,7 +175,9 @@ class Sizes(NamedTuple):
         window = call.sliding_window or call.key.shape[2]
         large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
         rows = 128 if large else 64
-        return cls(heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_AT_ONCE // padded)))
+        return cls(
+            heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_AT_ONCE // padded))
+        )
 
 
 class Chunk(NamedTuple):
@@ -274,7 +276,7 @@ def _number(side: Factors) -> int:
 
 
 def _reads_eight(factors: Tensor) -> bool:
-    """Whether eight factors from the first on are one aligned vector in memory, as in a cached row, padded to eights."""
+    """Whether eight factors from the first on are one aligned vector, as in a cached row, which is padded to eights."""
     if not 4 < factors.shape[3] <= 8 or factors.stride(3) != 1:
         return False
     places = (factors.storage_offset(), *factors.stride()[:3])

@@ -20,9 +20,7 @@ def launch_products(
     # channels wastes nothing on heads of 80 or 96.
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
-    _products_kernel[
-        (chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)
-    ](
+    _products_kernel[(chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
         mask,
         chunk,
         States.of(query),
@@ -93,6 +91,10 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
     return {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": True}
 
 
+# Keys or queries of one step of a sum over them, of which several are on their way to shared memory at once.
+_STEP = tl.constexpr(64)
+
+
 @triton.jit
 def _products_kernel(
     mask,
@@ -151,13 +153,13 @@ def _output_kernel(
     row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
     t = chunk.start + row
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
+    begin, end = blocks_in_sight(first, last, _STEP)
     weights += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
     total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
     for block in range(begin, end):
-        column = block * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
+        column = block * _STEP + tl.arange(0, _STEP)
         s = base + column
-        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, PRODUCT_KEYS]
+        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, STEP]
         values = value.pointer + (places_of(value, b, h // SERVED, s.to(tl.int64))[:, None] + d[None, :])
         v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < CHANNELS)[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
@@ -184,22 +186,22 @@ def _key_products_kernel(
     head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.program_id(1) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
-    begin, end = rows_in_sight(mask, b, chunk, s, sizes.PRODUCT_ROWS)
+    begin, end = rows_in_sight(mask, b, chunk, s, _STEP)
     total = tl.zeros([sizes.PRODUCT_KEYS, BLOCK], tl.float32)
     for served in range(SERVED):
         h = head * SERVED + served
         of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
-        for start in range(begin, end, sizes.PRODUCT_ROWS):
-            row = start + tl.arange(0, sizes.PRODUCT_ROWS)
+        for start in range(begin, end, _STEP):
+            row = start + tl.arange(0, _STEP)
             t = chunk.start + row
             first, last = key_ranges(mask, b, t)
-            column = s - first_key_of_block(mask, chunk.start + start)
+            column = s - first_key_of_block(mask, chunk.start + start // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
             inside = ((column >= 0) & (column < chunk.columns))[None, :] & (row < chunk.rows)[:, None]
             w = tl.load(of_head + (row[:, None] * chunk.columns + column[None, :]), mask=inside, other=0.0)
             # A block of keys may lie across two tiles of columns; one that no query sees was never written. Loading
             # with this mask would be slower: it has no multiples of 16.
             seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
-            w = tl.where(seen, w, 0.0).to(w.dtype)  # [PRODUCT_ROWS, PRODUCT_KEYS]
+            w = tl.where(seen, w, 0.0).to(w.dtype)  # [STEP, PRODUCT_KEYS]
             queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
             q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")

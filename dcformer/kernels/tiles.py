@@ -116,7 +116,9 @@ def load_factors(side, block, h, position, inside):
         heads = (h // side.SERVED * tl.cast(side.head, tl.int64))[None, :, None]
         places = (block * side.batch + position.to(tl.int64) * side.position + heads) * side.UNIT
         if side.UNIT == 8:
-            eight = tl.load(side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0)
+            eight = tl.load(
+                side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0
+            )
             eight = eight.to(tl.float32)
             # The bits of a factor's number are axes, of which a split takes the last.
             bits = tl.reshape(eight, [eight.shape[0], eight.shape[1], eight.shape[2], 2, 2, 2])

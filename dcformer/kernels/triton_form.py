@@ -135,19 +135,23 @@ _compared: dict[tuple[Any, ...], str | None] = {}
 @torch.compiler.assume_constant_result
 def _known(device_index: int | None, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> str | None:
     """What a comparison has found, where none can be made: in a graph or a backward pass."""
-    unknown = "it was not compared with the plain form yet, which a graph or a backward pass cannot do; run it once before"
+    unknown = (
+        "it was not compared with the plain form yet, which a graph or a backward pass cannot do; run it once before"
+    )
     return _compared.get((device_index, dtype, shape, decodes), unknown)
 
 
 def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> str | None:
-    """Compute a small problem by the kernels and by the plain form, once for each kind; why the kernels are not used."""
+    """Compute a small problem by the kernels and by the plain form, once for each kind; why not to use the kernels."""
     kind = (device.index, dtype, shape, decodes)
     if kind not in _compared:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             try:
                 error = _largest_error(device, dtype, shape, decodes)
-                why = None if error <= _TOLERANCES[dtype] else f"its results differ from the plain form's by {error:.2g}"
+                why = (
+                    None if error <= _TOLERANCES[dtype] else f"its results differ from the plain form's by {error:.2g}"
+                )
             except Exception as failure:  # whatever a compiler or a driver may raise
                 why = f"it fails here with {type(failure).__name__}: {failure}"
         _compared[kind] = why
@@ -159,7 +163,7 @@ def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], d
 def _largest_error(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> float:
     """Of the output and, unless it decodes, of all gradients, each relative to the largest number expected in it."""
     heads, key_heads, channels, value_channels, *factors, groups = shape
-    queries, keys = (1, 150) if decodes else (150, 150)
+    queries, keys = (1, 300) if decodes else (300, 300)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(size, device=device)).to(dtype).requires_grad_(not decodes)
@@ -173,16 +177,18 @@ def _largest_error(device: torch.device, dtype: torch.dtype, shape: tuple[int, .
             for length, number in ((queries, of_query), (keys, of_key))
         ]
         stages.append(ComposeWeights(*sides, normal(groups, static, static, scale=0.1) if static else None, groups))
-    call = Call.of(*states, *stages, Visibility(queries, keys), 1.0)
-    leaves = [tensor for tensor in call[: len(DIFFERENTIABLE)] if tensor is not None]
-    options: dict[str, Any] = {"scaling": channels**-0.5, "mask": Visibility(queries, keys, sliding_window=100)}
-    found = []
-    with torch.set_grad_enabled(not decodes):
-        for form in (triton_attention, plain_attention):
-            output = form(*states, *stages, **options)
-            gradients = [] if decodes else torch.autograd.grad(output, leaves, torch.ones_like(output))
-            found.append([tensor.detach().float() for tensor in (output, *gradients)])
-    errors = [(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in zip(*found)]
+    errors = []
+    for window in (None, 100):  # which have tiles of different sizes
+        mask = Visibility(queries, keys, sliding_window=window)
+        call = Call.of(*states, *stages, mask, 1.0)
+        leaves = [tensor for tensor in call[: len(DIFFERENTIABLE)] if tensor is not None]
+        found = []
+        with torch.set_grad_enabled(not decodes):
+            for form in (triton_attention, plain_attention):
+                output = form(*states, *stages, scaling=channels**-0.5, mask=mask)
+                gradients = [] if decodes else torch.autograd.grad(output, leaves, torch.ones_like(output))
+                found.append([tensor.detach().float() for tensor in (output, *gradients)])
+        errors += [(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in zip(*found)]
     return float(torch.stack(errors).nan_to_num(nan=float("inf")).max())
 
 

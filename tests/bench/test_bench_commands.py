@@ -242,4 +242,3 @@ def test_explain_says_of_every_implementation_whether_it_is_chosen(capsys):
     assert {"plain", "triton"} <= lines.keys()
     assert list(lines.values()).count("is chosen") == 1
     assert lines["triton"] == "it is chosen unasked on CUDA devices only"
-

@@ -1,5 +1,6 @@
 """Print as JSON what the kernels of every operator take of GPUs: `python compile_all.py CAPABILITY ...`."""
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -35,14 +36,14 @@ def call_of(channels: int, window: int | None, *, pages: bool = False) -> Call:
 
 
 def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
     for channels, window in ((80, 256), (128, None)):
         call, step = call_of(channels, window), call_of(channels, window, pages=True)
-        lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
-        yield f"forward-D{channels}", lambda call=call: composed_forward(call, 2**28)
-        yield f"decode-D{channels}", lambda step=step: composed_decode(step, lengths, table)
+        yield f"forward-D{channels}", functools.partial(composed_forward, call, 2**28)
+        yield f"decode-D{channels}", functools.partial(composed_decode, step, lengths, table)
     if capability == 90:
         log_sums = states(1, HEADS, LENGTH, dtype=torch.float32)
-        yield "backward-D128", lambda: composed_backward(call.query, call, log_sums, 2**28)
+        yield "backward-D128", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
 
 
 def main() -> None:

@@ -154,9 +154,7 @@ def test_two_runs_give_the_same_bits():
 def test_any_strides_give_the_same():
     inputs, mask = inputs_of(Case({"queries": 20}), torch.float32)
     strided = inputs.map(lambda tensor: tensor.mT.contiguous().mT)
-    assert torch.equal(
-        attend("triton", *inputs, attention_mask=mask), attend("triton", *strided, attention_mask=mask)
-    )
+    assert torch.equal(attend("triton", *inputs, attention_mask=mask), attend("triton", *strided, attention_mask=mask))
 
 
 def test_the_workspace_is_bounded():

@@ -6,19 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dcformer
+
 
 def test_kernels_compile_and_hardly_spill_registers():
     script = Path(__file__).with_name("compile_all.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(dcformer.__file__).parent.parent)
     run = subprocess.run(
         [sys.executable, script, "80", "90", "100"], env=environment, capture_output=True, text=True, check=True
     )
     kernels = json.loads(run.stdout)
     operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
     inference = {f"{name}-D{channels}" for name in ("forward", "decode") for channels in (80, 128)}
-    assert operators == {(capability, name) for capability in (80, 90, 100) for name in inference} | {(90, "backward-D128")}
+    expected = {(capability, name) for capability in (80, 90, 100) for name in inference}
+    assert operators == expected | {(90, "backward-D128")}
     spilled = {kernel["kernel"]: kernel["stack"] for kernel in kernels if kernel["stack"] > 0}
-    # Factors of the keys and the sums of their gradients fill the registers; half of the threads for each made it slower
-    # by the count of instructions.
-    assert spilled.pop("_gradients_kernel") <= 256
-    assert spilled == {}
+    # Factors of the keys and the sums of their gradients fill the registers. With more threads for them nothing spills,
+    # but there are half as many instructions again.
+    assert spilled.keys() <= {"_gradients_kernel"} and sum(spilled.values()) <= 512
+    # What every device of compute capability 8.0 or later gives to a program.
+    assert max(kernel["shared"] for kernel in kernels) <= 99 * 2**10
