@@ -41,6 +41,7 @@ from .tiles import (
     rows_in_sight,
     static_map,
     store_zeros,
+    tile_of_program,
     tile_places,
 )
 
@@ -173,10 +174,8 @@ def _deltas_kernel(mask, chunk, pre, post, scores, gradients, log_sums, partial,
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
+    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
         post_key = key_factors(post.key, b, h, is_head, s, s < mask.keys)
@@ -231,10 +230,8 @@ def _gradients_kernel(
     POST_KEY: tl.constexpr = 2 * post.key.RANK + post.key.GATE
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
+    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
         post_key = key_factors(post.key, b, h, is_head, s, s < mask.keys)

@@ -33,6 +33,7 @@ from .tiles import (
     query_factors,
     static_map,
     store_zeros,
+    tile_of_program,
     tile_places,
 )
 
@@ -85,10 +86,8 @@ def _launch_log_sums(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores:
 def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes: tl.constexpr):
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
+    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    if is_seen:
         s = base + column
         key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
         static = static_map(pre, group, sizes.HEADS, sizes.HEADS_PADDED)
@@ -139,10 +138,8 @@ def _weights_kernel(mask, chunk, pre, post, scores, weights, log_sums, sizes: tl
     """Composed weights, in the place of the scores."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
+    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
         post_key = key_factors(post.key, b, h, is_head, s, s < mask.keys)

@@ -208,6 +208,15 @@ def columns_of_program(sizes: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(mask, b, chunk, sizes: tl.constexpr):
+    """First row, key of column 0, and whether any of the queries may see any of the keys."""
+    first_row = tl.program_id(1) * sizes.ROWS
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.KEYS)
+    return first_row, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
+
+
+@triton.jit
 def tile_places(chunk, batch_row, h, row, column, sizes: tl.constexpr):
     """Where [QUERIES, HEADS, KEYS] are in the workspace."""
     heads = batch_row * (sizes.GROUPS * sizes.HEADS) + h

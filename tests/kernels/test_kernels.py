@@ -75,6 +75,7 @@ CASES = {
     "H6-kv3-groups2-V8-rank1": Case(
         {"heads": 6, "key_value_heads": 3, "groups": 2, "rank": 1, "queries": 40, "value_channels": 8}
     ),
+    "H2-groups2": Case({"queries": 20, "groups": 2, "pre": DYNAMIC, "post": DYNAMIC}),
     "H9-query-wise": Case({"heads": 9, "queries": 40, "pre": QUERY_WISE, "post": QUERY_WISE}),
     "H4-kv1": Case({"heads": 4, "key_value_heads": 1, "queries": 40, "pre": KEY_WISE, "post": DYNAMIC}),
     "H20-D20-win9": Case(
