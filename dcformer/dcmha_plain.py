@@ -126,7 +126,10 @@ def _attend_block(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Appendix D, lines 43 to 48: the output and the composed weights of a block of queries over a block of keys."""
-    dtype = compute_dtype(query, key)
+    output_dtype, dtype = query.dtype, compute_dtype(query, key)
+    if query.device.type == "cpu":
+        # Most CPUs multiply numbers of 16 bits by far more slowly than those of 32.
+        query, key, value = (states.to(dtype) for states in (query, key, value))
     pre, post = (map_tensors(stage, lambda tensor, _: tensor.to(dtype)) for stage in (pre, post))
     scores = compose(_scaled_scores(query, key, scaling), pre)  # (batch, heads, query, key)
     if bias is not None:
@@ -139,7 +142,7 @@ def _attend_block(
     weights = compose(weights, post)
     if dropout > 0.0:
         weights = torch.nn.functional.dropout(weights, p=dropout)
-    return _weighted_values(weights, value).to(query.dtype), weights
+    return _weighted_values(weights, value).to(output_dtype), weights
 
 
 def _scaled_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:

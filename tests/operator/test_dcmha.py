@@ -194,7 +194,6 @@ BLIND = {
     "more_queries_than_keys": Case({"queries": 24, "keys": 20}),
     "boolean_mask": Case(mask=lambda *shape: torch.arange(20).ge(4)[None, None, :, None].expand(2, 1, -1, 20)),
     "float_mask_of_minus_infinity": Case(mask=minus_first_queries(-torch.inf)),
-    "float_mask_of_the_smallest_number": Case(mask=minus_first_queries(torch.finfo(torch.float32).min)),
     "float16_mask_of_the_smallest_number": Case(mask=minus_first_queries(-65504.0, torch.float16)),
 }
 
@@ -311,13 +310,6 @@ def test_weights_equal_the_reference_and_are_exactly_zero_where_hidden():
     assert torch.equal(weights == 0, hidden_pairs(mask, weights.device).expand_as(weights))
 
 
-def test_post_composition_does_not_renormalise():
-    gate = torch.rand(2, 4, 20, dtype=torch.float64)
-    inputs = make_inputs(post=None)._replace(post=ComposeWeights(query=ComposeSide(gate=gate)))
-    _, weights = composed_attention(*inputs, return_weights=True)
-    assert_close(weights.sum(-1), 1 + gate, **EXACT)
-
-
 def test_dropout_drops_composed_weights_and_scales_up_the_rest():
     inputs = with_identity_values(make_inputs())
     weights = composed_attention(*inputs)
@@ -328,16 +320,6 @@ def test_dropout_drops_composed_weights_and_scales_up_the_rest():
     assert abs(int(kept.sum()) - 840) < 4 * 1680**0.5 / 2
 
 
-def test_dropout_preserves_the_expectation():
-    copies, per_row = 400, BRANCHES[1:]  # all branches but the static one have a batch axis
-    inputs = make_inputs(batch=1, queries=16, pre=per_row, post=per_row)
-    draws = composed_attention(*inputs.map(lambda tensor: tensor.expand(copies, *tensor.shape[1:])), dropout=0.5)
-    deviation = draws.std(0)
-    # 192 means of 400 draws each: five standard errors.
-    assert ((draws.mean(0) - composed_attention(*inputs)[0]).abs() <= 5 * deviation / copies**0.5).all()
-    assert (deviation > 0).all()
-
-
 def test_dropout_drops_the_same_when_a_chunk_is_recomputed():
     leaves = make_inputs().leaves()
     dropped = composed_attention(*leaves, dropout=0.5, chunk_size=6)
@@ -345,21 +327,12 @@ def test_dropout_drops_the_same_when_a_chunk_is_recomputed():
     assert_close((gradient * leaves.value).sum(), dropped.sum(), **EXACT)  # the output is linear in the values
 
 
-@pytest.mark.parametrize(
-    ("shape", "output_shape"),
-    [
-        ({"batch": 0}, (0, 4, 20, 3)),
-        ({"queries": 20, "keys": 0}, (2, 4, 20, 3)),
-        ({"queries": 0, "keys": 4}, (2, 4, 0, 3)),
-    ],
-    ids=["no_rows", "no_keys", "no_queries"],
-)
-def test_empty_inputs_give_zeros_of_the_right_shape(shape, output_shape):
-    inputs, zeros = make_inputs(**shape), torch.zeros(output_shape, dtype=torch.float64)
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"queries": 20, "keys": 0}, {"queries": 0, "keys": 4}], ids=str)
+def test_empty_inputs_give_zeros_of_the_right_shape(shape):
+    inputs = make_inputs(**shape)
+    zeros, no_weights = torch.zeros_like(inputs.query), inputs.query @ inputs.key.mT
     assert_close(composed_attention(*inputs), zeros)
-    output, weights = composed_attention(*inputs, return_weights=True)
-    assert_close(output, zeros)
-    assert weights.shape == (*output_shape[:3], inputs.key.shape[2])
+    assert_close(composed_attention(*inputs, return_weights=True), (zeros, torch.zeros_like(no_weights)))
 
 
 def on_tensors(inputs: Inputs, **options):
@@ -468,28 +441,6 @@ def test_a_window_and_packed_documents_spare_the_work_of_what_is_out_of_sight():
     ids = torch.arange(8).repeat_interleave(128)[None]
     packed = cost(1024, chunk_size=64, attention_mask=Visibility(1024, 1024, sequence_ids=ids))
     assert packed.multiplications <= 1.3 * 8 * cost(128, chunk_size=64).multiplications
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (Visibility(20, 10), "for 20 queries and 10 keys, but there are 20 and 20"),
-        (Visibility(10, 20), "for 10 queries and 20 keys"),
-        (torch.ones(3, 20), "for a batch of 3, but there are 2 rows"),
-        (torch.ones(3, 1, 20, 20, dtype=torch.bool), "for a batch of 3"),
-        (torch.ones(1, 3, 20, 20, dtype=torch.bool), "for 3 heads, but there are 4"),
-    ],
-    ids=["keys", "queries", "padding_rows", "mask_rows", "mask_heads"],
-)
-def test_a_mask_of_another_size_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        composed_attention(*make_inputs(), attention_mask=mask)
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1])
-def test_a_chunk_size_below_1_is_refused(chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
-        composed_attention(*make_inputs(), chunk_size=chunk_size)
 
 
 def doubled(*arguments, dropout, chunk_size=None, **options):
