@@ -102,7 +102,7 @@ def composed_backward(
             own_key_sums,
             own_static_sums,
             call.scaling,
-            sizes,
+            sizes.constants,
             **COMPOSING,
         )
         launch_key_products(mask, chunk, sizes, weights, output_gradient, value_gradient)
@@ -139,7 +139,9 @@ def _deltas(
     """(batch, heads, row) sums over the keys of a weight times its gradient."""
     heads = scores.shape[1]
     partial = log_sums.new_empty(chunk.number, chunk.columns // sizes.KEYS, chunk.rows, 2, heads)
-    _deltas_kernel[chunk.grid(sizes)](mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes, **COMPOSING)
+    _deltas_kernel[chunk.grid(sizes)](
+        mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes.constants, **COMPOSING
+    )
     sums = log_sums.new_zeros(chunk.batch + chunk.number, chunk.start + chunk.rows, 2, heads)
     _join_over_keys(mask, chunk, sizes, partial, sums)
     deltas, totals = sums[chunk.batch :, chunk.start :].permute(2, 0, 3, 1)
@@ -155,7 +157,9 @@ def _join_over_keys(mask: Mask, chunk: Chunk, sizes: Sizes, partial: Tensor, sum
         block = 512
         grid = (-(-sizes.ROWS * values // block), chunk.rows // sizes.ROWS, chunk.number)
         options = {"num_warps": 4, "enable_fp_fusion": True}
-        _join_over_keys_kernel[grid](mask, chunk, partial, sums, sums.stride(0), values, sizes, block, **options)
+        _join_over_keys_kernel[grid](
+            mask, chunk, partial, sums, sums.stride(0), values, sizes.constants, block, **options
+        )
 
 
 def _join_over_queries(mask: Mask, chunk: Chunk, sizes: Sizes, partial: Tensor, sums: Tensor) -> None:
@@ -165,11 +169,11 @@ def _join_over_queries(mask: Mask, chunk: Chunk, sizes: Sizes, partial: Tensor, 
         block = 64
         grid = (-(-mask.keys // block), -(-values // 32), chunk.number)
         options = {"num_warps": 4, "enable_fp_fusion": True}
-        _join_over_queries_kernel[grid](mask, chunk, partial, sums, values, sizes, 32, block, **options)
+        _join_over_queries_kernel[grid](mask, chunk, partial, sums, values, sizes.constants, 32, block, **options)
 
 
 @triton.jit
-def _deltas_kernel(mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes: tl.constexpr):
+def _deltas_kernel(mask, chunk, pre, post, scores, gradients, log_sums, partial, sizes):
     """By block of keys, the sums of a weight times its gradient and of the weights: (batch, block, row, 2, heads)."""
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
@@ -216,7 +220,7 @@ def _gradients_kernel(
     key_sums,
     static_sums,
     scaling,
-    sizes: tl.constexpr,
+    sizes,
 ):
     """
     Composed weights in the place of scores, gradients of scores in that of those of composed weights, and what a tile
@@ -295,7 +299,7 @@ def _gradients_kernel(
 
 
 @triton.jit
-def zero_sums(FACTORS: tl.constexpr, sizes: tl.constexpr):
+def zero_sums(FACTORS: tl.constexpr, sizes):
     sums = ()
     for _ in tl.static_range(FACTORS):
         sums = sums + (tl.zeros([sizes.HEADS_PADDED, sizes.KEYS], tl.float32),)
@@ -329,9 +333,7 @@ def add_key_sums(sums, a, d, a_maps, d_maps, stage):
 
 
 @triton.jit
-def _join_over_keys_kernel(
-    mask, chunk, partial, sums, batch_stride, VALUES: tl.constexpr, sizes: tl.constexpr, BLOCK: tl.constexpr
-):
+def _join_over_keys_kernel(mask, chunk, partial, sums, batch_stride, VALUES: tl.constexpr, sizes, BLOCK: tl.constexpr):
     """Program (part of a block of rows, block of rows, row of the batch)."""
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
@@ -356,7 +358,7 @@ def _join_over_queries_kernel(
     partial,
     sums,
     VALUES: tl.constexpr,
-    sizes: tl.constexpr,
+    sizes,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
 ):

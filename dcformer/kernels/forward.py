@@ -68,7 +68,9 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         weights = scores.view(query.dtype)
         launch_products(mask, chunk, sizes, query, call.key, scores, call.scaling * LOG2_E)
         _launch_log_sums(mask, chunk, sizes, pre, scores, log_sums)
-        _weights_kernel[chunk.grid(sizes)](mask, chunk, pre, post, scores, weights, log_sums, sizes, **COMPOSING)
+        _weights_kernel[chunk.grid(sizes)](
+            mask, chunk, pre, post, scores, weights, log_sums, sizes.constants, **COMPOSING
+        )
         launch_output(mask, chunk, sizes, weights, value, output)
     return output, log_sums
 
@@ -76,14 +78,15 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
 def _launch_log_sums(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores: Tensor, log_sums: Tensor) -> None:
     shape = (chunk.number, chunk.columns // sizes.KEYS, chunk.rows, scores.shape[1])
     largest, sums = (scores.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    _block_sums_kernel[chunk.grid(sizes)](mask, chunk, pre, scores, largest, sums, sizes, **COMPOSING)
+    _block_sums_kernel[chunk.grid(sizes)](mask, chunk, pre, scores, largest, sums, sizes.constants, **COMPOSING)
     block = 512
     grid = (-(-sizes.ROWS * scores.shape[1] // block), chunk.rows // sizes.ROWS, chunk.number)
-    _join_sums_kernel[grid](mask, chunk, largest, sums, log_sums, sizes, block, num_warps=4, enable_fp_fusion=True)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    _join_sums_kernel[grid](mask, chunk, largest, sums, log_sums, sizes.constants, block, **options)
 
 
 @triton.jit
-def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes: tl.constexpr):
+def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes):
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)
     first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
@@ -108,7 +111,7 @@ def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes: tl.conste
 
 
 @triton.jit
-def _join_sums_kernel(mask, chunk, largest, sums, log_sums, sizes: tl.constexpr, BLOCK: tl.constexpr):
+def _join_sums_kernel(mask, chunk, largest, sums, log_sums, sizes, BLOCK: tl.constexpr):
     """The logarithm of all blocks' sums: program (part of a block of rows, block of rows, row of the batch)."""
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = tl.program_id(2).to(tl.int64)
@@ -134,7 +137,7 @@ def _join_sums_kernel(mask, chunk, largest, sums, log_sums, sizes: tl.constexpr,
 
 
 @triton.jit
-def _weights_kernel(mask, chunk, pre, post, scores, weights, log_sums, sizes: tl.constexpr):
+def _weights_kernel(mask, chunk, pre, post, scores, weights, log_sums, sizes):
     """Composed weights, in the place of the scores."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     column = columns_of_program(sizes)

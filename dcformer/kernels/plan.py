@@ -164,6 +164,11 @@ class Sizes(NamedTuple):
     QUERIES: int  # of them at once
     KEYS: int  # of a program that composes, which divide those of a product
 
+    @property
+    def constants(self) -> "Sizes":
+        """The same as kernels take it."""
+        return Sizes(*map(tl.constexpr, self))  # type: ignore[arg-type]
+
     @classmethod
     def of(cls, call: Call) -> "Sizes":
         heads = call.query.shape[1] // call.groups

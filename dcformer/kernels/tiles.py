@@ -152,14 +152,14 @@ def key_factors(side, block, h, is_head, s, is_key):
 
 @triton.jit
 def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
-    """[1, HEADS, HEADS], heads in by heads out; nothing where there is none."""
-    if stage.static is None:
-        return None
-    else:
+    """A tuple with [1, HEADS, HEADS], heads in by heads out, or with nothing."""
+    static = ()
+    if stage.static is not None:
         h = tl.arange(0, HEADS_PADDED)
         places = (group * HEADS + h[:, None]) * HEADS + h[None, :]
         inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
-        return tl.load(stage.static + places, mask=inside, other=0).to(tl.float32)[None, :, :]
+        static = (tl.load(stage.static + places, mask=inside, other=0).to(tl.float32)[None, :, :],)
+    return static
 
 
 @triton.jit
@@ -186,14 +186,14 @@ def compose(a, maps, query, key, static, stage, TRANSPOSED: tl.constexpr):
     if stage.key.GATE:
         x += a * key[2 * stage.key.RANK]
     if stage.static is not None:
-        mixing = static if TRANSPOSED else tl.permute(static, [0, 2, 1])
+        mixing = static[0] if TRANSPOSED else tl.permute(static[0], [0, 2, 1])
         mixing = tl.broadcast_to(mixing, [a.shape[0], a.shape[1], a.shape[1]])
         x += tl.dot(mixing, a, input_precision="ieee")
     return x
 
 
 @triton.jit
-def heads_of_program(chunk, sizes: tl.constexpr):
+def heads_of_program(chunk, sizes):
     """Of the program's group: row of the workspace, row of the batch, the group, its heads, and which of them exist."""
     row = (tl.program_id(2) // sizes.GROUPS).to(tl.int64)
     group = tl.program_id(2) % sizes.GROUPS
@@ -202,13 +202,13 @@ def heads_of_program(chunk, sizes: tl.constexpr):
 
 
 @triton.jit
-def columns_of_program(sizes: tl.constexpr):
+def columns_of_program(sizes):
     # Loads of four keys by a thread, not of all that there are side by side, leave it more heads, which it can add up.
     return tl.max_contiguous(tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS), 4)
 
 
 @triton.jit
-def tile_of_program(mask, b, chunk, sizes: tl.constexpr):
+def tile_of_program(mask, b, chunk, sizes):
     """First row, key of column 0, and whether any of the queries may see any of the keys."""
     first_row = tl.program_id(1) * sizes.ROWS
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
@@ -217,7 +217,7 @@ def tile_of_program(mask, b, chunk, sizes: tl.constexpr):
 
 
 @triton.jit
-def tile_places(chunk, batch_row, h, row, column, sizes: tl.constexpr):
+def tile_places(chunk, batch_row, h, row, column, sizes):
     """Where [QUERIES, HEADS, KEYS] are in the workspace."""
     heads = batch_row * (sizes.GROUPS * sizes.HEADS) + h
     heads *= tl.cast(chunk.rows, tl.int64) * chunk.columns
@@ -225,7 +225,7 @@ def tile_places(chunk, batch_row, h, row, column, sizes: tl.constexpr):
 
 
 @triton.jit
-def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes: tl.constexpr):
+def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes):
     """
     Whether a tile that none of its queries sees is in a block of keys that another query of the block of rows sees,
     which the matrix products therefore read.
@@ -237,7 +237,7 @@ def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes: tl.conste
 
 
 @triton.jit
-def load_sums(sums, mask, b, h, is_head, t, sizes: tl.constexpr):
+def load_sums(sums, mask, b, h, is_head, t, sizes):
     """[QUERIES, HEADS, 1] of (batch, heads, query)."""
     places = (b * (sizes.GROUPS * sizes.HEADS) + h)[None, :] * mask.queries + t[:, None]
     inside = is_head[None, :] & (t < mask.queries)[:, None]
@@ -245,7 +245,7 @@ def load_sums(sums, mask, b, h, is_head, t, sizes: tl.constexpr):
 
 
 @triton.jit
-def store_zeros(weights, chunk, batch_row, h, is_head, first_row, column, sizes: tl.constexpr):
+def store_zeros(weights, chunk, batch_row, h, is_head, first_row, column, sizes):
     for start in range(0, sizes.ROWS, sizes.QUERIES):
         row = first_row + start + tl.arange(0, sizes.QUERIES)
         places = tile_places(chunk, batch_row, h, row, column, sizes)
