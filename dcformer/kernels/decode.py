@@ -53,6 +53,7 @@ class Cache(NamedTuple):
     HEADS: tl.constexpr  # of a group
     HEADS_PADDED: tl.constexpr
     KEYS: tl.constexpr  # of a tile
+    PARTS_PADDED: tl.constexpr
 
 
 def composed_decode(
@@ -95,12 +96,14 @@ def composed_decode(
     group = heads // call.groups
     has_static = call.pre_static is not None or call.post_static is not None
     padded = max(triton.next_power_of_2(group), 16 if has_static else 1)
-    keys = min(64, max(8, _SCORES_OF_A_TILE // padded))
     span = _span(call, slots, key_lengths is not None)
     programs = batch * call.groups * queries
+    # Few keys in sight, as in a window, are spread over many programs.
+    spread = triton.next_power_of_2(triton.cdiv(span * programs, _MOST_PARTS))
+    keys = min(64, max(4, min(_SCORES_OF_A_TILE // padded, spread)))
     parts = max(1, min(triton.cdiv(_PROGRAMS, programs), _MOST_PARTS, triton.cdiv(span, keys)))
     page = 0 if block_table is None else key.shape[2]
-    constants = (page, queries, heads // key.shape[1], call.groups, group, padded, keys)
+    constants = (page, queries, heads // key.shape[1], call.groups, group, padded, keys, triton.next_power_of_2(parts))
     cache = Cache(
         key_lengths,
         block_table,
@@ -330,15 +333,14 @@ def _values_kernel(
     t = index + tl.arange(0, 1)
     factors = query_factors(post.query, b, h, is_head, t, t >= 0)
     static = static_map(post, group, cache.HEADS, cache.HEADS_PADDED)
-    maximum = tl.full([cache.HEADS_PADDED], float("-inf"), tl.float32)
-    for part in range(cache.parts):
-        maximum = tl.maximum(maximum, tl.load(maxima + line * cache.parts + part, mask=is_head, other=float("-inf")))
+    part = tl.arange(0, cache.PARTS_PADDED)
+    of_parts = line[:, None] * cache.parts + part[None, :]
+    is_part = is_head[:, None] & (part < cache.parts)[None, :]
+    highest = tl.load(maxima + of_parts, mask=is_part, other=float("-inf"))  # [HEADS, PARTS]
+    maximum = tl.max(highest, 1)
+    # A head that sees no key has -inf here, and -inf - -inf is not a number.
     maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.zeros([cache.HEADS_PADDED], tl.float32)
-    for part in range(cache.parts):
-        highest = tl.load(maxima + line * cache.parts + part, mask=is_head, other=float("-inf"))
-        of_part = tl.load(sums + line * cache.parts + part, mask=is_head, other=0.0)
-        total += of_part * tl.exp2(highest - maximum)
+    total = tl.sum(tl.load(sums + of_parts, mask=is_part, other=0.0) * tl.exp2(highest - maximum[:, None]), 1)
     inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     result = tl.zeros([cache.HEADS_PADDED, BLOCK], tl.float32)
     for tile in range(start, stop, cache.KEYS):

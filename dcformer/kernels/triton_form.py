@@ -145,7 +145,9 @@ def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], d
     """Compute a small problem by the kernels and by the plain form, once for each kind; why not to use the kernels."""
     kind = (device.index, dtype, shape, decodes)
     if kind not in _compared:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        # The call may be one of inference, where tensors can have no gradients.
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.set_grad_enabled(not decodes):
             torch.manual_seed(0)
             try:
                 error = _largest_error(device, dtype, shape, decodes)
@@ -183,11 +185,10 @@ def _largest_error(device: torch.device, dtype: torch.dtype, shape: tuple[int, .
         call = Call.of(*states, *stages, mask, 1.0)
         leaves = [tensor for tensor in call[: len(DIFFERENTIABLE)] if tensor is not None]
         found = []
-        with torch.set_grad_enabled(not decodes):
-            for form in (triton_attention, plain_attention):
-                output = form(*states, *stages, scaling=channels**-0.5, mask=mask)
-                gradients = [] if decodes else torch.autograd.grad(output, leaves, torch.ones_like(output))
-                found.append([tensor.detach().float() for tensor in (output, *gradients)])
+        for form in (triton_attention, plain_attention):
+            output = form(*states, *stages, scaling=channels**-0.5, mask=mask)
+            gradients = [] if decodes else torch.autograd.grad(output, leaves, torch.ones_like(output))
+            found.append([tensor.detach().float() for tensor in (output, *gradients)])
         errors += [(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in zip(*found)]
     return float(torch.stack(errors).nan_to_num(nan=float("inf")).max())
 
