@@ -49,6 +49,7 @@ def launch_output(mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, value
         heads // value.shape[1],
         channels,
         block,
+        _step(value),
         **_options(sizes, value),
     )
 
@@ -76,6 +77,7 @@ def launch_key_products(
         weights.shape[1] // key_heads,
         channels,
         block,
+        _step(query),
         **_options(sizes, query),
     )
 
@@ -85,14 +87,16 @@ def _output_block(channels: int, states: Tensor) -> int:
     return min(64 if states.dtype == torch.float32 else 128, max(16, triton.next_power_of_2(channels)))
 
 
+def _step(states: Tensor) -> int:
+    """Keys or queries of one step of a sum over them, of which several are on their way to shared memory at once."""
+    return 32 if states.dtype == torch.float32 else 64
+
+
 def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
-    """Products of float32 do not use tensor cores: their tiles need the registers of twice as many warps."""
-    warps = 8 if states.dtype == torch.float32 or sizes.PRODUCT_ROWS > 64 else 4
-    return {"num_warps": warps, "num_stages": 3, "enable_fp_fusion": True}
-
-
-# Keys or queries of one step of a sum over them, of which several are on their way to shared memory at once.
-_STEP = tl.constexpr(64)
+    """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
+    is_float32 = states.dtype == torch.float32
+    warps = 8 if is_float32 or sizes.PRODUCT_ROWS > 64 else 4
+    return {"num_warps": warps, "num_stages": 2 if is_float32 else 3, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -144,6 +148,7 @@ def _output_kernel(
     SERVED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
@@ -153,11 +158,11 @@ def _output_kernel(
     row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
     t = chunk.start + row
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, _STEP)
+    begin, end = blocks_in_sight(first, last, STEP)
     weights += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
     total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
     for block in range(begin, end):
-        column = block * _STEP + tl.arange(0, _STEP)
+        column = block * STEP + tl.arange(0, STEP)
         s = base + column
         w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, STEP]
         values = value.pointer + (places_of(value, b, h // SERVED, s.to(tl.int64))[:, None] + d[None, :])
@@ -179,6 +184,7 @@ def _key_products_kernel(
     SERVED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = (tl.program_id(2) // (HEADS // SERVED)).to(tl.int64)
@@ -186,13 +192,13 @@ def _key_products_kernel(
     head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64)
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.program_id(1) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
-    begin, end = rows_in_sight(mask, b, chunk, s, _STEP)
+    begin, end = rows_in_sight(mask, b, chunk, s, STEP)
     total = tl.zeros([sizes.PRODUCT_KEYS, BLOCK], tl.float32)
     for served in range(SERVED):
         h = head * SERVED + served
         of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
-        for start in range(begin, end, _STEP):
-            row = start + tl.arange(0, _STEP)
+        for start in range(begin, end, STEP):
+            row = start + tl.arange(0, STEP)
             t = chunk.start + row
             first, last = key_ranges(mask, b, t)
             column = s - first_key_of_block(mask, chunk.start + start // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)

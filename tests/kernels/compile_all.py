@@ -41,8 +41,11 @@ def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         call, step = call_of(channels, window), call_of(channels, window, pages=True)
         yield f"forward-D{channels}", functools.partial(composed_forward, call, 2**28)
         yield f"decode-D{channels}", functools.partial(composed_decode, step, lengths, table)
+    log_sums = states(1, HEADS, LENGTH, dtype=torch.float32)
+    if capability == 80:
+        call = Call(*(part.float() if isinstance(part, Tensor) else part for part in call))
+        yield "backward-float32-D128", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
     if capability == 90:
-        log_sums = states(1, HEADS, LENGTH, dtype=torch.float32)
         yield "backward-D128", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
 
 

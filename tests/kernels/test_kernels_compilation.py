@@ -20,10 +20,10 @@ def test_kernels_compile_and_hardly_spill_registers():
     operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
     inference = {f"{name}-D{channels}" for name in ("forward", "decode") for channels in (80, 128)}
     expected = {(capability, name) for capability in (80, 90, 100) for name in inference}
-    assert operators == expected | {(90, "backward-D128")}
+    assert operators == expected | {(80, "backward-float32-D128"), (90, "backward-D128")}
     spilled = {kernel["kernel"]: kernel["stack"] for kernel in kernels if kernel["stack"] > 0}
     # Factors of the keys and the sums of their gradients fill the registers. With more threads for them nothing spills,
     # but there are half as many instructions again.
-    assert spilled.keys() <= {"_gradients_kernel"} and sum(spilled.values()) <= 512
+    assert spilled.keys() <= {"_gradients_kernel"} and max(spilled.values()) <= 512
     # What every device of compute capability 8.0 or later gives to a program.
     assert max(kernel["shared"] for kernel in kernels) <= 99 * 2**10
