@@ -15,10 +15,21 @@ from transformers.activations import ACT2FN
 from .dcmha_factors import ComposeSide, ComposeWeights
 
 
-def fused_factors(compose: "DCFormerCompose", states: Tensor) -> Tensor | None:
+def fused_projection(
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
     """
-    The factors of all slots, (slots, batch, heads, length, channels), at once, or None where the module is to compute
-    them itself. A package of kernels puts its own function in place of this one, which always returns None.
+    All that an attention layer projects, at once. A package of kernels puts its own function in place of this one.
+
+    Args:
+        attention (`DCFormerAttention`): The layer.
+        hidden_states (`Tensor`): (batch, length, hidden).
+        position_embeddings (`tuple`, *optional*): Cosine and sine, (batch or 1, length, rotary channels).
+
+    Returns:
+        Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
+        composition's slots, (slots, batch, heads, length, channels). None, as this one always says, where the layer is
+        to compute them itself.
     """
     return None
 
@@ -163,17 +174,17 @@ class DCFormerCompose(nn.Module):
         if key_states is None:
             if self.needs_key_states:
                 raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
-            factors = fused_factors(self, hidden_states)
-            if factors is None:
-                sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
-            else:
-                sides = {slot: ComposeSide(factors=rows) for slot, rows in zip(self.slots, factors)}
+            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight
             key_gate_weight = self.gate_weight if self.key_gate_weight is None else self.key_gate_weight
             query_slots, key_slots = ([slot for slot in self.slots if slot % 2 == side] for side in (0, 1))
             sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, query_slots)
             sides |= self._sides(key_states, key_hidden_weight, key_gate_weight, key_slots)
+        return self.stages_of(sides)
+
+    def stages_of(self, sides: dict[int, ComposeSide]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+        """The weights before and after the softmax, from what stands in each slot."""
         stages: list[ComposeWeights | None] = [None, None]
         for stage in self.stages:
             static = None if self.static_weight is None else self.static_weight[stage]

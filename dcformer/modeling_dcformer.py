@@ -34,11 +34,12 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from . import dcmha_projection
 from .composing_dcformer import ComposingModel
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import allocated_widths, pack, unpack
-from .dcmha_factors import ComposeWeights, map_tensors
+from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors
 from .dcmha_mask import Visibility
 from .dcmha_projection import DCFormerCompose, make_compose
 from .generation_dcformer import DCFormerGenerationMixin
@@ -233,17 +234,23 @@ class DCFormerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Query, key and value with their compose weights, (batch, heads, length, ...); of all keys with a cache."""
         input_shape = hidden_states.shape[:-1]
+        fused = dcmha_projection.fused_projection(self, hidden_states, position_embeddings)
+        projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
-            states.view(*input_shape, -1, self.head_dim)
-            for states in self.qkv_proj(hidden_states).split(self.qkv_sizes, dim=-1)
+            states.view(*input_shape, -1, self.head_dim) for states in projected.split(self.qkv_sizes, dim=-1)
         )  # (batch, length, heads, channels)
         q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is not None and k_norm is not None:
+        if fused is None and q_norm is not None and k_norm is not None:
             query, key = q_norm(query), k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if position_embeddings is not None:
+        if fused is None and position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
-        pre, post = self.compose(hidden_states) if self.compose is not None else (None, None)
+        pre = post = None
+        if self.compose is not None and fused is None:
+            pre, post = self.compose(hidden_states)
+        elif self.compose is not None and fused is not None:
+            sides = zip(self.compose.slots, fused[1])
+            pre, post = self.compose.stages_of({slot: ComposeSide(factors=rows) for slot, rows in sides})
         if past_key_values is not None:
             key_length = None
             if self.sliding_window == 1:

@@ -30,7 +30,7 @@ from .build_native import compile_library, instruction_sets, library_name
 logger = logging.getLogger(__name__)
 
 MOST_RANK = 8
-# So many tokens do not fill the tiles of a product of matrices: their factors are computed straight from the weights.
+# So many tokens do not fill the tiles of a product of matrices: what is made of them is bound by reading the weights.
 FEW_TOKENS = 8
 # Of a product in bfloat16 that torch makes; between two of them the scores are in memory.
 _QUERIES_PER_BLOCK = 256
@@ -156,66 +156,68 @@ def why_not_native(
     return None
 
 
-def native_factors(compose: dcmha_projection.DCFormerCompose, states: Tensor) -> Tensor | None:
-    """
-    The factors of a few tokens, read once from the weights: equations 5, 6 and 8.
-
-    Args:
-        compose (`DCFormerCompose`): What has the weights, of one sequence.
-        states (`Tensor`): (batch, length, hidden).
-
-    Returns:
-        `Tensor`: (slots, batch, heads, length, channels) in the states' type; None where this is not for the C++ code.
-    """
-    tokens = states.shape[0] * states.shape[1]
-    if not 0 < tokens <= FEW_TOKENS or states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
+def native_projection(
+    attention: Any, states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """As [`dcmha_projection.fused_projection`], for a few tokens, whose weights are read once."""
+    compose, linear = attention.compose, attention.qkv_proj
+    if compose is None or states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    weights = (compose.hidden_weight, compose.low_rank_weight, compose.gate_weight)
+    if not 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS or is_tracing(states):
+        return None
     activation = _ACTIVATIONS.get(type(compose.act_fn))
-    if activation is None or compose.rank > MOST_RANK or torch.is_autocast_enabled("cpu"):
+    if activation is None or compose.rank > MOST_RANK or not compose.slots or torch.is_autocast_enabled("cpu"):
         return None
-    if any(
-        tensor is not None and (tensor.dtype not in (torch.float32, torch.bfloat16) or not tensor.is_contiguous())
-        for tensor in (states, *weights)
-    ):
+    norms = attention.q_norm, attention.k_norm
+    if type(linear) is not torch.nn.Linear or not all(map(_runs_as_it_is_written, (linear, compose, *norms))):
         return None
-    if (
-        weights[0] is weights[2] is None
-        or not compose.slots
-        or _why_no_library() is not None
-        or torch._C._are_functorch_transforms_active()
-    ):
+    of_compose, of_linear = compose._parameters, linear._parameters  # nn.Module's own look-up takes ten times as long
+    weights = (
+        *(of_compose.get("hidden_weight"), of_compose.get("low_rank_weight"), of_compose.get("gate_weight")),
+        *(of_linear["weight"], of_linear["bias"]),
+        *(None if norm is None else norm._parameters["weight"] for norm in norms),
+    )
+    if not all(map(_is_plain, (states, *weights))):
         return None
-    rank = 0 if weights[0] is None else compose.rank
-    channels = 2 * rank + (weights[2] is not None)
-    heads = compose.groups * compose.heads
-    factors = states.new_empty(len(compose.slots), states.shape[0], states.shape[1], heads, channels)
-    factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
-    slots = compose.slots
+    if weights[0] is weights[2] is None or _why_no_library() is not None:
+        return None
+    batch, length, hidden_size = states.shape
+    rank, heads = 0 if weights[0] is None else compose.rank, compose.groups * compose.heads
+    slots, channels = compose.slots, 2 * rank + (weights[2] is not None)
+    factors = states.new_empty(len(slots), batch, length, heads, channels).transpose(2, 3)
+    projected = states.new_empty(batch, length, linear.out_features)
+    cosine, sine = position_embeddings or (None, None)
+    if cosine is not None and cosine.dtype != torch.float32:
+        return None
     call = (
         *_threads(),
-        *states.shape[:2],
-        states.shape[2],
-        compose.groups,
-        compose.heads,
-        rank,
-        activation,
-        _bits(compose.norm_eps),
-        states.data_ptr(),
-        _TYPES[states.dtype],
-        states.stride(0),
-        0,
-        states.stride(1),
-        1,
-        *(number for weight in weights for number in (_NOTHING if weight is None else _flat_view(weight))),
+        *(batch, length, hidden_size, compose.groups, compose.heads, rank, activation, _bits(compose.norm_eps)),
+        *_row_view(states),
+        *(number for weight in weights[:3] for number in _flat_view(weight)),
         *_view(factors[0]),
-        factors.stride(0),
-        len(slots),
-        slots[0],
-        slots[1] - slots[0] if len(slots) > 1 else 1,
+        *(factors.stride(0), len(slots), slots[0], slots[1] - slots[0] if len(slots) > 1 else 1),
+        *(linear.out_features, attention.head_dim, attention.num_heads, attention.num_key_value_heads),
+        0 if cosine is None else cosine.shape[2],
+        *(_bits(1.0 if norm is None else norm.eps) for norm in norms),
+        *(number for weight in weights[3:] for number in _flat_view(weight)),
+        *_row_view(cosine),
+        *_row_view(sine),
+        *_row_view(projected),
     )
-    _run("dcformer_factors", call)
-    return factors
+    _run("dcformer_project", call)
+    return projected, factors
+
+
+def _runs_as_it_is_written(module: torch.nn.Module | None) -> bool:
+    """Whether nobody looks into or replaces the forward pass of a module."""
+    return module is None or not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether the code can read it as it lies in memory."""
+    if tensor is None:
+        return True
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous()
 
 
 def _forward(flat: _Flat, log_sums: Tensor | None = None) -> Tensor:
@@ -374,8 +376,17 @@ def _view(tensor: Tensor | None) -> tuple[int, ...]:
     return _NOTHING if tensor is None else (tensor.data_ptr(), _TYPES[tensor.dtype], *tensor.stride())
 
 
-def _flat_view(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 1
+def _flat_view(tensor: Tensor | None) -> tuple[int, ...]:
+    """A contiguous tensor as the code's `View`."""
+    return _NOTHING if tensor is None else (tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 1)
+
+
+def _row_view(tensor: Tensor | None) -> tuple[int, ...]:
+    """A tensor (batch or 1, length, channels) as the code's `View`."""
+    if tensor is None:
+        return _NOTHING
+    batch_stride = 0 if tensor.shape[0] == 1 else tensor.stride(0)
+    return tensor.data_ptr(), _TYPES[tensor.dtype], batch_stride, 0, tensor.stride(1), 1
 
 
 def _mask_view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
@@ -393,10 +404,10 @@ def _stage(call: _Flat, first: int, groups: int, gradients: list[Tensor | None] 
     return (
         *_view(query),
         *_view(key),
-        *(_NOTHING if static is None else _flat_view(static)),
+        *_flat_view(static),
         *_view(found[0]),
         *_view(found[1]),
-        *(_NOTHING if found[2] is None else _flat_view(found[2])),
+        *_flat_view(found[2]),
         groups,
         0 if query is None else query.shape[3],
         0 if key is None else key.shape[3],
@@ -474,7 +485,7 @@ def _functions() -> dict[str, Any]:
     library = _library()
     assert isinstance(library, ctypes.CDLL)
     functions = {}
-    for name in ("dcformer_forward", "dcformer_backward", "dcformer_compose_block", "dcformer_factors"):
+    for name in ("dcformer_forward", "dcformer_backward", "dcformer_compose_block", "dcformer_project"):
         functions[name] = getattr(library, name)
         functions[name].argtypes = [ctypes.c_void_p]
     return functions
@@ -526,6 +537,6 @@ def _has_bfloat16_products() -> bool:
 
 
 def register() -> None:
-    """Add the form to the operator's table, and the projection of few tokens to the model's."""
+    """Add the form to the operator's table, and the projections of few tokens to the models'."""
     register_implementation("native", native_attention, why_not_native, automatic=why_not_native)
-    dcmha_projection.fused_factors = native_factors
+    dcmha_projection.fused_projection = native_projection

@@ -21,8 +21,8 @@ def test_kernels_compile_and_hardly_spill_registers():
     inference = {f"{name}-D{channels}" for name in ("forward", "decode") for channels in (80, 128)}
     expected = {(capability, name) for capability in (80, 90, 100) for name in inference}
     assert operators == expected | {(80, "backward-float32-D128"), (90, "backward-D128")}
-    # Bytes of spilled registers. Factors of the keys and the sums of their gradients fill all that a thread has; with more
-    # threads for them nothing spills, but there are half as many instructions again.
+    # Bytes of spilled registers. Factors of the keys and the sums of their gradients fill all that a thread has. With
+    # more threads for them nothing spills, but there are half as many instructions again.
     bounds = {"_gradients_kernel": 512}
     assert [kernel for kernel in kernels if kernel["stack"] > bounds.get(kernel["kernel"], 16)] == []
     # What every device of compute capability 8.0 or later gives to a program.

@@ -313,7 +313,7 @@ struct FewQueries {
             }
             for (int64_t t = 0; t < Q; t++) {
                 float* to = tile.scores + (t * H + h) * TILE;
-                for (int64_t s = 0; s < here; s++) to[s] = dot(query + (t * H + h) * D, keys + s * step, D);
+                for (int64_t s = 0; s < here; s++) to[s] = dot_product(keys + s * step, query + (t * H + h) * D, D);
                 for (int64_t s = here; s < TILE; s++) to[s] = 0.0f;
             }
             if (sizes.pre) read_key_factors(call, call.pre, R, tile.b, h, tile.first, factors + h * C * TILE);
@@ -364,18 +364,6 @@ struct FewQueries {
                     product_in_registers<1, 1, true>(here, weights, 0, 1, values + d, step, to + d, 0);
             }
         }
-    }
-
-    static float dot(const float* a, const float* b, int64_t number) {
-        Vector sums[2] = {Vector{}, Vector{}};
-        int64_t i = 0;
-        for (; i + 2 * LANES <= number; i += 2 * LANES) {
-            sums[0] += load(a + i) * load(b + i);
-            sums[1] += load(a + i + LANES) * load(b + i + LANES);
-        }
-        float sum = sum_of(sums[0] + sums[1]);
-        for (; i < number; i++) sum += a[i] * b[i];
-        return sum;
     }
 };
 
@@ -726,7 +714,7 @@ EXPORTED int dcformer_compose_block(const Call* call) {
     return by_rank(call->rank, [&](auto rank) { compose_block<decltype(rank)::value>(*call); });
 }
 
-EXPORTED int dcformer_factors(const FactorsCall* call) {
-    compute_factors(*call);
+EXPORTED int dcformer_project(const ProjectionCall* call) {
+    project(*call);
     return 0;
 }

@@ -1,4 +1,5 @@
-// From the hidden states of a few tokens to their factors: equations 5, 6 and 8, memory-bound by the weights.
+// From the hidden states of a few tokens to what attention takes: rotated queries and keys, values, and factors by
+// equations 5, 6 and 8. All of it is bound by reading the weights.
 #pragma once
 #include "call.h"
 
@@ -6,7 +7,7 @@ namespace {
 
 enum Activation : int64_t { GELU = 0, GELU_TANH = 1, SILU = 2 };
 
-struct FactorsCall {
+struct ProjectionCall {
     int (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
     int64_t threads;
     int64_t batch, length, hidden_size, groups, heads, rank, activation;  // heads of a group; rank 0: no low-rank maps
@@ -17,6 +18,14 @@ struct FactorsCall {
     View gate_weight;      // (hidden, groups, 4 x heads), contiguous; or nothing
     View factors;          // (batch, all heads, position, channels) of every slot
     int64_t slot_stride, slots, first_slot, slot_step;
+    // Queries, keys and values: `rows` of a weight (rows, hidden) in heads of `head_dim`, of which the first heads are
+    // normalised and rotated: `query_heads` of the queries and `key_heads` of the keys.
+    int64_t rows, head_dim, query_heads, key_heads, rotary_dim;
+    double query_eps, key_eps;
+    View weight, bias;             // contiguous; no bias, or (rows)
+    View query_norm, key_norm;     // (head_dim), or nothing
+    View cosine, sine;             // float32 (batch, -, position, rotary channel), or nothing
+    View projected;                // (batch, -, position, row)
 };
 
 inline float activated(float x, int64_t activation) {
@@ -25,37 +34,90 @@ inline float activated(float x, int64_t activation) {
     return x / (1.0f + expf(-x));
 }
 
-// `to` [columns] += x[from..to) times those rows of a weight, four rows at a time.
-template <class Number, float (*as_float)(Number)>
-void add_rows(const Number* __restrict weight, int64_t columns, const float* __restrict x, int64_t from, int64_t to,
-              float* __restrict sums) {
+inline float number(float x) { return x; }
+inline float number(uint16_t x) { return from_bfloat16(x); }
+
+// `sums` [columns] += x[from..to) times those rows of a weight, four rows at a time.
+template <class Weight>
+void add_rows(const Weight* weight, int64_t columns, const float* x, int64_t from, int64_t to, float* sums) {
     int64_t k = from;
     for (; k + 4 <= to; k += 4) {
-        const Number* w = weight + k * columns;
-        const float a = x[k], b = x[k + 1], c = x[k + 2], d = x[k + 3];
-        for (int64_t j = 0; j < columns; j++)
-            sums[j] += a * as_float(w[j]) + b * as_float(w[j + columns]) + c * as_float(w[j + 2 * columns]) +
-                       d * as_float(w[j + 3 * columns]);
+        const Weight *a = weight + k * columns, *b = a + columns, *c = b + columns, *d = c + columns;
+        int64_t j = 0;
+        for (; j + LANES <= columns; j += LANES)
+            store(sums + j, load(sums + j) + load(a + j) * x[k] + load(b + j) * x[k + 1] + load(c + j) * x[k + 2] +
+                                load(d + j) * x[k + 3]);
+        for (; j < columns; j++)
+            sums[j] += number(a[j]) * x[k] + number(b[j]) * x[k + 1] + number(c[j]) * x[k + 2] + number(d[j]) * x[k + 3];
     }
     for (; k < to; k++)
-        for (int64_t j = 0; j < columns; j++) sums[j] += x[k] * as_float(weight[k * columns + j]);
+        for (int64_t j = 0; j < columns; j++) sums[j] += x[k] * number(weight[k * columns + j]);
 }
-inline float same(float x) { return x; }
 
 inline void add_rows(const View& weight, int64_t columns, const float* x, int64_t from, int64_t to, float* sums) {
     if (weight.type == BFLOAT16)
-        add_rows<uint16_t, from_bfloat16>((const uint16_t*)weight.data, columns, x, from, to, sums);
+        add_rows((const uint16_t*)weight.data, columns, x, from, to, sums);
     else
-        add_rows<float, same>((const float*)weight.data, columns, x, from, to, sums);
+        add_rows((const float*)weight.data, columns, x, from, to, sums);
 }
 
-void compute_factors(const FactorsCall& call) {
+template <class Weight>
+float dot_product(const Weight* weight, const float* x, int64_t size) {
+    Vector sums[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= size; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) sums[j] += load(weight + i + j * LANES) * load(x + i + j * LANES);
+    float sum = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < size; i++) sum += number(weight[i]) * x[i];
+    return sum;
+}
+
+// One head of one token, from the weight's rows to what the cache holds. `to` has head_dim floats.
+inline void project_head(const ProjectionCall& call, int64_t head, int64_t token, const float* x, float* to) {
+    const int64_t D = call.head_dim, half = call.rotary_dim / 2;
+    for (int64_t d = 0; d < D; d++) {
+        const int64_t row = head * D + d, at = row * call.hidden_size;
+        to[d] = call.weight.type == BFLOAT16
+                    ? dot_product((const uint16_t*)call.weight.data + at, x, call.hidden_size)
+                    : dot_product((const float*)call.weight.data + at, x, call.hidden_size);
+        float bias = 0.0f;
+        if (call.bias.type != NONE) read_row(call.bias, row, 1, 1, 1.0f, &bias);
+        to[d] += bias;
+    }
+    if (head >= call.query_heads + call.key_heads) return;
+    const bool of_query = head < call.query_heads;
+    const View& norm = of_query ? call.query_norm : call.key_norm;
+    if (norm.type != NONE) {
+        float squares = 0.0f;
+        for (int64_t d = 0; d < D; d++) squares += to[d] * to[d];
+        const float factor = 1.0f / sqrtf(squares / D + (float)(of_query ? call.query_eps : call.key_eps));
+        for (int64_t d = 0; d < D; d++) {
+            float weight;
+            read_row(norm, d, 1, 1, factor, &weight);
+            to[d] *= weight;
+        }
+    }
+    if (half == 0) return;
+    const int64_t b = token / call.length, l = token % call.length;
+    const float* cosine = (const float*)call.cosine.data + offset_of(call.cosine, b, 0, l);
+    const float* sine = (const float*)call.sine.data + offset_of(call.sine, b, 0, l);
+    for (int64_t d = 0; d < half; d++) {
+        const float first = to[d], second = to[d + half];
+        to[d] = first * cosine[d] - second * sine[d];
+        to[d + half] = second * cosine[d + half] + first * sine[d + half];
+    }
+}
+
+void project(const ProjectionCall& call) {
     const int64_t tokens = call.batch * call.length, heads = call.heads, R = call.rank, inner = 2 * R * heads;
     const int64_t hidden_columns = call.groups * 4 * inner;
     const int64_t gate_columns = call.gate_weight.type == NONE ? 0 : call.groups * 4 * heads;
     const int64_t columns = rounded_up(hidden_columns, 16) + rounded_up(gate_columns, 16);
-    const int64_t workers = most(1, least(call.threads, call.hidden_size * columns >> 16));
-    Memory memory(tokens * (call.hidden_size + workers * columns) + 2 * inner + 64);
+    const int64_t workers = most(1, least(call.threads, call.hidden_size * (columns + call.rows) >> 16));
+    const int64_t all_heads = call.rows / call.head_dim;
+    Memory memory(tokens * (call.hidden_size + workers * columns) + 2 * inner + workers * call.head_dim + 1024);
+    float* rows = memory.take(workers * call.head_dim);
     float* states = memory.take(tokens * call.hidden_size);
     float* sums = memory.take(workers * tokens * columns);  // [worker][token][hidden columns, gate columns]
     float* low_rank = memory.take(inner);                   // [w1 of each rank, w2 of each rank][head]
@@ -64,6 +126,14 @@ void compute_factors(const FactorsCall& call) {
                  states + n * call.hidden_size);
     memset(sums, 0, workers * tokens * columns * 4);
     const auto multiply = [&](int64_t w) {
+        for (int64_t head = w * all_heads / workers; head < (w + 1) * all_heads / workers; head++)
+            for (int64_t n = 0; n < tokens; n++) {
+                float* row = rows + w * call.head_dim;
+                project_head(call, head, n, states + n * call.hidden_size, row);
+                write_row(call.projected,
+                          offset_of(call.projected, n / call.length, 0, n % call.length) + head * call.head_dim, row,
+                          call.head_dim, 1.0f);
+            }
         const int64_t from = w * call.hidden_size / workers, to = (w + 1) * call.hidden_size / workers;
         for (int64_t n = 0; n < tokens; n++) {
             float* own = sums + (w * tokens + n) * columns;

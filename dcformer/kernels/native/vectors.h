@@ -23,6 +23,13 @@ typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef float Unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 inline Vector load(const float* p) { return *(const Unaligned*)p; }
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+inline Vector load(const uint16_t* p) {  // bfloat16
+    const Integers bits = __builtin_convertvector(*(const Halves*)p, Integers) << 16;
+    Vector v;
+    memcpy(&v, &bits, sizeof(v));
+    return v;
+}
 inline void store(float* p, Vector v) { *(Unaligned*)p = v; }
 inline Vector fill(float x) { return x - Vector{}; }  // x + 0 would be computed, for the sake of -0
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
