@@ -45,7 +45,6 @@ bench-gpu:
 	$(BENCH) decode --device cuda --seconds 110 || status=1; \
 	$(BENCH) train --device cuda --seconds 90 || status=1; \
 	$(BENCH) model --device cuda --seconds 20 || status=1; \
-	$(BENCH) tune --device cuda --seconds 40 || status=1; \
 	exit $$status
 
 # The claim in miniature (docs/sweeps.md): sweeps of learning rates, of pairs of models and of the ablation, on the GPU if

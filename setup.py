@@ -104,7 +104,6 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     package_data={
         "dcformer.cards": ["catalogue.json"],
-        "dcformer.ops": ["tuned_configurations.json"],
         "dcformer.pretrained": ["*.json", "*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],

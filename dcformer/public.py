@@ -19,8 +19,8 @@ from .dcmha import (
 )
 from .dcmha_cache import cache_bytes_per_token
 from .dcmha_mask import Visibility
-from .gpu.registration import register as register_forms_for_gpus
 from .kernels import register as register_kernels
+from .kernels.workspace import set_workspace_bytes
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -35,12 +35,10 @@ from .modeling_dcformer import (
 )
 from .modeling_dcvit import DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
-from .ops.workspace import set_workspace_bytes
 from .pretrained import pretrained_path
 from .sharing_dcformer import AUTO_CLASSES
 
 
-register_forms_for_gpus()
 register_kernels()
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)

@@ -12,7 +12,7 @@ from .options import COMMANDS, HELP, Options
 
 
 # How argparse reads an option that is no switch.
-_TYPES: dict[str, type] = {"json": Path, "plot": Path, "output": Path, "seconds": float, "device": str, "dtype": str}
+_TYPES: dict[str, type] = {"json": Path, "plot": Path, "seconds": float, "device": str, "dtype": str}
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

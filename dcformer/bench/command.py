@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from .. import public  # noqa: F401  # registers the models, and all forms of the operator
-from . import attention, decode, model, train, tune
+from ..dcmha import ComposeSide, ComposeWeights, Visibility, explain_choice, implementations
+from . import attention, decode, model, train
 from .context import Context
 from .machine import DTYPES, chosen_device, device_name
 from .options import Options
@@ -48,10 +49,7 @@ def run_command(options: Options) -> int:
     timer = Timer(device, **({"seconds": _QUICK_SECONDS_PER_ROW} if options.quick else {}))
     context = Context(device, dtype, options.quick, compiles, report, timer, Budget(options.seconds))
     print(f"{options.what} on {device_name(device)}, torch {torch.__version__}, {report.settings['dtype']}", flush=True)
-    if options.what == "tune":
-        tune.run(context, options.heads, options.channels, options.output)
-    else:
-        _BENCHMARKS[str(options.what)](context)
+    _BENCHMARKS[str(options.what)](context)
     report.show()
     _write(report, options)
     return 1 if report.has_failed else 0
@@ -78,17 +76,22 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def _explained(options: Options, device: torch.device, dtype: torch.dtype) -> list[str]:
-    from ..gpu.explanation import explain_lines
-
-    lines: list[str] = explain_lines(
-        heads=options.heads,
-        key_value_heads=options.key_value_heads or options.heads,
-        channels=options.channels,
-        queries=options.queries,
-        keys=options.keys or options.queries,
-        window=options.window,
-        dtype=dtype,
-        device=device,
-        needs_gradient=options.gradient,
-    )
+    """What each implementation says of a shape, and which is chosen; the kernels are compared with the plain form."""
+    heads, queries, keys = options.heads, options.queries, options.keys or options.queries
+    shapes = [(heads, queries), *[(options.key_value_heads or heads, keys)] * 2]
+    states = [torch.zeros(1, *shape, options.channels, dtype=dtype, device=device) for shape in shapes]
+    sides = [
+        ComposeSide(
+            factors=torch.zeros(1, heads, length, 5, dtype=dtype, device=device).requires_grad_(options.gradient)
+        )
+        for length in (queries, keys)
+    ]
+    arguments = (*states, ComposeWeights(*sides), ComposeWeights(*sides))
+    mask = Visibility(queries, keys, sliding_window=options.window)
+    tried = dict(explain_choice(*arguments, attention_mask=mask))
+    lines = []
+    for name, implementation in implementations().items():
+        reason = tried.get(name) or implementation.supports(*arguments, mask=mask, dropout=0.0)
+        chosen = name in tried and tried[name] is None
+        lines.append(f"{name}: {'is chosen' if chosen else reason or 'can run if it is named'}")
     return lines

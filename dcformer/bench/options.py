@@ -11,7 +11,6 @@ COMMANDS = {
     "decode": "tokens per second of decoding, as in Tables 6 and 10 of the paper",
     "train": "tokens per second of training, as in Tables 6 and 10 of the paper",
     "model": "the overhead of parameters and operations, as in Table 2 of the paper, and a forward pass",
-    "tune": "tile sizes and warps of the kernels for this GPU, which are searched for and kept in a file",
 }
 HELP = {
     "what": "What to measure: " + "; ".join(f"{name} ({about})" for name, about in COMMANDS.items()) + ".",
@@ -23,11 +22,10 @@ HELP = {
     "is such a folder.",
     "plot": "The picture to draw, a .png, .svg or .pdf file; beside the JSON file unless given.",
     "compile": "Include what needs torch.compile; on a GPU that is so unless given, on a CPU it takes minutes.",
-    "output": "The file that tune writes its configurations to; the user's own, which is read first, unless given.",
     "explain": "Print which form of attention is chosen for a shape, and why, instead of measuring anything.",
-    "heads": "Query heads of the shape that is explained or tuned.",
+    "heads": "Query heads of the shape that is explained.",
     "key_value_heads": "Key and value heads of the shape that is explained; as many as query heads unless given.",
-    "channels": "Channels of a head, of the shape that is explained or tuned.",
+    "channels": "Channels of a head, of the shape that is explained.",
     "queries": "Number of queries of the shape that is explained.",
     "keys": "Number of keys of the shape that is explained; as many as queries unless given.",
     "window": "Sliding window of the shape that is explained; all keys unless given.",
@@ -52,7 +50,6 @@ class Options:
     json: Path | None = None
     plot: Path | None = None
     compile: bool | None = None
-    output: Path | None = None
     explain: bool = False
     heads: int = 32
     key_value_heads: int | None = None

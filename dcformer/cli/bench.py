@@ -25,7 +25,6 @@ def bench_command(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help=HELP["compile"], show_default=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option(help=HELP["output"])] = None,
     explain: Annotated[bool, typer.Option("--explain", help=HELP["explain"])] = False,
     heads: Annotated[int, typer.Option(help=HELP["heads"])] = Options.heads,
     key_value_heads: Annotated[int | None, typer.Option(help=HELP["key_value_heads"])] = None,

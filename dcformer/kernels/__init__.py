@@ -1,3 +1,11 @@
-"""Fast forms of composed attention, which register themselves in the operator's table: C++ for CPUs."""
+"""Fast forms of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
 
-from .native import register as register
+from ..dcmha import register_implementation
+from .native import register as register_native
+from .triton_form import triton_attention, why_not_automatic, why_not_triton
+
+
+def register() -> None:
+    """Add the implementations "native" and "triton". Triton itself is imported when its kernels first run."""
+    register_native()
+    register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)

@@ -38,10 +38,9 @@ from ..dcmha_cache import unpack
 from ..dcmha_factors import ComposeSide, ComposeWeights
 from ..dcmha_mask import Visibility
 from ..dcmha_projection import DCFormerCompose
-from ..gpu.automatic import why_not_chosen
-from ..gpu.custom_ops import FlatCall, decode
-from ..gpu.triton_form import MOST_DECODE_QUERIES
-from ..ops.arguments import Composition, Mask
+from ..kernels.call import Call
+from ..kernels.ops import decode_op
+from ..kernels.triton_form import MOST_DECODE_QUERIES, why_not_automatic
 
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
@@ -365,26 +364,28 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
             rows = cache[:1]
             operands = self._operands(query[:1], rows[..., :key_width], rows[..., key_width:])
             mask = Visibility(queries, cache.shape[2], sliding_window=self.sliding_window)
-            self._chosen[queries] = why_not_chosen(*operands, mask=mask) is None
+            self._chosen[queries] = why_not_automatic(*operands, mask=mask) is None
         return self._chosen[queries]
 
     def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
         """(sequences, heads, queries, channels), of keys and values that stay where they are in the cache."""
         query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
         rows = cache[..., :key_width], cache[..., key_width:]
-        stages: list[Composition | None] = [None, None]
-        for stage in self.compose.stages:
-            key_factors = None
-            if self.like_a_key is not None:
-                served = self.num_heads // self.num_kv_heads
-                stop = self.head_dim + served * self.like_a_key.factors.shape[-1]
-                key_factors = rows[stage][..., self.head_dim : stop]
-            own_factors = query_factors[stage] if self.query_channels[stage] > 0 else None
-            stages[stage] = Composition(own_factors, key_factors, self._static(stage), self.compose.groups)
+        served = self.num_heads // self.num_kv_heads
+        factors: list[Tensor | None] = []
+        for stage in (0, 1):
+            of_query = of_key = static = None
+            if stage in self.compose.stages:
+                of_query = query_factors[stage] if self.query_channels[stage] > 0 else None
+                if self.like_a_key is not None:
+                    stop = self.head_dim + served * self.like_a_key.factors.shape[-1]
+                    of_key = rows[stage][..., self.head_dim : stop]
+                static = self._static(stage)
+            factors += [of_query, of_key, static]
         key, value = (states[..., : self.head_dim] for states in rows)
-        mask = Mask(sliding_window=self.sliding_window)
-        call = FlatCall.of(query, key, value, *stages, mask, self.scale)
-        return decode(call, key_lengths=batch.lengths, block_table=batch.block_table, block_size=cache.shape[2])
+        numbers = (self.compose.groups, True, self.sliding_window, 0, self.scale)
+        call = Call(query, key, value, *factors, None, None, None, *numbers)
+        return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table, ring_size=None)
 
 
 def factor_channels(compose: DCFormerCompose) -> int:

@@ -13,10 +13,9 @@ PACKAGE = Path(dcformer.__file__).parent
 # Lower rooms know nothing of higher ones. Entry points that only start a command may stand anywhere.
 FLOORS = {
     "common": 0,
-    "ops": 0,
     "pretrained": 0,
     "operator and model": 1,
-    "gpu": 2,
+    "kernels": 2,
     "public": 3,
     "conversion": 4,
     "eval": 4,

@@ -19,13 +19,13 @@ from dcformer.vllm import backend
 def test_keys_and_values_are_read_where_they_lie(overrides, tmp_path, monkeypatch):
     calls = []
 
-    def counted(*arguments, **options):
-        calls.append(options["key_lengths"].tolist())
-        return decode(*arguments, **options)
+    def counted(*arguments, key_lengths, **options):
+        calls.append(key_lengths.tolist())
+        return decode(*arguments, key_lengths=key_lengths, **options)
 
-    decode = backend.decode
-    monkeypatch.setattr(backend, "decode", counted)
-    # On a GPU this asks for the verdict on the Triton form.
+    decode = backend.decode_op
+    monkeypatch.setattr(backend, "decode_op", counted)
+    # On a GPU this asks whether the Triton form is chosen.
     monkeypatch.setattr(
         backend.ComposedAttentionImpl, "_reads_blocks", lambda self, query, cache, width: query.shape[2] <= 8
     )

@@ -1,0 +1,121 @@
+"""The kernels as operators of torch, under `torch.ops.dcformer`: opaque to `torch.compile`, with gradients.
+
+An operator of torch takes tensors and numbers side by side, which is how a [`Call`] lays them out. Triton is imported
+when the first of them runs.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import DIFFERENTIABLE, Call, channels_last
+from .workspace import workspace_bytes
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? pre_query, Tensor? pre_key, Tensor? pre_static, "
+    "Tensor? post_query, Tensor? post_key, Tensor? post_static, Tensor? padding, Tensor? sequence_ids, "
+    "Tensor? dense, SymInt groups, bool is_causal, SymInt? sliding_window, SymInt query_offset, float scaling"
+)
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from .forward import composed_forward
+
+    call = Call(*arguments).with_channels_last()
+    with _on_device_of(call.query):
+        output, log_sums = composed_forward(call, workspace_bytes())
+    return _heads_inside(output), log_sums
+
+
+def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    from .backward import composed_backward
+
+    call, log_sums = Call(*arguments[:-1]).with_channels_last(), arguments[-1]
+    with _on_device_of(call.query):
+        gradients = composed_backward(channels_last(output_gradient), call, log_sums, workspace_bytes(training=True))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _decode(*arguments: Any) -> Tensor:
+    from .decode import composed_decode
+
+    *flat, key_lengths, block_table, ring_size = arguments
+    call = Call(*flat)
+    call = call._replace(query=channels_last(call.query))
+    if block_table is None:
+        call = call.with_channels_last()
+    with _on_device_of(call.query):
+        return _heads_inside(composed_decode(call, key_lengths, block_table, ring_size))
+
+
+forward_op = torch.library.custom_op(
+    "dcformer::composed_forward", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+)
+backward_op = torch.library.custom_op(
+    "dcformer::composed_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
+)
+decode_op = torch.library.custom_op(
+    "dcformer::composed_decode",
+    _decode,
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? ring_size) -> Tensor",
+)
+
+
+@forward_op.register_fake
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    query = arguments[0]
+    return _decode_fake(*arguments), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@decode_op.register_fake
+def _decode_fake(*arguments: Any) -> Tensor:
+    query, _, value = arguments[:3]
+    batch, heads, queries, _ = query.shape
+    return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+
+
+@backward_op.register_fake
+def _backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(DIFFERENTIABLE)] if tensor is not None]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    number_of_tensors = Call._fields.index("groups")
+    ctx.save_for_backward(*inputs[:number_of_tensors], output[1])
+    ctx.numbers = inputs[number_of_tensors:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, log_sums = ctx.saved_tensors
+    found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
+    gradients = [None if tensor is None else next(found) for tensor in tensors[: len(DIFFERENTIABLE)]]
+    return *gradients, *[None] * (len(Call._fields) - len(gradients))
+
+
+def _refuse_second_derivatives(ctx: Any, *_: Any) -> None:
+    raise ValueError(
+        "Second derivatives (create_graph=True) are not in the Triton form of composed attention; use "
+        "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
+    )
+
+
+forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
+backward_op.register_autograd(_refuse_second_derivatives)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches kernels on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _heads_inside(output: Tensor) -> Tensor:
+    """The same as (batch, query, heads, channels) in memory, as models go on with it and the fake kernels say."""
+    return output.transpose(1, 2).contiguous().transpose(1, 2)

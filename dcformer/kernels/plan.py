@@ -1,0 +1,291 @@
+"""How the forward and the backward pass lay out a call for the kernels: tuples of tensors and numbers, and chunks.
+
+The tuples are arguments of the kernels. Members of type `tl.constexpr` are known when a kernel is compiled, and so is
+where a member is None.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .call import LOG2_E, Call
+
+
+# Programs along the third axis of a grid, and elements that an index of 32 bits reaches.
+_GRID_LIMIT = 2**16 - 1
+_INDEX_LIMIT = 2**31 - 1
+
+# Queries that a program composes at once, and their scores in a tile. One query leaves most registers for what belongs
+# to keys, of which more were faster if they did not spill.
+QUERIES_AT_ONCE = 1
+_SCORES_AT_ONCE = 1024
+
+
+class States(NamedTuple):
+    """Queries, keys, values or outputs: (batch, heads, length, channels) with channels side by side."""
+
+    pointer: Tensor
+    batch: int  # strides, in units of so many elements that the compiler knows how far loads are aligned
+    head: int
+    position: int
+    UNIT: tl.constexpr
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "States":
+        strides = tensor.stride()[:3]
+        # Rows of a cache start at 16 bytes.
+        unit = next(unit for unit in (8, 4, 2, 1) if all(stride % unit == 0 for stride in strides))
+        return cls(tensor, *(stride // unit for stride in strides), tl.constexpr(unit))
+
+
+class Factors(NamedTuple):
+    """What one side contributes to a composition: (batch, heads, length, factors), any strides."""
+
+    pointer: Tensor | None
+    batch: int  # strides, of which the first, second and fourth are in units
+    head: int
+    served: int  # between heads that share a key/value head
+    position: int
+    factor: int
+    SERVED: tl.constexpr
+    RANK: tl.constexpr
+    GATE: tl.constexpr
+    UNIT: tl.constexpr  # 8 where eight factors may be read as one vector, else 1
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, heads: int, as_vectors: bool) -> "Factors":
+        """
+        Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors).
+
+        Args:
+            as_vectors (`bool`): Read eight at once where they lie so.
+        """
+        if tensor is None:
+            return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 1)))
+        served = heads // tensor.shape[1]
+        factors = tensor.shape[3] // served
+        batch, head, position, factor = tensor.stride()
+        unit = 8 if as_vectors and served == 1 and _reads_eight(tensor) else 1
+        strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
+        return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, unit)))
+
+
+class Stage(NamedTuple):
+    """One composition; the static map is (groups, heads per group, heads per group)."""
+
+    query: Factors
+    key: Factors
+    static: Tensor | None
+
+    @classmethod
+    def before(cls, call: Call, as_vectors: bool = False) -> "Stage":
+        """The composition before the softmax."""
+        return cls._of(call, "pre", as_vectors)
+
+    @classmethod
+    def after(cls, call: Call, as_vectors: bool = False) -> "Stage":
+        """The composition after the softmax."""
+        return cls._of(call, "post", as_vectors)
+
+    @classmethod
+    def _of(cls, call: Call, name: str, as_vectors: bool) -> "Stage":
+        heads = call.query.shape[1]
+        query, key, static = (getattr(call, f"{name}_{side}") for side in ("query", "key", "static"))
+        static = None if static is None else static.contiguous()
+        return cls(Factors.of(query, heads, False), Factors.of(key, heads, as_vectors), static)
+
+    @property
+    def query_factors(self) -> int:
+        return _number(self.query)
+
+    @property
+    def key_factors(self) -> int:
+        return _number(self.key)
+
+
+class Mask(NamedTuple):
+    """Which key a query sees. Tensors have a row for every row of the batch, or one for all with a stride of 0."""
+
+    queries: int
+    keys: int
+    query_offset: int
+    window: int | None
+    CAUSAL: tl.constexpr
+    sequences: Tensor | None  # (batch or 1, length), as the next two
+    first_keys: Tensor | None
+    last_keys: Tensor | None
+    sequence_stride: int
+    padding: Tensor | None  # (batch or 1, key)
+    padding_stride: int
+    dense: Tensor | None  # (batch or 1, 1, query, key)
+    dense_batch_stride: int
+    dense_stride: int
+
+    @classmethod
+    def of(cls, call: Call) -> "Mask":
+        """Of packed documents also the range of keys of every token, found on the device."""
+        sequences = first_keys = last_keys = None
+        if call.sequence_ids is not None:
+            sequences = call.sequence_ids.to(torch.int32).contiguous()
+            first_keys, last_keys = _document_ranges(sequences)
+        padding = None if call.padding is None else call.padding.to(torch.int8).contiguous()
+        dense = None if call.dense is None else _dense_mask(call.dense).contiguous()
+        return cls(
+            call.query.shape[2],
+            call.key.shape[2],
+            call.query_offset,
+            call.sliding_window,
+            tl.constexpr(call.is_causal),
+            sequences,
+            first_keys,
+            last_keys,
+            row_stride(sequences),
+            padding,
+            row_stride(padding),
+            dense,
+            row_stride(dense),
+            0 if dense is None else dense.stride(2),
+        )
+
+
+class Sizes(NamedTuple):
+    """Sizes of tiles, as constants of the kernels."""
+
+    HEADS: int  # of a group
+    HEADS_PADDED: int
+    GROUPS: int
+    PRODUCT_ROWS: int  # queries of a tile of the matrix products
+    PRODUCT_KEYS: int
+    ROWS: int  # queries of a program that composes, which divide those of a product
+    QUERIES: int  # of them at once
+    KEYS: int  # of a program that composes, which divide those of a product
+
+    @property
+    def constants(self) -> "Sizes":
+        """The same as kernels take it."""
+        return Sizes(*map(tl.constexpr, self))  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, call: Call) -> "Sizes":
+        heads = call.query.shape[1] // call.groups
+        has_static = call.pre_static is not None or call.post_static is not None
+        # A static map is a matrix product over the heads, which takes 16 at least.
+        padded = max(triton.next_power_of_2(heads), 16 if has_static else 1)
+        # Large tiles read queries and keys less often. They need the registers of 16-bit products, and waste much at
+        # the edges of a narrow band.
+        window = call.sliding_window or call.key.shape[2]
+        large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
+        rows = 128 if large else 64
+        return cls(
+            heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_AT_ONCE // padded))
+        )
+
+
+class Chunk(NamedTuple):
+    """
+    Rows of the batch and queries that are computed together, and their workspace: (batch, head, row, column). A row
+    is a query; columns are keys from 0 on or, where there is a window, from the first key on that the row's block of
+    PRODUCT_ROWS queries can see, so that nothing outside the band exists.
+    """
+
+    batch: int  # the first of them
+    number: int
+    start: int  # the first query
+    rows: int
+    columns: int
+
+    def shape(self, heads: int) -> tuple[int, int, int, int]:
+        return self.number, heads, self.rows, self.columns
+
+    def grid(self, sizes: Sizes) -> tuple[int, int, int]:
+        """Programs that compose: blocks of columns, blocks of rows, groups of heads in each row of the batch."""
+        return self.columns // sizes.KEYS, self.rows // sizes.ROWS, self.number * sizes.GROUPS
+
+
+# What kernels that compose are launched with.
+COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+
+
+def row_stride(tensor: Tensor | None) -> int:
+    """From row to row of the batch; 0 where one row stands for all."""
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
+    """
+    Chunks of queries, and of the batch if it is large, whose workspace stays within a bound: at least one block of
+    queries of one row of the batch.
+
+    Args:
+        bytes_per_column (`int`): What a query of one row of the batch takes for each of its columns.
+    """
+    batch, heads, queries, _ = call.query.shape
+    columns = _columns(call, queries, sizes)
+    block_bytes = sizes.PRODUCT_ROWS * columns * bytes_per_column
+    batch_step = max(1, min(batch, workspace_bytes // block_bytes, _GRID_LIMIT // heads))
+    blocks = min(workspace_bytes // (block_bytes * batch_step), _INDEX_LIMIT // (sizes.PRODUCT_ROWS * columns))
+    rows = min(max(1, blocks) * sizes.PRODUCT_ROWS, round_up(queries, sizes.PRODUCT_ROWS))
+    for first in range(0, batch, batch_step):
+        for start in range(0, queries, rows):
+            stop = min(start + rows, queries)
+            own_rows = round_up(stop - start, sizes.PRODUCT_ROWS)
+            yield Chunk(first, min(batch_step, batch - first), start, own_rows, _columns(call, stop, sizes))
+
+
+def _columns(call: Call, stop: int, sizes: Sizes) -> int:
+    """Columns that queries up to `stop` need: the band of a block of queries, or all keys up to the last one's own."""
+    keys = seen = call.key.shape[2]
+    if call.sliding_window is not None:
+        # The first column's key is rounded down by up to 15.
+        sides = 1 if call.is_causal else 2
+        seen = min(sides * call.sliding_window + sizes.PRODUCT_ROWS + 15, keys + 15)
+    elif call.is_causal:
+        seen = min(stop + call.query_offset, keys)
+    return round_up(max(1, seen), sizes.PRODUCT_KEYS)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _dense_mask(dense: Tensor) -> Tensor:
+    """As kernels read it: bytes, or float32 to be added to scores to base 2, -inf where it hides."""
+    if not dense.dtype.is_floating_point:
+        return dense.to(torch.bool).view(torch.int8)
+    hidden = dense <= torch.finfo(dense.dtype).min / 2
+    return (dense.float() * LOG2_E).masked_fill(hidden, float("-inf"))
+
+
+def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last token with the number of each token, (batch, length) each."""
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    values, order = ids.sort(dim=1, stable=True)
+    edges = values[:, 1:] != values[:, :-1]
+    begins = torch.nn.functional.pad(edges, (1, 0), value=True)
+    ends = torch.nn.functional.pad(edges, (0, 1), value=True)
+    # A stable sort keeps the tokens of one number in their order, so its first is where the number begins.
+    first_places = torch.where(begins, positions, 0).cummax(dim=1).values
+    last_places = torch.where(ends, positions, ids.shape[1]).flip(1).cummin(dim=1).values.flip(1)
+    ranges = []
+    for places in (first_places, last_places):
+        ranges.append(torch.empty_like(order).scatter_(1, order, order.gather(1, places)).to(torch.int32))
+    return ranges[0], ranges[1]
+
+
+def _number(side: Factors) -> int:
+    return 2 * side.RANK.value + side.GATE.value
+
+
+def _reads_eight(factors: Tensor) -> bool:
+    """Whether eight factors from the first on are one aligned vector, as in a cached row, which is padded to eights."""
+    if not 4 < factors.shape[3] <= 8 or factors.stride(3) != 1:
+        return False
+    places = (factors.storage_offset(), *factors.stride()[:3])
+    if factors.element_size() != 2 or any(place % 8 for place in places) or factors.untyped_storage().data_ptr() % 16:
+        return False
+    last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, places[1:]))
+    return (last + 8) * factors.element_size() <= factors.untyped_storage().nbytes()

@@ -1,0 +1,218 @@
+"""The matrix products of attention over a workspace of scores, only where a query sees a key."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .plan import Chunk, Mask, Sizes, States
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, places_of, rows_in_sight
+
+
+def launch_products(
+    mask: Mask, chunk: Chunk, sizes: Sizes, query: Tensor, key: Tensor, products: Tensor, factor: float
+) -> None:
+    """products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights."""
+    heads, channels = query.shape[1], query.shape[3]
+    # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow. What divides the
+    # channels wastes nothing on heads of 80 or 96.
+    steps = (32,) if query.dtype == torch.float32 else (64, 32)
+    step = next((size for size in steps if channels % size == 0), 16)
+    _products_kernel[(chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
+        mask,
+        chunk,
+        States.of(query),
+        States.of(key),
+        products,
+        factor,
+        sizes.constants,
+        heads // key.shape[1],
+        channels,
+        step,
+        **_options(sizes, query),
+    )
+
+
+def launch_output(mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, value: Tensor, output: Tensor) -> None:
+    """output = weights . value for the queries of a chunk."""
+    heads, channels = weights.shape[1], value.shape[3]
+    block = _output_block(channels, value)
+    _output_kernel[(-(-channels // block), chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
+        mask,
+        chunk,
+        weights,
+        States.of(value),
+        States.of(output),
+        sizes.constants,
+        heads // value.shape[1],
+        channels,
+        block,
+        _step(value),
+        **_options(sizes, value),
+    )
+
+
+def launch_key_products(
+    mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, query: Tensor, gradients: Tensor
+) -> None:
+    """
+    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves.
+
+    Args:
+        weights (`Tensor`): (batch, heads, row, column): of the output's gradient, or of the queries.
+        query (`Tensor`): (batch, heads, query, channels).
+        gradients (`Tensor`): (batch, key/value heads, key, channels), float32.
+    """
+    key_heads, channels = gradients.shape[1], query.shape[3]
+    block = _output_block(channels, query)
+    _key_products_kernel[(-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)](
+        mask,
+        chunk,
+        weights,
+        States.of(query),
+        States.of(gradients),
+        sizes.constants,
+        weights.shape[1] // key_heads,
+        channels,
+        block,
+        _step(query),
+        **_options(sizes, query),
+    )
+
+
+def _output_block(channels: int, states: Tensor) -> int:
+    """Channels of a tile of sums over keys or queries: all of them up to 128, or 64 for sums of float32 products."""
+    return min(64 if states.dtype == torch.float32 else 128, max(16, triton.next_power_of_2(channels)))
+
+
+def _step(states: Tensor) -> int:
+    """Keys or queries of one step of a sum over them, of which several are on their way to shared memory at once."""
+    return 32 if states.dtype == torch.float32 else 64
+
+
+def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
+    """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
+    is_float32 = states.dtype == torch.float32
+    warps = 8 if is_float32 or sizes.PRODUCT_ROWS > 64 else 4
+    return {"num_warps": warps, "num_stages": 2 if is_float32 else 3, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _products_kernel(
+    mask,
+    chunk,
+    query,
+    key,
+    products,
+    factor,
+    sizes,
+    SERVED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
+    h = (tl.program_id(2) % HEADS).to(tl.int64)
+    first_row = tl.program_id(1) * sizes.PRODUCT_ROWS
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
+    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
+        row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
+        column = tl.program_id(0) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
+        t = chunk.start + row
+        s = base + column
+        queries = query.pointer + places_of(query, b, h, t.to(tl.int64))[:, None]
+        keys = key.pointer + places_of(key, b, h // SERVED, s.to(tl.int64))[None, :]
+        total = tl.zeros([sizes.PRODUCT_ROWS, sizes.PRODUCT_KEYS], tl.float32)
+        for start in tl.static_range(0, CHANNELS, STEP):
+            d = start + tl.arange(0, STEP)
+            inside = d < CHANNELS
+            q = tl.load(queries + d[None, :], mask=(t < mask.queries)[:, None] & inside[None, :], other=0.0)
+            k = tl.load(keys + d[:, None], mask=(s < mask.keys)[None, :] & inside[:, None], other=0.0)
+            total = tl.dot(q, k, total, input_precision="ieee")
+        products += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
+        places = row[:, None] * chunk.columns + column[None, :]
+        tl.store(products + places, (total * factor).to(products.dtype.element_ty))
+
+
+@triton.jit
+def _output_kernel(
+    mask,
+    chunk,
+    weights,
+    value,
+    output,
+    sizes,
+    SERVED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
+    h = (tl.program_id(2) % HEADS).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first_row = tl.program_id(1) * sizes.PRODUCT_ROWS
+    row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
+    t = chunk.start + row
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, STEP)
+    weights += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
+    total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
+    for block in range(begin, end):
+        column = block * STEP + tl.arange(0, STEP)
+        s = base + column
+        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, STEP]
+        values = value.pointer + (places_of(value, b, h // SERVED, s.to(tl.int64))[:, None] + d[None, :])
+        v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+        total = tl.dot(w, v, total, input_precision="ieee")
+    places = places_of(output, b, h, t.to(tl.int64))[:, None] + d[None, :]
+    inside = (t < mask.queries)[:, None] & (d < CHANNELS)[None, :]
+    tl.store(output.pointer + places, total.to(output.pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _key_products_kernel(
+    mask,
+    chunk,
+    weights,
+    query,
+    gradients,
+    sizes,
+    SERVED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    batch_row = (tl.program_id(2) // (HEADS // SERVED)).to(tl.int64)
+    b = batch_row + chunk.batch
+    head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64)
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.program_id(1) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
+    begin, end = rows_in_sight(mask, b, chunk, s, STEP)
+    total = tl.zeros([sizes.PRODUCT_KEYS, BLOCK], tl.float32)
+    for served in range(SERVED):
+        h = head * SERVED + served
+        of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
+        for start in range(begin, end, STEP):
+            row = start + tl.arange(0, STEP)
+            t = chunk.start + row
+            first, last = key_ranges(mask, b, t)
+            column = s - first_key_of_block(mask, chunk.start + start // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
+            inside = ((column >= 0) & (column < chunk.columns))[None, :] & (row < chunk.rows)[:, None]
+            w = tl.load(of_head + (row[:, None] * chunk.columns + column[None, :]), mask=inside, other=0.0)
+            # A block of keys may lie across two tiles of columns; one that no query sees was never written. Loading
+            # with this mask would be slower: it has no multiples of 16.
+            seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
+            w = tl.where(seen, w, 0.0).to(w.dtype)  # [STEP, PRODUCT_KEYS]
+            queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
+            q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+            total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
+    if begin < end:
+        places = places_of(gradients, b, head, s.to(tl.int64))[:, None] + d[None, :]
+        inside = (s < mask.keys)[:, None] & (d < CHANNELS)[None, :]
+        before = tl.load(gradients.pointer + places, mask=inside, other=0.0)
+        tl.store(gradients.pointer + places, before + total, mask=inside)

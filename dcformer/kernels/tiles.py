@@ -1,0 +1,253 @@
+"""What kernels share: which keys a tile sees, and equation 7 on a tile.
+
+A tile of scores is [QUERIES, HEADS, KEYS], with all heads of a group, so that what they exchange stays in registers.
+Programs that compose walk along the queries of a block and keep the factors of their keys. All exponents are to base
+2, with log2(e) in the factor of the scores. Letters: b row of the batch, h head, t query, s key.
+
+The factors of a tile are two tuples, of [QUERIES, HEADS, 1] for the queries' side and [1, HEADS, KEYS] for the keys':
+w1 of each rank, w2 of each rank, the gate. With w1 and w2 exchanged, the same functions compute the transpose, as
+gradients need it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_key_of_block(mask, t):
+    """The key of column 0 for a block of queries from t on: the first that t sees, rounded down for aligned loads."""
+    if mask.window is None:
+        return 0
+    else:
+        return tl.maximum(t + mask.query_offset - mask.window + 1, 0) // 16 * 16
+
+
+@triton.jit
+def key_ranges(mask, b, t):
+    """First and last key that each query may see by causality, window and document; none for queries past the end."""
+    position = t + mask.query_offset
+    first = tl.zeros_like(t)
+    last = tl.zeros_like(t) + mask.keys - 1
+    if mask.CAUSAL:
+        last = tl.minimum(last, position)
+    if mask.window is not None:
+        first = tl.maximum(first, position - mask.window + 1)
+        if not mask.CAUSAL:
+            last = tl.minimum(last, position + mask.window - 1)
+    inside = t < mask.queries
+    if mask.sequences is not None:
+        place = b * mask.sequence_stride + t
+        first = tl.maximum(first, tl.load(mask.first_keys + place, mask=inside, other=0))
+        last = tl.minimum(last, tl.load(mask.last_keys + place, mask=inside, other=0))
+    return tl.where(inside, first, mask.keys), tl.where(inside, last, -1)
+
+
+@triton.jit
+def columns_in_sight(mask, b, start, row, BLOCK: tl.constexpr, PRODUCT_ROWS: tl.constexpr):
+    """
+    Of a block of rows from `row` on, the first and the last column that any of them may see, none if the last is the
+    smaller, and the key of column 0; `start` is the query of row 0.
+    """
+    first, last = key_ranges(mask, b, start + row + tl.arange(0, BLOCK))
+    base = first_key_of_block(mask, start + row // PRODUCT_ROWS * PRODUCT_ROWS)
+    return tl.maximum(tl.min(first) - base, 0), tl.max(last) - base, base
+
+
+@triton.jit
+def blocks_in_sight(first, last, KEYS: tl.constexpr):
+    """From which block of KEYS columns to before which there are columns from the first to the last."""
+    return first // KEYS, tl.maximum(last + KEYS, 0) // KEYS
+
+
+@triton.jit
+def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
+    """The rows of a chunk, from a multiple of BLOCK to before the second, that may see any of the keys s."""
+    begin = chunk.start
+    end = tl.minimum(chunk.start + chunk.rows, mask.queries)
+    if mask.CAUSAL:
+        begin = tl.maximum(begin, tl.min(s) - mask.query_offset)
+    if mask.window is not None:
+        end = tl.minimum(end, tl.minimum(tl.max(s), mask.keys - 1) - mask.query_offset + mask.window)
+        if not mask.CAUSAL:
+            begin = tl.maximum(begin, tl.min(s) - mask.query_offset - mask.window + 1)
+    if mask.sequences is not None:
+        # Queries and keys are the same tokens, so whom a token sees are those who see it.
+        place = b * mask.sequence_stride + s
+        begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + place, mask=s < mask.keys, other=mask.keys)))
+        end = tl.minimum(end, tl.max(tl.load(mask.last_keys + place, mask=s < mask.keys, other=-1)) + 1)
+    return (begin - chunk.start) // BLOCK * BLOCK, end - chunk.start
+
+
+@triton.jit
+def mask_bias(mask, b, t, s):
+    """What a mask adds to composed scores, [QUERIES, 1, KEYS]: -inf where a query does not see a key, mostly 0."""
+    first, last = key_ranges(mask, b, t)
+    visible = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])  # [QUERIES, KEYS]
+    real = s < mask.keys
+    if mask.padding is not None:
+        visible = visible & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)[None, :]
+    if mask.sequences is not None:
+        sequences = mask.sequences + b * mask.sequence_stride
+        own = tl.load(sequences + t, mask=t < mask.queries, other=-1)
+        visible = visible & (own[:, None] == tl.load(sequences + s, mask=real, other=-2)[None, :])
+    bias = tl.where(visible, 0.0, -float("inf"))
+    if mask.dense is not None:
+        places = b * mask.dense_batch_stride + t.to(tl.int64)[:, None] * mask.dense_stride + s[None, :]
+        inside = (t < mask.queries)[:, None] & real[None, :]
+        dense = tl.load(mask.dense + places, mask=inside, other=0)
+        if mask.dense.dtype.element_ty == tl.float32:
+            bias += dense
+        else:
+            bias = tl.where(dense != 0, bias, -float("inf"))
+    return bias[:, None, :]
+
+
+@triton.jit
+def places_of(states, b, h, position):
+    """Where the channels of positions begin, in elements."""
+    return (b * states.batch + h * states.head + position * states.position) * states.UNIT
+
+
+@triton.jit
+def load_factors(side, block, h, position, inside):
+    """The factors of a side, in float32, for positions that broadcast with the heads [1, HEADS, 1]."""
+    factors = ()
+    if side.pointer is not None:
+        heads = (h // side.SERVED * tl.cast(side.head, tl.int64))[None, :, None]
+        places = (block * side.batch + position.to(tl.int64) * side.position + heads) * side.UNIT
+        if side.UNIT == 8:
+            eight = tl.load(
+                side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0
+            )
+            eight = eight.to(tl.float32)
+            # The bits of a factor's number are axes, of which a split takes the last.
+            bits = tl.reshape(eight, [eight.shape[0], eight.shape[1], eight.shape[2], 2, 2, 2])
+            even, odd = tl.split(bits)
+            f04, f26 = tl.split(even)
+            f15, f37 = tl.split(odd)
+            f0, f4 = tl.split(f04)
+            f1, f5 = tl.split(f15)
+            f2, f6 = tl.split(f26)
+            f3, f7 = tl.split(f37)
+            factors = (f0, f1, f2, f3, f4, f5, f6, f7)
+        else:
+            places += (h % side.SERVED * side.served)[None, :, None]
+            for i in tl.static_range(2 * side.RANK + side.GATE):
+                factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
+                factors = factors + (factor.to(tl.float32),)
+    return factors
+
+
+@triton.jit
+def query_factors(side, b, h, is_head, t, is_query):
+    """Of [QUERIES, HEADS, 1]."""
+    return load_factors(side, b, h, t[:, None, None], is_query[:, None, None] & is_head[None, :, None])
+
+
+@triton.jit
+def key_factors(side, block, h, is_head, s, is_key):
+    """Of [1, HEADS, KEYS]; `block` is the row of the batch or, of each key [1, 1, KEYS], the block of a paged cache."""
+    return load_factors(side, block, h, s[None, None, :], is_key[None, None, :] & is_head[None, :, None])
+
+
+@triton.jit
+def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
+    """A tuple with [1, HEADS, HEADS], heads in by heads out, or with nothing."""
+    static = ()
+    if stage.static is not None:
+        h = tl.arange(0, HEADS_PADDED)
+        places = (group * HEADS + h[:, None]) * HEADS + h[None, :]
+        inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
+        static = (tl.load(stage.static + places, mask=inside, other=0).to(tl.float32)[None, :, :],)
+    return static
+
+
+@triton.jit
+def maps_over_heads(a, query, key, stage, TRANSPOSED: tl.constexpr):
+    """Sums over the heads of a times w1 (w2 in the transpose), [QUERIES, 1, KEYS] for each rank of either side."""
+    maps = ()
+    for r in tl.static_range(stage.query.RANK):
+        maps = maps + (tl.sum(a * query[TRANSPOSED * stage.query.RANK + r], 1, keep_dims=True),)
+    for r in tl.static_range(stage.key.RANK):
+        maps = maps + (tl.sum(a * key[TRANSPOSED * stage.key.RANK + r], 1, keep_dims=True),)
+    return maps
+
+
+@triton.jit
+def compose(a, maps, query, key, static, stage, TRANSPOSED: tl.constexpr):
+    """Equation 7 for a tile whose maps are known: every term reads the tile as it came."""
+    x = a
+    for r in tl.static_range(stage.query.RANK):
+        x += maps[r] * query[(1 - TRANSPOSED) * stage.query.RANK + r]
+    for r in tl.static_range(stage.key.RANK):
+        x += maps[stage.query.RANK + r] * key[(1 - TRANSPOSED) * stage.key.RANK + r]
+    if stage.query.GATE:
+        x += a * query[2 * stage.query.RANK]
+    if stage.key.GATE:
+        x += a * key[2 * stage.key.RANK]
+    if stage.static is not None:
+        mixing = static[0] if TRANSPOSED else tl.permute(static[0], [0, 2, 1])
+        mixing = tl.broadcast_to(mixing, [a.shape[0], a.shape[1], a.shape[1]])
+        x += tl.dot(mixing, a, input_precision="ieee")
+    return x
+
+
+@triton.jit
+def heads_of_program(chunk, sizes):
+    """Of the program's group: row of the workspace, row of the batch, the group, its heads, and which of them exist."""
+    row = (tl.program_id(2) // sizes.GROUPS).to(tl.int64)
+    group = tl.program_id(2) % sizes.GROUPS
+    member = tl.arange(0, sizes.HEADS_PADDED)
+    return row, row + chunk.batch, group, group * sizes.HEADS + member, member < sizes.HEADS
+
+
+@triton.jit
+def columns_of_program(sizes):
+    # Loads of four keys by a thread, not of all that there are side by side, leave it more heads, which it can add up.
+    return tl.max_contiguous(tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS), 4)
+
+
+@triton.jit
+def tile_of_program(mask, b, chunk, sizes):
+    """First row, key of column 0, and whether any of the queries may see any of the keys."""
+    first_row = tl.program_id(1) * sizes.ROWS
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.KEYS)
+    return first_row, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
+
+
+@triton.jit
+def tile_places(chunk, batch_row, h, row, column, sizes):
+    """Where [QUERIES, HEADS, KEYS] are in the workspace."""
+    heads = batch_row * (sizes.GROUPS * sizes.HEADS) + h
+    heads *= tl.cast(chunk.rows, tl.int64) * chunk.columns
+    return heads[None, :, None] + (row[:, None] * chunk.columns + column[None, :])[:, None, :]
+
+
+@triton.jit
+def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes):
+    """
+    Whether a tile that none of its queries sees is in a block of keys that another query of the block of rows sees,
+    which the matrix products therefore read.
+    """
+    block_row = first_row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS
+    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
+    return (first_column >= begin * sizes.PRODUCT_KEYS) & (first_column < end * sizes.PRODUCT_KEYS)
+
+
+@triton.jit
+def load_sums(sums, mask, b, h, is_head, t, sizes):
+    """[QUERIES, HEADS, 1] of (batch, heads, query)."""
+    places = (b * (sizes.GROUPS * sizes.HEADS) + h)[None, :] * mask.queries + t[:, None]
+    inside = is_head[None, :] & (t < mask.queries)[:, None]
+    return tl.load(sums + places, mask=inside, other=0.0)[:, :, None]
+
+
+@triton.jit
+def store_zeros(weights, chunk, batch_row, h, is_head, first_row, column, sizes):
+    for start in range(0, sizes.ROWS, sizes.QUERIES):
+        row = first_row + start + tl.arange(0, sizes.QUERIES)
+        places = tile_places(chunk, batch_row, h, row, column, sizes)
+        zeros = tl.zeros([sizes.QUERIES, sizes.HEADS_PADDED, sizes.KEYS], weights.dtype.element_ty)
+        tl.store(weights + places, zeros, mask=is_head[None, :, None])

@@ -1,1 +1,0 @@
-"""Composed attention on GPUs, operator by operator: these files need torch and Triton and nothing else."""

@@ -1,0 +1,253 @@
+"""The kernels in the operator's table: as operators of torch, by name in models, and where they are chosen unasked."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from golden_runs import JAX_RUNS
+from golden_runs import TOLERANCE as GOLDEN_TOLERANCE
+from operator_inputs import make_inputs
+from reference import composed_attention_reference
+from test_golden import load_jax, load_torch
+from tiny_models import random_tokens, tiny_model
+from torch.testing import assert_close
+
+from dcformer import ComposeWeights, Visibility, composed_attention
+from dcformer.dcmha import explain_choice
+from dcformer.kernels import triton_form
+from dcformer.kernels.call import Call
+from dcformer.kernels.ops import backward_op, decode_op, forward_op
+
+
+triton = functools.partial(composed_attention, implementation="triton")
+# Both compute in float32, in another order.
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+def inputs_of(queries, keys=None, dtype=torch.float32, **changes):
+    return make_inputs(**{"batch": 1, "heads": 2, "channels": 8, "queries": queries, "keys": keys, **changes}).to(dtype)
+
+
+def call_of(queries, keys=None, leaves=False, **changes):
+    inputs = inputs_of(queries, keys, **changes)
+    inputs = inputs.leaves() if leaves else inputs
+    return Call.of(*inputs, Visibility(queries, keys or queries, sliding_window=5), 0.3)
+
+
+def test_the_operators_pass_torchs_own_check():
+    call = call_of(9, 12, leaves=True)
+    torch.library.opcheck(forward_op, tuple(call))
+    call = call_of(9, 12)
+    output, log_sums = forward_op(*call)
+    torch.library.opcheck(backward_op, (torch.ones_like(output), *call, log_sums))
+    torch.library.opcheck(decode_op, (*call_of(2, 12), None, None, None))
+
+
+def test_one_graph_holds_forward_and_backward_of_any_length():
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    def attend(*inputs):
+        return triton(*inputs, sliding_window=5).sin()
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=count)
+    for queries in (17, 33):
+        inputs = inputs_of(queries).leaves()
+        tensors = list(inputs.tensors().values())
+        expected = torch.autograd.grad(attend(*inputs).sum(), tensors)
+        for one, other in zip(torch.autograd.grad(compiled(*inputs).sum(), tensors), expected):
+            assert_close(one, other, **TOLERANCE)
+    assert len(graphs) == 1
+
+
+def test_a_second_derivative_is_refused_in_a_sentence():
+    inputs = inputs_of(12).leaves()
+    (gradient,) = torch.autograd.grad(triton(*inputs).sin().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(ValueError, match=r"Second derivatives .* implementation='plain'"):
+        gradient.sum().backward()
+
+
+def other_groups(inputs):
+    return inputs._replace(post=ComposeWeights(static=torch.zeros(2, 1, 1), groups=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        (lambda inputs: inputs.to(torch.float64), {}, "not float64"),
+        (lambda inputs: inputs._replace(query=inputs.query.half()), {}, "one type, and are float16, float32, float32"),
+        (lambda inputs: inputs, {"dropout": 0.1}, "it has no dropout"),
+        (other_groups, {}, "different groups of heads before and after"),
+        (lambda inputs: inputs_of(10, channels=257), {}, "256 channels at most"),
+        (
+            lambda inputs: inputs,
+            {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)},
+            "the mask has a gradient",
+        ),
+        (
+            lambda inputs: inputs,
+            {"attention_mask": torch.ones(1, 2, 10, 10).bool()},
+            "the mask differs between heads",
+        ),
+    ],
+)
+def test_a_choice_by_name_that_cannot_run_says_why(change, options, reason):
+    with pytest.raises(ValueError, match=rf"'triton' cannot run here: .*{reason}.*; leave it out to have one chosen\."):
+        triton(*change(inputs_of(10)), **options)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        (None, r"Triton is not installed; install it with `pip install 'dcformer\[triton\]'`"),
+        ("3.3.1", r"Triton 3\.3\.1 is too old; install 3\.4 or later"),
+    ],
+    ids=["absent", "old"],
+)
+def test_a_missing_triton_names_the_extra(version, reason, monkeypatch):
+    monkeypatch.setattr(triton_form, "triton_version", lambda: version)
+    with pytest.raises(ValueError, match=reason):
+        triton(*inputs_of(10))
+
+
+def test_devices_that_triton_does_not_compile_for_are_refused(monkeypatch):
+    monkeypatch.setattr(triton_form, "_capability", {0: (7, 5), 1: (8, 0)}.get)
+    assert "compute capability 7.5" in triton_form._why_not_here("cuda", 0)
+    assert triton_form._why_not_here("cuda", 1) is None
+    assert triton_form._why_not_here("mps", None) == "the tensors are on mps"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "the tensors are on the CPU" in triton_form._why_not_here("cpu", None)
+
+
+def test_transforms_of_functions_are_refused():
+    query, *rest = inputs_of(10)
+    with pytest.raises(ValueError, match=r"torch\.func does not see through it"):
+        torch.func.grad(lambda query: triton(query, *rest).sum())(query)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="no derivatives in forward mode"):
+        triton(torch.autograd.forward_ad.make_dual(query, query), *rest)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["A3", "A6", "B2_dcpythia"])
+def test_golden_logits_of_the_authors(name, fixtures):
+    load = load_jax if name in JAX_RUNS else load_torch
+    model, tokens, expected = load(fixtures, name)
+    model.set_attn_implementation("dcmha_triton")
+    assert_close(model(tokens[:1]).logits, expected[:1], atol=GOLDEN_TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_models_generate_the_same_by_name(cache):
+    model, tokens = tiny_model("grouped_query_attention"), random_tokens(1, 9)
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    arguments |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(tokens, **arguments)
+    model.set_attn_implementation("dcmha_triton")
+    # Compiling the step would take longer than the kernels.
+    found = model.generate(tokens, cache_implementation=cache, disable_compile=True, **arguments)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_of_a_model_that_recomputes_equal_those_of_the_default():
+    model, tokens = tiny_model().train(), random_tokens(1, 12)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    gradients = []
+    for name in ("eager", "dcmha_triton"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+
+
+def why_not(inputs, **options) -> str | None:
+    mask = Visibility(inputs.query.shape[2], inputs.key.shape[2])
+    return triton_form.why_not_automatic(*inputs, mask=mask, **options)
+
+
+def test_nothing_is_compared_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(triton_form, "_compare", None)
+    assert why_not(inputs_of(20)) == "it is chosen unasked on CUDA devices only"
+    assert explain_choice(*inputs_of(20))[0] == ("triton", "it is chosen unasked on CUDA devices only")
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """What was compared so far, with nothing in it; a CPU stands for a CUDA device."""
+    monkeypatch.setattr(triton_form, "_UNASKED_ON", "cpu")
+    found: dict = {}
+    monkeypatch.setattr(triton_form, "_compared", found)
+    return found
+
+
+def test_the_kernels_are_chosen_after_one_comparison_that_agrees(compared, monkeypatch):
+    before = torch.random.get_rng_state()
+    with torch.inference_mode():
+        assert why_not(inputs_of(20)) is None
+    assert torch.equal(torch.random.get_rng_state(), before)
+    # What a prefill has settled, the steps that follow need not.
+    assert set(compared.values()) == {None} and len(compared) == 2
+    monkeypatch.setattr(triton_form, "_largest_error", None)
+    assert why_not(inputs_of(33)) is None and why_not(inputs_of(1, 9)) is None
+    assert composed_attention(*inputs_of(20)).shape == (1, 2, 20, 8)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (lambda query, *arguments, **options: 1.1 * composed_attention_reference(query, *arguments), "results differ"),
+        (lambda query, *arguments, **options: torch.full_like(query, torch.nan).requires_grad_(), "fails|differ"),
+        (lambda *arguments, **options: 1 / 0, "fails here with ZeroDivisionError"),
+    ],
+    ids=["wrong", "nan", "raises"],
+)
+def test_kernels_that_fail_the_comparison_are_left_out_with_one_warning(form, reason, compared, monkeypatch, caplog):
+    monkeypatch.setattr(triton_form, "triton_attention", form)
+    with caplog.at_level(logging.WARNING):
+        reasons = {why_not(inputs_of(1, 9)) for _ in range(2)}
+    assert len(reasons) == 1 and len(caplog.records) == 1
+    (found,) = reasons
+    assert any(part in found for part in reason.split("|"))
+
+
+def test_in_a_graph_or_a_backward_pass_only_what_is_known_counts(compared, monkeypatch):
+    monkeypatch.setattr(triton_form, "_largest_error", lambda *arguments: 0.0)
+    inputs, reasons = inputs_of(20), []
+
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            reasons.append(why_not(inputs))
+            return gradient
+
+    def ask():
+        Asking.apply(torch.zeros(1, requires_grad=True)).sum().backward()
+        return reasons.pop()
+
+    def traced():
+        asked = []
+
+        def function(query):
+            asked.append(why_not(inputs._replace(query=query)))
+            return query + 1
+
+        torch._dynamo.reset()  # a graph keeps what was known when it was made
+        torch.compile(function, backend="eager")(inputs.query)
+        return asked.pop()
+
+    assert "not compared" in ask() and "not compared" in traced() and not compared
+    assert why_not(inputs) is None
+    assert ask() is None and traced() is None

@@ -1,0 +1,29 @@
+"""The kernels compile for GPUs of three generations that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dcformer
+
+
+def test_kernels_compile_and_hardly_spill_registers():
+    script = Path(__file__).with_name("compile_all.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(dcformer.__file__).parent.parent)
+    run = subprocess.run(
+        [sys.executable, script, "80", "90", "100"], env=environment, capture_output=True, text=True, check=True
+    )
+    kernels = json.loads(run.stdout)
+    operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
+    inference = {f"{name}-D{channels}" for name in ("forward", "decode") for channels in (80, 128)}
+    expected = {(capability, name) for capability in (80, 90, 100) for name in inference}
+    assert operators == expected | {(80, "backward-float32-D128"), (90, "backward-D128")}
+    # Bytes of spilled registers. Factors of the keys and the sums of their gradients fill all that a thread has. With
+    # more threads for them nothing spills, but there are half as many instructions again.
+    bounds = {"_gradients_kernel": 512}
+    assert [kernel for kernel in kernels if kernel["stack"] > bounds.get(kernel["kernel"], 16)] == []
+    # What every device of compute capability 8.0 or later gives to a program.
+    assert max(kernel["shared"] for kernel in kernels) <= 99 * 2**10

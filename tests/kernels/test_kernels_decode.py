@@ -1,0 +1,222 @@
+"""Decoding in Triton against the reference in float64, in Triton's interpreter where there is no GPU."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from operator_inputs import Inputs, make_inputs
+from reference import reference_attention
+from torch import Tensor
+
+from dcformer.dcmha_cache import pack, unpack
+from dcformer.dcmha_mask import Visibility
+from dcformer.kernels import decode as decode_module
+from dcformer.kernels.call import Call
+from dcformer.kernels.decode import composed_decode
+
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Sums of float32 in another order, and outputs rounded to 11 bits, relative to the largest output.
+TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
+QUERY_WISE, KEY_WISE = ("query_low_rank", "query_gate"), ("key_low_rank", "key_gate")
+DYNAMIC = QUERY_WISE + KEY_WISE
+
+
+class Step(NamedTuple):
+    """Sizes of a step over full rows beside batch 1 and channels of 16, and its mask."""
+
+    shape: dict[str, Any]
+    mask: dict[str, Any] = {}
+    dtype: torch.dtype = torch.float32
+
+
+STEPS = {
+    "B3-Q2-S63-H6-D80-win32": Step(
+        {"batch": 3, "heads": 6, "queries": 2, "keys": 63, "channels": 80}, {"sliding_window": 32}
+    ),
+    "Q1-S63-H9-D32": Step({"heads": 9, "queries": 1, "keys": 63, "channels": 32}),
+    "Q1-S200-H24-groups3": Step({"heads": 24, "queries": 1, "keys": 200, "groups": 3}),
+    "Q3-S20-H5-D128": Step({"heads": 5, "queries": 3, "keys": 20, "channels": 128}),
+    "Q2-S33-H6-kv3-D24-groups2": Step(
+        {"heads": 6, "key_value_heads": 3, "queries": 2, "keys": 33, "channels": 24, "groups": 2}
+    ),
+    "Q8-S20-H2-kv1-D80": Step({"heads": 2, "key_value_heads": 1, "queries": 8, "keys": 20, "channels": 80}),
+    "Q8-S40-H2-win1": Step({"heads": 2, "queries": 8, "keys": 40}, {"sliding_window": 1}),
+    "Q2-S40-H3-win9-bidirectional": Step(
+        {"heads": 3, "queries": 2, "keys": 40}, {"sliding_window": 9, "is_causal": False}
+    ),
+    "Q1-S1-H3": Step({"heads": 3, "queries": 1, "keys": 1}),
+    "Q5-S3-H2": Step({"heads": 2, "queries": 5, "keys": 3}),
+    "Q2-S100-H3-D3-values5": Step({"heads": 3, "queries": 2, "keys": 100, "channels": 3, "value_channels": 5}),
+    "float16-Q2-S63-H3-D80-win32": Step(
+        {"heads": 3, "queries": 2, "keys": 63, "channels": 80}, {"sliding_window": 32}, torch.float16
+    ),
+    "rank1": Step({"queries": 2, "rank": 1}),
+    "rank4": Step({"queries": 2, "rank": 4}),
+    "no-pre": Step({"queries": 2, "pre": None}),
+    "neither": Step({"queries": 2, "pre": None, "post": None}),
+    "static-before-in-2-groups": Step({"queries": 2, "pre": ("static",), "post": None, "groups": 2}),
+    "query-wise": Step({"queries": 2, "pre": QUERY_WISE, "post": QUERY_WISE}),
+    "key-wise": Step({"queries": 2, "pre": KEY_WISE, "post": KEY_WISE}),
+    "gates": Step({"queries": 2, "pre": ("query_gate", "key_gate"), "post": ("key_gate",)}),
+    "B2-padding": Step({"batch": 2, "queries": 4}, {"padding": torch.arange(20) >= torch.tensor([[18], [0]])}),
+    "B2-boolean": Step(
+        {"batch": 2, "queries": 2}, {"is_causal": False, "dense": torch.rand(2, 1, 2, 20).round().bool()}
+    ),
+    "added": Step({"queries": 2}, {"dense": torch.linspace(-3, 3, 40).view(1, 1, 2, 20)}),
+}
+
+
+def inputs_of(shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> Inputs:
+    sizes = {"batch": 1, "channels": 16, "keys": 20, **shape}
+    return make_inputs(**sizes).map(lambda tensor: tensor.to(DEVICE, dtype))
+
+
+def decode(inputs: Inputs, mask: Visibility | None = None, **options: Any) -> Tensor:
+    mask = mask or Visibility(inputs.query.shape[2], inputs.key.shape[2])
+    call = Call.of(*inputs, mask.to(DEVICE), inputs.query.shape[3] ** -0.5)
+    return composed_decode(call, **{name: on_device(option) for name, option in options.items()})
+
+
+def on_device(option: Any) -> Any:
+    return option.to(DEVICE) if isinstance(option, Tensor) else option
+
+
+def hold_to_the_reference(output: Tensor, inputs: Inputs, **mask: Any) -> None:
+    inputs = inputs.map(lambda tensor: tensor.cpu().double())
+    visibility = Visibility(inputs.query.shape[2], inputs.key.shape[2], **mask)
+    expected = reference_attention(*inputs, scaling=inputs.query.shape[3] ** -0.5, mask=visibility)[0]
+    error = (output.cpu().double() - expected).abs().max()
+    assert error <= TOLERANCES[output.dtype] * expected.abs().max()
+
+
+def seen_of_rows(lengths: Tensor, queries: int, keys: int, window: int | None = None) -> Tensor:
+    """(batch, 1, query, key) boolean: causality and window of rows of these lengths."""
+    positions = lengths[:, None] - queries + torch.arange(queries)
+    age = positions[:, :, None] - torch.arange(keys)
+    return ((age >= 0) & (age < (window or keys)))[:, None]
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_output_equals_the_reference(step):
+    inputs = inputs_of(step.shape, step.dtype)
+    output = decode(inputs, Visibility(inputs.query.shape[2], inputs.key.shape[2], **step.mask))
+    assert output.dtype == step.dtype
+    hold_to_the_reference(output, inputs, **step.mask)
+
+
+def test_many_tiles_in_one_part_equal_the_reference(monkeypatch):
+    monkeypatch.setattr(decode_module, "_PROGRAMS", 1)
+    inputs = inputs_of({"queries": 1, "keys": 300})
+    hold_to_the_reference(decode(inputs), inputs)
+
+
+def in_rows(inputs: Inputs, slots: int) -> tuple[Tensor, Tensor]:
+    """Keys and values packed with their factors, (batch, key/value heads, slots, channels), NaN where there is none."""
+    packed = []
+    for states, stage in ((inputs.key, inputs.pre), (inputs.value, inputs.post)):
+        row = pack(states, stage.key)
+        rows = row.new_full((*row.shape[:2], slots, row.shape[3]), float("nan"))
+        rows[:, :, : row.shape[2]] = row
+        packed.append(rows)
+    return packed[0], packed[1]
+
+
+def from_rows(inputs: Inputs, rows: tuple[Tensor, Tensor]) -> Inputs:
+    """The inputs with views of rows as keys, values and their factors, as a model reads them from its cache."""
+    heads = inputs.query.shape[1]
+    key, pre_side = unpack(rows[0], inputs.key.shape[3], inputs.pre.key, heads)
+    value, post_side = unpack(rows[1], inputs.value.shape[3], inputs.post.key, heads)
+    return Inputs(inputs.query, key, value, inputs.pre._replace(key=pre_side), inputs.post._replace(key=post_side))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 9], ids=["global", "win9"])
+def test_rows_of_a_static_cache_are_read_no_further_than_seen(window, dtype):
+    inputs = inputs_of({"batch": 3, "heads": 2, "queries": 2, "keys": 40, "pre": DYNAMIC}, dtype)
+    lengths = torch.tensor([40, 1, 23])
+    rows = in_rows(inputs, slots=50)
+    for row, length in enumerate(lengths.tolist()):
+        for cached in rows:
+            cached[row, :, length:] = float("nan")
+            cached[row, :, : max(0, length - 1 - (window or 50))] = float("nan")
+    views = from_rows(inputs, rows)
+    mask = Visibility(2, 50, sliding_window=window)
+    output = decode(views, mask, key_lengths=lengths)
+    assert (output[1, :, 0] == 0).all()
+    hold_to_the_reference(output, inputs, is_causal=False, dense=seen_of_rows(lengths, 2, 40, window))
+
+
+@pytest.mark.parametrize("key_value_heads", [4, 2])
+def test_a_ring_past_its_wrap_equals_the_whole_row(key_value_heads):
+    inputs = inputs_of({"batch": 3, "heads": 4, "key_value_heads": key_value_heads, "queries": 2, "keys": 31})
+    lengths, ring_size = torch.tensor([31, 5, 12], dtype=torch.int32), 12
+    whole = in_rows(inputs, slots=31)
+    rings = tuple(rows.new_full((3, key_value_heads, ring_size, rows.shape[3]), float("nan")) for rows in whole)
+    for ring, rows in zip(rings, whole):
+        for row, length in enumerate(lengths.tolist()):
+            for position in range(length):
+                ring[row, :, position % ring_size] = rows[row, :, position]
+    mask = Visibility(2, ring_size, sliding_window=11)
+    output = decode(from_rows(inputs, rings), mask, key_lengths=lengths, ring_size=ring_size)
+    hold_to_the_reference(output, inputs, is_causal=False, dense=seen_of_rows(lengths, 2, 31, 11))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_value_heads", "queries", "window", "dtype"),
+    [(3, 3, 1, None, torch.float16), (4, 2, 2, 10, torch.float32), (2, 1, 3, None, torch.float32)],
+    ids=["H3-Q1", "H4-kv2-Q2-win10", "H2-kv1-Q3"],
+)
+def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, window, dtype):
+    shape = {"batch": 3, "heads": heads, "key_value_heads": key_value_heads, "queries": queries, "keys": 37}
+    inputs = inputs_of({**shape, "channels": 24}, dtype)
+    lengths, block_size = torch.tensor([37, 0, 18], dtype=torch.int32), 8
+    key_rows, value_rows = in_rows(inputs, slots=40)
+    rows = torch.cat((key_rows, value_rows), dim=3)  # (batch, key/value heads, slot, channels), as vLLM keeps them
+    blocks = rows.new_full((20, key_value_heads, block_size, rows.shape[3]), float("nan"))
+    table = torch.full((3, 5), 2**20, dtype=torch.int32)  # no block: reading there would fail
+    order = iter(torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist())
+    for row, length in enumerate(lengths.tolist()):
+        first = 0 if window is None else max(0, length - queries - window + 1) // block_size
+        for stretch in range(first, -(-length // block_size)):
+            table[row, stretch] = next(order)
+            here = slice(stretch * block_size, min(length, (stretch + 1) * block_size))
+            blocks[table[row, stretch], :, : here.stop - here.start] = rows[row, :, here]
+    width, extra = key_rows.shape[3], heads // key_value_heads * 5
+    call = Call.of(*inputs, Visibility(queries, 37, sliding_window=window), 24**-0.5)._replace(
+        key=blocks[..., :24],
+        value=blocks[..., width : width + 24],
+        pre_key=blocks[..., 24 : 24 + extra],
+        post_key=blocks[..., width + 24 : width + 24 + extra],
+    )
+    output = composed_decode(call, lengths.to(DEVICE), table.to(DEVICE))
+    assert (output[1] == 0).all()
+    hold_to_the_reference(output, inputs, is_causal=False, dense=seen_of_rows(lengths, queries, 37, window))
+
+
+def test_keys_may_lie_more_than_two_to_the_31_elements_apart(monkeypatch):
+    monkeypatch.undo()  # the memory between them is never touched, so that the system does not provide it
+    inputs = inputs_of({"heads": 2, "queries": 1, "keys": 3, "channels": 8}, torch.float16)
+    far = 2**30 + 8
+    states = torch.empty(2 * far + 64, dtype=torch.float16, device=DEVICE).as_strided((1, 2, 3, 16), (0, 16, far, 1))
+    states[..., :8], states[..., 8:13] = inputs.key, inputs.pre.key.factors
+    factors = inputs.pre._replace(key=type(inputs.pre.key)(factors=states[..., 8:13]))
+    assert torch.equal(decode(inputs), decode(inputs._replace(key=states[..., :8], pre=factors)))
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        ({"sequence_ids": torch.zeros(1, 9, dtype=torch.long)}, {}, "no packed sequences"),
+        ({}, {"key_lengths": torch.tensor([9, 9])}, r"key_lengths must be \(batch,\)"),
+        ({}, {"ring_size": 9}, "needs key_lengths"),
+        ({}, {"ring_size": 10, "key_lengths": torch.tensor([9])}, "from 1 to the 9 places of a row, got 10"),
+        ({}, {"block_table": torch.zeros(2, 3, dtype=torch.int32)}, "block_table must be"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(mask, options, message):
+    inputs = inputs_of({"queries": 9 if mask else 2, "keys": 9})
+    with pytest.raises(ValueError, match=message):
+        decode(inputs, Visibility(inputs.query.shape[2], 9, **mask), **options)
