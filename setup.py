@@ -1,9 +1,12 @@
 """Package metadata; the tools are configured in pyproject.toml."""
 
+import importlib.util
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 
 ROOT = Path(__file__).parent
@@ -70,6 +73,26 @@ EXTRAS = {
 }
 
 
+class BuildLibraries(build_ext):
+    """
+    Compile the operator for CPUs, for all instruction sets that machines of this kind have. Where that fails, the
+    package is installed all the same, and tries once more when the operator is first used.
+    """
+
+    def build_extension(self, extension: Extension) -> None:
+        kernels = ROOT / "dcformer" / "kernels"
+        spec = importlib.util.spec_from_file_location("build_native", kernels / "build_native.py")
+        build_native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build_native)
+        is_in_place = self.inplace or self.editable_mode
+        folder = kernels / "native" if is_in_place else Path(self.get_ext_fullpath(extension.name)).parent
+        try:
+            for instruction_set in build_native.instruction_sets():
+                build_native.compile_library(instruction_set, folder)
+        except OSError as error:
+            raise CompileError(str(error)) from error
+
+
 def project_urls() -> dict[str, str]:
     urls = {"Paper": "https://arxiv.org/abs/2405.08553"}
     if REPOSITORY:
@@ -104,17 +127,20 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     package_data={
         "dcformer.cards": ["catalogue.json"],
+        "dcformer.kernels": ["native/*.cpp", "native/*.h"],
         "dcformer.pretrained": ["*.json", "*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },
+    ext_modules=[Extension("dcformer.kernels.native.library", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildLibraries},
     entry_points={
         "console_scripts": ["dcformer = dcformer.cli:main"],
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
     python_requires=">=3.10",
-    install_requires=["torch>=2.8", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
+    install_requires=["torch>=2.10", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,
     classifiers=[
         "Intended Audience :: Developers",

@@ -70,9 +70,18 @@ def compile_library(instruction_set: str, folder: Path) -> Path:
     target = folder / library_name(instruction_set)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
-        command = [compiler, *FLAGS, *INSTRUCTION_SETS[instruction_set], str(SOURCES / "attention.cpp"), "-o", str(made)]
+        command = [
+            compiler,
+            *FLAGS,
+            *INSTRUCTION_SETS[instruction_set],
+            str(SOURCES / "attention.cpp"),
+            "-o",
+            str(made),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise OSError(f"{compiler} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
+            raise OSError(
+                f"{compiler} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
+            )
         made.replace(target)
     return target

@@ -1,7 +1,7 @@
 """Composed attention on CPUs by C++ (`native/`), as one more entry of the operator's table and as operators of torch.
 
-The C++ code is called with pointers and strides: the fields of its `Call` are one array of 64-bit numbers. Its loops run
-on torch's own threads, whose entry point is handed to it. Where nothing is traced or differentiated, it is called
+The C++ code is called with pointers and strides: the fields of its `Call` are one array of 64-bit numbers. Its loops
+run on torch's own threads, whose entry point is handed to it. Where nothing is traced or differentiated, it is called
 straight away, which spares a decoding step the dispatcher; else through `torch.ops.dcformer.native_attention`.
 """
 
