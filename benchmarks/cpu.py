@@ -27,6 +27,7 @@ SECTIONS: dict[str, Callable[[Options], results.Findings]] = {
     "decode": cpu_model.decode,
     "compiled": cpu_model.compiled,
     "prefill": cpu_model.prefill,
+    "training": cpu_model.training_step,
     "forward": cpu_operator.forward,
     "backward": cpu_operator.backward,
     "decode-operator": cpu_operator.decode_operator,

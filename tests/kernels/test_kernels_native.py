@@ -1,0 +1,221 @@
+"""The C++ operator beyond what the tests of the operator hold it to: threads, memory, bfloat16, graphs, loading."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from operator_inputs import attend, make_inputs, sixteen_bit_attention, value_and_gradients
+from reference import composed_attention_reference, hidden_pairs
+from tiny_models import random_tokens, tiny_model
+from torch.testing import assert_close
+
+from dcformer import dcmha_projection
+from dcformer.dcmha import Visibility, composed_attention, implementations
+from dcformer.kernels import build_native, native
+
+
+native_form = functools.partial(attend, "native")
+
+
+@pytest.fixture
+def threads():
+    """Set torch's number of threads; at the end it is what it was."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_it_is_the_form_of_cpus_here():
+    inputs = make_inputs().to(torch.float32)
+    mask = torch.ones(inputs.query.shape[0], inputs.key.shape[2])
+    assert implementations()["native"].forward is native.native_attention
+    assert native._why_no_library() is None
+    assert_close(composed_attention(*inputs, attention_mask=mask), native_form(*inputs, attention_mask=mask))
+
+
+@pytest.mark.parametrize("shape", [{"batch": 1}, {"batch": 3}, {"batch": 2, "queries": 3}], ids=str)
+def test_threads_compute_the_same(threads, shape):
+    inputs = make_inputs(**{"queries": 230, "keys": 230, **shape}).to(torch.float32)
+    results = []
+    for number in (1, 2, 5):
+        threads(number)
+        results.append(value_and_gradients(native_form, inputs, sliding_window=100))
+    for output, gradients in results[1:]:
+        assert_close(output, results[0][0], rtol=1e-5, atol=1e-6)
+        for name, gradient in gradients.items():
+            assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_memory_is_not_read_before_it_is_written():
+    """glibc fills what it hands out with the complement of this byte: floats of 3e38, whose sums are infinite."""
+    code = (
+        "import sys; sys.path[:0] = ['tests/operator', 'tests']\n"
+        "import torch; from functools import partial\n"
+        "from operator_inputs import attend, make_inputs, sixteen_bit_attention, value_and_gradients\n"
+        "torch.utils.deterministic.fill_uninitialized_memory = True\n"
+        "torch.use_deterministic_algorithms(True)\n"
+        "for shape in ({'queries': 60, 'keys': 131}, {'queries': 3, 'keys': 50}, {'queries': 50, 'keys': 50}):\n"
+        "    inputs = make_inputs(**shape).to(torch.float32)\n"
+        "    with torch.no_grad(): assert attend('native', *inputs, sliding_window=40).isfinite().all()\n"
+        "    output, gradients = value_and_gradients(partial(attend, 'native'), inputs)\n"
+        "    assert all(tensor.isfinite().all() for tensor in (output, *gradients.values()))\n"
+    )
+    environment = {**os.environ, "MALLOC_PERTURB_": "128"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 70}, {"is_causal": False}, {"groups": 2}, {"key_value_heads": 2}, {"keys": 400}],
+    ids=str,
+)
+def test_products_in_bfloat16_are_as_exact_as_those_of_plain_attention(monkeypatch, options):
+    """The road of CPUs that have such products, taken on one that may not."""
+    shape = {key: options[key] for key in ("groups", "key_value_heads", "keys") if key in options}
+    masks = {key: value for key, value in options.items() if key not in shape}
+    inputs = make_inputs(**{"queries": 300, "keys": 300, "channels": 16, **shape}).to(torch.bfloat16)
+    visible = ~hidden_pairs(Visibility(300, inputs.key.shape[2], **masks), inputs.query.device)
+    expected = composed_attention_reference(*inputs.to(torch.float64), **masks)
+    monkeypatch.setattr(native, "_has_bfloat16_products", lambda: True)
+    with torch.no_grad():
+        found = native_form(*inputs, **masks)
+        key, value = (states.repeat_interleave(inputs.query.shape[1] // states.shape[1], 1) for states in inputs[1:3])
+        eager = sixteen_bit_attention(inputs._replace(key=key, value=value), visible)
+    assert found.dtype == torch.bfloat16
+    assert error_of(found, expected) <= 2 * error_of(eager, expected)
+
+
+def error_of(output, expected):
+    """Root mean square."""
+    return float((output.double() - expected).square().mean().sqrt())
+
+
+def test_products_in_bfloat16_see_padding(monkeypatch):
+    inputs = make_inputs(batch=2, queries=300, keys=300).to(torch.bfloat16)
+    padding = torch.ones(2, 300)
+    padding[0, :270] = 0
+    visible = ~hidden_pairs(Visibility(300, 300, padding=padding), inputs.query.device)
+    expected = composed_attention_reference(*inputs.to(torch.float64), attention_mask=padding)
+    monkeypatch.setattr(native, "_has_bfloat16_products", lambda: True)
+    with torch.no_grad():
+        found, eager = native_form(*inputs, attention_mask=padding), sixteen_bit_attention(inputs, visible)
+    assert found[0, :, :270].abs().max() == 0
+    seen = [tensor[0, :, 270:] for tensor in (found, eager, expected)]
+    assert error_of(seen[0], seen[2]) <= 2 * error_of(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_compiled_graphs_hold_it_as_one_operator(queries):
+    inputs = make_inputs(queries=queries, keys=20).to(torch.float32)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda *tensors: native_form(*tensors), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        assert_close(compiled(*inputs), native_form(*inputs))
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum("native_attention" in name for name in called) == 1
+    torch._dynamo.reset()
+
+
+def test_its_operators_keep_the_rules_of_torch():
+    inputs = make_inputs(queries=10, keys=12).to(torch.float32)
+    flat = native._Flat.of(*inputs, 0.5, Visibility(10, 12))
+    leaves = [tensor.detach().requires_grad_() if isinstance(tensor, torch.Tensor) else tensor for tensor in flat]
+    torch.library.opcheck(
+        native.attention_op, (*leaves, True), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_key_value_heads": 2},
+        {"compose_groups": 2, "compose_rank": 1},
+        {"compose_query": False},
+        {"compose_gate": False},
+        {"compose_low_rank": False},
+        {"qk_norm": False, "attention_bias": True},
+        {"compose_activation": "gelu_pytorch_tanh", "compose_pre": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, changes, dtype):
+    model, ids = tiny_model(**changes), random_tokens(2, 3)
+    calls = []
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, call: (calls.append(name), run(name, call)))
+    with torch.no_grad():
+        found = model.to(dtype)(ids).logits
+        monkeypatch.setattr(dcmha_projection, "fused_projection", lambda *arguments: None)
+        of_modules = model(ids).logits
+        exact = model.double()(ids).logits  # of the same, rounded weights
+    assert calls.count("dcformer_project") == model.config.num_hidden_layers
+    if dtype == torch.float32:
+        assert_close(found, of_modules, rtol=1e-5, atol=1e-5)
+    else:
+        assert error_of(found, exact) <= 1.5 * error_of(of_modules, exact)
+
+
+def test_whoever_hooks_a_projection_sees_it(monkeypatch):
+    model = tiny_model()
+    seen = []
+    model.model.layers[0].self_attn.compose.register_forward_hook(lambda *_: seen.append(True))
+    with torch.no_grad():
+        model(random_tokens(1, 2))
+    assert seen
+
+
+@pytest.fixture
+def not_yet_loaded(monkeypatch):
+    """As in a process that has not looked for the library yet."""
+    monkeypatch.setattr(native, "_library", functools.cache(native._library.__wrapped__))
+
+
+def test_it_is_compiled_once_into_the_cache(not_yet_loaded, monkeypatch, tmp_path):
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    assert native._why_no_library() is None
+    (made,) = (tmp_path / "cache").iterdir()
+    assert made.name == build_native.library_name(native._instruction_set())
+
+
+def test_without_a_compiler_one_warning_says_what_to_install(not_yet_loaded, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    inputs = make_inputs().to(torch.float32)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_close(composed_attention(*inputs), attend("plain", *inputs))
+    assert len(caplog.records) == 1
+    assert "C++ compiler" in caplog.text
+    with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
+        native_form(*inputs)
+
+
+def test_a_library_that_is_damaged_is_said_to_be(not_yet_loaded, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    damaged = tmp_path / build_native.library_name(native._instruction_set())
+    damaged.write_bytes(b"\x7fELF")
+    assert str(damaged) in native._why_no_library()
+
+
+def test_an_environment_variable_switches_it_off(not_yet_loaded, monkeypatch, caplog):
+    monkeypatch.setenv("DCFORMER_NATIVE", "0")
+    inputs = make_inputs().to(torch.float32)
+    assert_close(composed_attention(*inputs), attend("plain", *inputs))
+    assert not caplog.records
+    with pytest.raises(ValueError, match="DCFORMER_NATIVE"):
+        native_form(*inputs)
