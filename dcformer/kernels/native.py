@@ -13,7 +13,7 @@ import os
 import struct
 from array import array
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from ..dcmha import register_implementation
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
 from .build_native import compile_library, instruction_sets, library_name
+from .call import Call, is_empty
+from .ops import differentiable_op, inference_op
 
 
 logger = logging.getLogger(__name__)
@@ -37,68 +39,6 @@ _QUERIES_PER_BLOCK = 256
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
 _NOTHING = (0,) * 6
 _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, torch.nn.GELU: 0, torch.nn.SiLU: 2}
-
-
-class _Flat(NamedTuple):
-    """The arguments of one call as an operator of torch takes them: tensors, then numbers."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    pre_query: Tensor | None
-    pre_key: Tensor | None
-    pre_static: Tensor | None
-    post_query: Tensor | None
-    post_key: Tensor | None
-    post_static: Tensor | None
-    padding: Tensor | None
-    sequence_ids: Tensor | None
-    dense: Tensor | None
-    pre_groups: int
-    post_groups: int
-    is_causal: bool
-    sliding_window: int | None
-    query_offset: int
-    scaling: float
-
-    @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pre: ComposeWeights | None,
-        post: ComposeWeights | None,
-        scaling: float,
-        mask: Visibility,
-    ) -> "_Flat":
-        return cls(
-            query,
-            key,
-            value,
-            *_tensors(pre),
-            *_tensors(post),
-            mask.padding,
-            mask.sequence_ids,
-            mask.dense,
-            1 if pre is None else pre.groups,
-            1 if post is None else post.groups,
-            mask.is_causal,
-            mask.sliding_window,
-            mask.query_offset,
-            scaling,
-        )
-
-    def as_the_code_reads_it(self) -> "_Flat":
-        """Types and strides that the C++ code knows; as a rule nothing is copied."""
-        states = [_readable(tensor, channels_last=True) for tensor in self[:3]]
-        factors = [None if tensor is None else _readable(tensor) for tensor in self[3:9]]
-        for i in (2, 5):  # static maps
-            factors[i] = None if (static := factors[i]) is None else static.float().contiguous()
-        return _Flat(*states, *factors, *self[9:11], _readable_mask(self.dense), *self[12:])
-
-
-_DIFFERENTIABLE = _Flat._fields[:9]
 
 
 def native_attention(
@@ -114,12 +54,10 @@ def native_attention(
     chunk_size: int | None = None,
 ) -> Tensor:
     """As every implementation in the table, without dropout; the sizes of tiles are those of the code."""
-    flat = _Flat.of(query, key, value, pre, post, scaling, mask)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in flat[:9]):
-        return attention_op(*flat, True)[0]
-    if is_tracing(query):
-        return attention_op(*flat, False)[0]
-    return _forward(flat)
+    call = Call.of(query, key, value, pre, post, mask, scaling)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in call[:9]):
+        return forward_op(*call)[0]
+    return attention_op(*call) if is_tracing(query) else _forward(call)
 
 
 def why_not_native(
@@ -139,12 +77,14 @@ def why_not_native(
         return reason
     if dropout > 0.0:
         return "it has no dropout"
-    factors = [*_tensors(pre), *_tensors(post)]
-    for tensor in (query, key, value, *factors):
+    call = Call.of(query, key, value, pre, post, mask, 1.0)
+    for tensor in call[:9]:
         if tensor is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it takes float32, bfloat16 and float16, not {str(tensor.dtype).removeprefix('torch.')}"
-    if any(side is not None and side.shape[3] // 2 > MOST_RANK for i in (0, 3) for side in factors[i : i + 2]):
+    if _rank(call) > MOST_RANK:
         return f"it takes ranks of {MOST_RANK} at most"
+    if pre is not None and post is not None and pre.groups != post.groups and not (is_empty(pre) or is_empty(post)):
+        return "there are different groups of heads before and after the softmax"
     if mask.requires_grad:
         return "the mask has a gradient"
     if not mask.same_for_all_heads:
@@ -220,22 +160,22 @@ def _is_plain(tensor: Tensor | None) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous()
 
 
-def _forward(flat: _Flat, log_sums: Tensor | None = None) -> Tensor:
+def _forward(given: Call, log_sums: Tensor | None = None) -> Tensor:
     """(batch, heads, query, value channels), (batch, query, heads, channels) in memory as models go on with it."""
-    call = flat.as_the_code_reads_it()
+    call = _readable_call(given)
     query, value = call.query, call.value
     batch, heads, queries, _ = query.shape
-    dtype = query.dtype if query.dtype == flat.query.dtype else torch.float32
+    dtype = query.dtype if query.dtype == given.query.dtype else torch.float32
     output = torch.empty(batch, queries, heads, value.shape[3], dtype=dtype).transpose(1, 2)
     in_16_bits = query.dtype == call.key.dtype == value.dtype == torch.bfloat16
     if log_sums is None and queries > FEW_TOKENS and in_16_bits and _has_bfloat16_products():
         _forward_in_bfloat16(call, output)
     else:
-        _run("dcformer_forward", _call(call, output=output, log_sums=log_sums))
-    return output.to(flat.query.dtype)
+        _run("dcformer_forward", _fields(call, output=output, log_sums=log_sums))
+    return output.to(given.query.dtype)
 
 
-def _forward_in_bfloat16(call: _Flat, output: Tensor) -> None:
+def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
     """Where the CPU has products in bfloat16, torch makes both of them and the code composes between them."""
     query, key, value = call[:3]
     (batch, heads, queries, channels), key_heads = query.shape, key.shape[1]
@@ -261,97 +201,47 @@ def _forward_in_bfloat16(call: _Flat, output: Tensor) -> None:
         view = (whole, _TYPES[block.dtype], *block.stride())
         _run(
             "dcformer_compose_block",
-            _call(call, scaling=call.scaling / power_of_two, block=(*view, start, stop, first, last)),
+            _fields(call, scaling=call.scaling / power_of_two, block=(*view, start, stop, first, last)),
         )
         output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
 
 
+def _forward_with_log_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*arguments)
+    log_sums = torch.empty(call.query.shape[:3])
+    return _forward(call, log_sums), log_sums
+
+
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-    """Gradients of all tensors that there are among the differentiable ones, in their types."""
-    *rest, log_sums = arguments
-    flat = _Flat(*rest)
-    call = flat.as_the_code_reads_it()
-    found = [None if tensor is None else torch.empty(tensor.shape) for tensor in flat[:9]]
+    given, log_sums = Call(*arguments[:-1]), arguments[-1]
+    call = _readable_call(given)
+    found = [None if tensor is None else torch.empty(tensor.shape) for tensor in given[:9]]
     for i in (5, 8):
         if (static := found[i]) is not None:
             static.zero_()
     output_gradient = _readable(output_gradient, channels_last=True)  # alive until the code has read it
-    _run(
-        "dcformer_backward",
-        _call(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found),
-    )
-    return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, flat) if gradient is not None]
+    fields = _fields(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found)
+    _run("dcformer_backward", fields)
+    return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, given) if gradient is not None]
 
 
-def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    flat, with_log_sums = _Flat(*arguments[:-1]), arguments[-1]
-    log_sums = torch.empty(flat.query.shape[:3] if with_log_sums else (0,))
-    return _forward(flat, log_sums if with_log_sums else None), log_sums
+forward_op = differentiable_op("native_forward", _forward_with_log_sums, _backward, "C++")
+attention_op = inference_op("native_attention", lambda *arguments: _forward(Call(*arguments)))
 
 
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? pre_query, Tensor? pre_key, Tensor? pre_static, "
-    "Tensor? post_query, Tensor? post_key, Tensor? post_static, Tensor? padding, Tensor? sequence_ids, "
-    "Tensor? dense, SymInt pre_groups, SymInt post_groups, bool is_causal, SymInt? sliding_window, "
-    "SymInt query_offset, float scaling"
-)
-attention_op = torch.library.custom_op(
-    "dcformer::native_attention",
-    _attention,
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool with_log_sums) -> (Tensor, Tensor)",
-)
-backward_op = torch.library.custom_op(
-    "dcformer::native_attention_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
-)
+def _rank(call: Call) -> int:
+    """The largest rank of any side."""
+    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
+    return max([0, *[side.shape[3] // 2 for side in sides if side is not None]])
 
 
-@attention_op.register_fake
-def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query, _, value = arguments[:3]
-    batch, heads, queries, _ = query.shape
-    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
-    return output, query.new_empty(query.shape[:3] if arguments[-1] else (0,), dtype=torch.float32)
-
-
-@backward_op.register_fake
-def _backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(_DIFFERENTIABLE)] if tensor is not None]
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:12], output[1])
-    ctx.numbers = inputs[12:-1]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, log_sums = ctx.saved_tensors
-    found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
-    gradients = [None if tensor is None else next(found) for tensor in tensors[: len(_DIFFERENTIABLE)]]
-    return *gradients, *[None] * (len(_Flat._fields) + 1 - len(gradients))
-
-
-def _refuse_second_derivatives(ctx: Any, *_: Any) -> None:
-    raise ValueError(
-        "Second derivatives (create_graph=True) are not in the C++ form of composed attention; use "
-        "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
-    )
-
-
-attention_op.register_autograd(_gradients, setup_context=_save_for_backward)
-backward_op.register_autograd(_refuse_second_derivatives)
-
-
-def _tensors(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Factors of the queries and of the keys, and the static map."""
-    if weights is None:
-        return None, None, None
-    query, key = weights.query, weights.key
-    return None if query is None else query.factors, None if key is None else key.factors, weights.static
+def _readable_call(call: Call) -> Call:
+    """The same in types and strides that the C++ code knows; as a rule nothing is copied."""
+    states = [_readable(tensor, channels_last=True) for tensor in call[:3]]
+    factors = [None if tensor is None else _readable(tensor) for tensor in call[3:9]]
+    for i in (2, 5):  # static maps
+        factors[i] = None if (static := factors[i]) is None else static.float().contiguous()
+    return Call(*states, *factors, *call[9:11], _readable_mask(call.dense), *call[12:])
 
 
 def _readable(tensor: Tensor, channels_last: bool = False) -> Tensor:
@@ -397,7 +287,7 @@ def _mask_view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
     return tensor.data_ptr(), _TYPES[tensor.dtype], *strides
 
 
-def _stage(call: _Flat, first: int, groups: int, gradients: list[Tensor | None] | None) -> tuple[int, ...]:
+def _stage(call: Call, first: int, gradients: list[Tensor | None] | None) -> tuple[int, ...]:
     """One composition as the code's `Stage`, whose tensors stand from field `first` on."""
     query, key, static = call[first : first + 3]
     found = (None,) * 3 if gradients is None else gradients[first : first + 3]
@@ -408,14 +298,14 @@ def _stage(call: _Flat, first: int, groups: int, gradients: list[Tensor | None] 
         *_view(found[0]),
         *_view(found[1]),
         *_flat_view(found[2]),
-        groups,
+        call.groups,
         0 if query is None else query.shape[3],
         0 if key is None else key.shape[3],
     )
 
 
-def _call(
-    call: _Flat,
+def _fields(
+    call: Call,
     *,
     output: Tensor | None = None,
     log_sums: Tensor | None = None,
@@ -426,7 +316,6 @@ def _call(
 ) -> tuple[int, ...]:
     """The fields of the code's `Call`."""
     query, key, value = call[:3]
-    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
     return (
         *_threads(),
         *query.shape[:2],
@@ -435,7 +324,7 @@ def _call(
         key.shape[2],
         query.shape[3],
         value.shape[3],
-        max((side.shape[3] // 2 for side in sides if side is not None), default=0),
+        _rank(call),
         _bits(call.scaling if scaling is None else scaling),
         call.is_causal,
         call.sliding_window or 0,
@@ -450,8 +339,8 @@ def _call(
         *(_NOTHING if log_sums is None else (log_sums.data_ptr(), 1, *log_sums.stride(), 0)),
         *_view(output_gradient),
         *(number for i in range(3) for number in _view(None if gradients is None else gradients[i])),
-        *_stage(call, 3, call.pre_groups, gradients),
-        *_stage(call, 6, call.post_groups, gradients),
+        *_stage(call, 3, gradients),
+        *_stage(call, 6, gradients),
         *block,
     )
 

@@ -1,9 +1,10 @@
-"""The kernels as operators of torch, under `torch.ops.dcformer`: opaque to `torch.compile`, with gradients.
+"""Kernels as operators of torch, under `torch.ops.dcformer`: opaque to `torch.compile`, with gradients.
 
-An operator of torch takes tensors and numbers side by side, which is how a [`Call`] lays them out. Triton is imported
-when the first of them runs.
+An operator of torch takes tensors and numbers side by side, which is how a [`Call`] lays them out. Those of Triton
+stand here, and import it when the first of them runs; those of C++ are in `native`.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,39 +52,77 @@ def _decode(*arguments: Any) -> Tensor:
         return _heads_inside(composed_decode(call, key_lengths, block_table, ring_size))
 
 
-forward_op = torch.library.custom_op(
-    "dcformer::composed_forward", _forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
-)
-backward_op = torch.library.custom_op(
-    "dcformer::composed_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
-)
-decode_op = torch.library.custom_op(
-    "dcformer::composed_decode",
-    _decode,
-    mutates_args=(),
-    schema=f"({_ARGUMENTS}, Tensor? key_lengths, Tensor? block_table, SymInt? ring_size) -> Tensor",
-)
-
-
-@forward_op.register_fake
-def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    query = arguments[0]
-    return _decode_fake(*arguments), query.new_empty(query.shape[:3], dtype=torch.float32)
-
-
-@decode_op.register_fake
-def _decode_fake(*arguments: Any) -> Tensor:
+def _output_fake(*arguments: Any) -> Tensor:
     query, _, value = arguments[:3]
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
 
 
-@backward_op.register_fake
-def _backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(DIFFERENTIABLE)] if tensor is not None]
+def inference_op(name: str, function: Callable[..., Tensor], more_arguments: str = "") -> Callable[..., Tensor]:
+    """
+    An operator without gradients.
+
+    Args:
+        name (`str`): Under `torch.ops.dcformer`.
+        function (`Callable`): Of the fields of a [`Call`] and what follows them: the output (batch, heads, query, value
+            channels), of which (batch, query, heads, channels) lies in memory, as models go on with it.
+        more_arguments (`str`): What follows, as in a schema of torch, with a comma before it.
+    """
+    made = torch.library.custom_op(
+        f"dcformer::{name}", function, mutates_args=(), schema=f"({_ARGUMENTS}{more_arguments}) -> Tensor"
+    )
+    made.register_fake(_output_fake)
+    return made
+
+
+def differentiable_op(
+    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]], form: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """
+    An operator with first derivatives.
+
+    Args:
+        name (`str`): Under `torch.ops.dcformer`; the operator of the derivatives is called `NAME_backward`.
+        forward (`Callable`): Of the fields of a [`Call`]: the output as of `inference_op`, and the logarithms of the
+            sums of the softmax, (batch, heads, query) in float32.
+        backward (`Callable`): Of the output's gradient, the fields of a [`Call`] and the logarithms: the gradients of
+            all differentiable tensors that there are, in their types.
+        form (`str`): What to call it in an error.
+    """
+    forward_op = torch.library.custom_op(
+        f"dcformer::{name}", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+    )
+    backward_op = torch.library.custom_op(
+        f"dcformer::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
+    )
+
+    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+        query = arguments[0]
+        return _output_fake(*arguments), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+    def backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+        return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(DIFFERENTIABLE)] if tensor is not None]
+
+    def gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, log_sums = ctx.saved_tensors
+        found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
+        made = [None if tensor is None else next(found) for tensor in tensors[: len(DIFFERENTIABLE)]]
+        return *made, *[None] * (len(Call._fields) - len(made))
+
+    def refuse_second_derivatives(ctx: Any, *_: Any) -> None:
+        raise ValueError(
+            f"Second derivatives (create_graph=True) are not in the {form} form of composed attention; use "
+            "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
+        )
+
+    forward_op.register_fake(forward_fake)
+    backward_op.register_fake(backward_fake)
+    forward_op.register_autograd(gradients, setup_context=_save_for_backward)
+    backward_op.register_autograd(refuse_second_derivatives)
+    return forward_op
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -91,24 +130,6 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(*inputs[:number_of_tensors], output[1])
     ctx.numbers = inputs[number_of_tensors:]
     ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, log_sums = ctx.saved_tensors
-    found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
-    gradients = [None if tensor is None else next(found) for tensor in tensors[: len(DIFFERENTIABLE)]]
-    return *gradients, *[None] * (len(Call._fields) - len(gradients))
-
-
-def _refuse_second_derivatives(ctx: Any, *_: Any) -> None:
-    raise ValueError(
-        "Second derivatives (create_graph=True) are not in the Triton form of composed attention; use "
-        "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
-    )
-
-
-forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
-backward_op.register_autograd(_refuse_second_derivatives)
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -119,3 +140,7 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 def _heads_inside(output: Tensor) -> Tensor:
     """The same as (batch, query, heads, channels) in memory, as models go on with it and the fake kernels say."""
     return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+forward_op = differentiable_op("composed_forward", _forward, _backward, "Triton")
+decode_op = inference_op("composed_decode", _decode, ", Tensor? key_lengths, Tensor? block_table, SymInt? ring_size")

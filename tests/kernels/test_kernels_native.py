@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from dcformer import dcmha_projection
 from dcformer.dcmha import Visibility, composed_attention, implementations
 from dcformer.kernels import build_native, native
+from dcformer.kernels.call import Call
 
 
 native_form = functools.partial(attend, "native")
@@ -128,11 +129,10 @@ def test_compiled_graphs_hold_it_as_one_operator(queries):
 
 def test_its_operators_keep_the_rules_of_torch():
     inputs = make_inputs(queries=10, keys=12).to(torch.float32)
-    flat = native._Flat.of(*inputs, 0.5, Visibility(10, 12))
-    leaves = [tensor.detach().requires_grad_() if isinstance(tensor, torch.Tensor) else tensor for tensor in flat]
-    torch.library.opcheck(
-        native.attention_op, (*leaves, True), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    )
+    call = Call.of(*inputs, Visibility(10, 12), 0.5)
+    leaves = [tensor.detach().requires_grad_() if isinstance(tensor, torch.Tensor) else tensor for tensor in call]
+    rules = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(native.forward_op, tuple(leaves), test_utils=rules)
 
 
 @pytest.mark.parametrize(
