@@ -1,8 +1,9 @@
 // Composed attention for CPUs: scores, composition, softmax, composition and values on tiles that stay in the cache.
 //
 // A block of queries keeps its exponentials over all keys that it sees; nothing else is quadratic. A first sweep over
-// tiles of keys makes scores, composes and masks them and takes e^(x - largest so far); a second one scales that by what
-// the whole row turned out to be, composes it and multiplies it with the values. The backward pass computes both again.
+// tiles of keys makes scores, composes and masks them and takes e^(x - largest so far); a second one scales that by
+// what the whole row turned out to be, composes it and multiplies it with the values. The backward pass computes both
+// again.
 #include <alloca.h>
 #include <type_traits>
 
@@ -17,15 +18,28 @@ constexpr int64_t FEW = 8;  // queries that do not pay for laying keys and value
 
 struct Sizes {
     int64_t batch, heads, key_heads, served, queries, channels, value_channels, value_row, key_row, tiles, blocks, rows;
+    int64_t tiles_in_sight;                                       // of one block, at most
     int64_t keys_of_tile, values_of_tile, factors_of_tile, tile;  // floats
     bool pre, post;
 
     Sizes(const Call& call, int64_t C, int64_t most_rows)
-        : batch(call.batch), heads(call.heads), key_heads(call.key_heads), served(call.heads / call.key_heads),
-          queries(call.queries), channels(call.channels), value_channels(call.value_channels),
-          value_row(rounded_up(call.value_channels, LANES)), key_row(rounded_up(call.channels, LANES)),
-          tiles((call.keys + TILE - 1) / TILE), rows(least(most_rows, rounded_up(call.queries, ROWS))),
-          pre(composes(call.pre)), post(composes(call.post)) {
+        : batch(call.batch),
+          heads(call.heads),
+          key_heads(call.key_heads),
+          served(call.heads / call.key_heads),
+          queries(call.queries),
+          channels(call.channels),
+          value_channels(call.value_channels),
+          value_row(rounded_up(call.value_channels, LANES)),
+          key_row(rounded_up(call.channels, LANES)),
+          tiles((call.keys + TILE - 1) / TILE),
+          tiles_in_sight(tiles),
+          pre(composes(call.pre)),
+          post(composes(call.post)) {
+        if (call.window) tiles_in_sight = least(tiles, (2 * call.window + most_rows) / TILE + 2);
+        // All scores of a block are in memory at once, in 64 MB where the block can be that small.
+        const int64_t affordable = (1 << 24) / (heads * tiles_in_sight * TILE) / ROWS * ROWS;
+        rows = least(least(most_rows, rounded_up(queries, ROWS)), most(affordable, least(most_rows, ROWS)));
         blocks = (queries + rows - 1) / rows;
         keys_of_tile = key_heads * channels * TILE;
         values_of_tile = key_heads * value_row * TILE;
@@ -34,8 +48,8 @@ struct Sizes {
     }
 };
 
-// Keys, values and factors of all tiles, as float32 in the order in which they are read: rows of channels, or columns of
-// them as `read_columns` lays them out.
+// Keys, values and factors of all tiles, as float32 in the order in which they are read: rows of channels, or columns
+// of them as `read_columns` lays them out.
 template <int R>
 struct Packed {
     float *key_columns, *key_rows = nullptr, *value_columns = nullptr, *value_rows = nullptr, *pre, *post;
@@ -43,8 +57,8 @@ struct Packed {
 
     Packed(const Call& call, const Sizes& sizes, bool backward)
         : memory(sizes.batch * sizes.tiles *
-                 (sizes.keys_of_tile + (backward ? sizes.key_heads * (sizes.key_row + sizes.value_channels) * TILE
-                                                 : sizes.values_of_tile) +
+                 (sizes.keys_of_tile +
+                  (backward ? sizes.key_heads * (sizes.key_row + sizes.value_channels) * TILE : sizes.values_of_tile) +
                   (sizes.pre + sizes.post) * sizes.factors_of_tile)) {
         const int64_t number = sizes.batch * sizes.tiles, KH = sizes.key_heads;
         key_columns = memory.take(number * sizes.keys_of_tile);
@@ -137,8 +151,9 @@ struct Forward {
     void run() {
         in_parallel(call, least(call.threads, sizes.batch * sizes.blocks), [&](int64_t) {
             const int64_t rows = sizes.rows, H = sizes.heads;
-            Memory memory(sizes.tiles * (sizes.tile + rows * H) + rows * H * (sizes.channels + sizes.value_row + 2) +
-                          rows * H * CHANNELS<R> * 2 + rows * TILE + H * LANES * 4);
+            Memory memory(sizes.tiles_in_sight * (sizes.tile + rows * H) +
+                          rows * H * (sizes.channels + sizes.value_row + 2) + rows * H * CHANNELS<R> * 2 + rows * TILE +
+                          H * LANES * 4);
             for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < sizes.batch * sizes.blocks;) {
                 memory.next = memory.start;
                 block(i % sizes.batch, sizes.blocks - 1 - i / sizes.batch, memory);
@@ -158,8 +173,8 @@ struct Forward {
         float* scratch = memory.take(H * LANES * 4);
         const Mask mask{memory.take(rows * TILE)};
         const Softmax softmax{H, memory.take(rows * H), memory.take(rows * H)};
-        float* at_tiles = memory.take(sizes.tiles * rows * H);
-        float* scores = memory.take(sizes.tiles * sizes.tile);
+        float* at_tiles = memory.take(sizes.tiles_in_sight * rows * H);
+        float* scores = memory.take(sizes.tiles_in_sight * sizes.tile);
         for (int64_t h = 0; h < H; h++)
             read_rows(call.query, b, h, start, queries, rows, sizes.channels, sizes.channels, call.scaling,
                       query + h * rows * sizes.channels);
@@ -196,8 +211,7 @@ struct Forward {
             if (sizes.post)
                 compose<R, true>(tile, tile, queries, heads_of(call, call.post), post,
                                  packed.post + i * sizes.factors_of_tile, at_tile, scratch);
-            else
-                scale_tile(tile, queries, H, at_tile);
+            else scale_tile(tile, queries, H, at_tile);
             for (int64_t h = 0; h < H; h++)
                 product<true>(rows, sizes.value_row, TILE, tile + h * TILE, row, 1,
                               packed.value_rows + i * sizes.values_of_tile + h / sizes.served * sizes.value_row * TILE,
@@ -299,7 +313,8 @@ struct FewQueries {
     }
 
     void score(const Tile& tile, const float* query, const float* pre, Memory& own) const {
-        const int64_t Q = sizes.queries, H = sizes.heads, D = sizes.channels, here = least(TILE, call.keys - tile.first);
+        const int64_t Q = sizes.queries, H = sizes.heads, D = sizes.channels,
+                      here = least(TILE, call.keys - tile.first);
         own.next = own.start;
         float *factors = own.take(sizes.factors_of_tile), *scratch = own.take(4 * H * LANES);
         float *rows = own.take(TILE * D), *added = own.take(Q * TILE);
@@ -374,7 +389,8 @@ void compose_block(const Call& call) {
     constexpr int C = CHANNELS<R>;
     constexpr int64_t TOGETHER = 2;
     const Sizes sizes(call, C, TOGETHER);
-    const int64_t H = sizes.heads, first_tile = call.first_key / TILE, tiles = (call.last_key + TILE - 1) / TILE - first_tile;
+    const int64_t H = sizes.heads, first_tile = call.first_key / TILE,
+                  tiles = (call.last_key + TILE - 1) / TILE - first_tile;
     Memory packed(sizes.batch * tiles * 2 * sizes.factors_of_tile);
     float* key_factors = packed.start;  // [batch][tile][pre, post][head][factor][TILE]
     in_turn(call, sizes.batch * tiles, [&](int64_t, int64_t i) {
@@ -389,7 +405,8 @@ void compose_block(const Call& call) {
     int64_t next = 0;
     in_parallel(call, least(call.threads, sizes.batch * groups), [&](int64_t) {
         const int64_t tile_floats = TOGETHER * H * TILE;
-        Memory memory(tiles * (tile_floats + TOGETHER * H) + TOGETHER * H * (2 * C + 2) + TOGETHER * TILE + 4 * H * LANES);
+        Memory memory(tiles * (tile_floats + TOGETHER * H) + TOGETHER * H * (2 * C + 2) + TOGETHER * TILE +
+                      4 * H * LANES);
         float* scores = memory.take(tiles * tile_floats);
         float* at_tiles = memory.take(tiles * TOGETHER * H);
         float *pre = memory.take(TOGETHER * H * C), *post = memory.take(TOGETHER * H * C);
@@ -433,8 +450,7 @@ void compose_block(const Call& call) {
                         compose<R, true>(tile, tile, queries, heads_of(call, call.post), post,
                                          key_factors + ((b * tiles + j) * 2 + 1) * sizes.factors_of_tile, at_tile,
                                          scratch);
-                    else
-                        scale_tile(tile, queries, H, at_tile);
+                    else scale_tile(tile, queries, H, at_tile);
                 } else {
                     memset(tile, 0, tile_floats * 4);
                 }
@@ -446,8 +462,8 @@ void compose_block(const Call& call) {
     });
 }
 
-// What the queries that one thread works on add to the gradients of the keys, of one row of the batch, and of the static
-// maps, of all rows.
+// What the queries that one thread works on add to the gradients of the keys, of one row of the batch, and of the
+// static maps, of all rows.
 struct Gradients {
     Memory memory;
     float *keys, *values;  // [key head][key][channels]
@@ -494,8 +510,7 @@ struct Backward {
                 Memory memory(floats_of_block());
                 for (int64_t b = w; b < sizes.batch; b += workers) {
                     gradients[w]->begin_row();
-                    for (int64_t number = 0; number < sizes.blocks; number++)
-                        block(b, number, *gradients[w], memory);
+                    for (int64_t number = 0; number < sizes.blocks; number++) block(b, number, *gradients[w], memory);
                     for (int64_t j = 0; j < sizes.tiles; j++) write_tile(b, j, gradients + w, 1);
                 }
             });
@@ -527,8 +542,9 @@ struct Backward {
 
     int64_t floats_of_block() const {
         const int64_t rows = sizes.rows, H = sizes.heads;
-        return (sizes.tiles * 3 + 1) * sizes.tile + rows * H * (2 * sizes.key_row + sizes.value_row + 2 + 4 * C) +
-               rows * TILE + H * LANES * 4 + (4 * R + H) * TILE;
+        return (sizes.tiles_in_sight * 3 + 1) * sizes.tile +
+               rows * H * (2 * sizes.key_row + sizes.value_row + 2 + 4 * C) + rows * TILE + H * LANES * 4 +
+               (4 * R + H) * TILE;
     }
 
     void block(int64_t b, int64_t number, Gradients& gradients, Memory& memory) const {
@@ -562,7 +578,8 @@ struct Backward {
 
         int64_t used = 0;
         int64_t* seen = (int64_t*)alloca(sizes.tiles * sizeof(int64_t));
-        float* tiles = memory.take(0);  // of every tile in sight: weights, their gradient, and scores if they are composed
+        float* tiles =
+            memory.take(0);  // of every tile in sight: weights, their gradient, and scores if they are composed
         const int64_t floats = sizes.tile * (sizes.pre ? 3 : 2);
         for (int64_t j = 0; j < sizes.tiles; j++) {
             const Sight sight = mask.look(call, b, start, queries, j * TILE);
@@ -601,7 +618,8 @@ struct Backward {
                                     gradients.post + j * sizes.factors_of_tile, gradients.post_static, sums);
             for (int64_t k = 0; k < queries * H; k++) {
                 Vector sum{};
-                for (int s = 0; s < TILE; s += LANES) sum += load(weights + k * TILE + s) * load(gradient + k * TILE + s);
+                for (int s = 0; s < TILE; s += LANES)
+                    sum += load(weights + k * TILE + s) * load(gradient + k * TILE + s);
                 along_row[k] += sum_of(sum);
             }
             seen[used++] = j;

@@ -13,8 +13,8 @@ struct View {
 };
 
 struct Stage {
-    View query, key;              // factors (batch, heads, length, channels)
-    View static_map;              // float32, contiguous
+    View query, key;                                     // factors (batch, heads, length, channels)
+    View static_map;                                     // float32, contiguous
     View query_gradient, key_gradient, static_gradient;  // float32
     int64_t groups, query_channels, key_channels;
 };
@@ -96,8 +96,8 @@ inline int64_t place(int64_t c, int64_t channels, int64_t R) {
 }
 
 // Factors of `number` queries from `first` on: [query][head][2 R + 1], 1 added to the gates; zeros for `padded` more.
-inline void read_query_factors(const Call& call, const Stage& stage, int64_t R, int64_t b, int64_t first, int64_t number,
-                               int64_t padded, float* to) {
+inline void read_query_factors(const Call& call, const Stage& stage, int64_t R, int64_t b, int64_t first,
+                               int64_t number, int64_t padded, float* to) {
     const int64_t C = 2 * R + 1, H = call.heads, channels = stage.query_channels;
     memset(to, 0, padded * H * C * 4);
     for (int64_t t = 0; t < padded; t++)

@@ -1,7 +1,8 @@
 // Equation 7 on a tile of scores or weights, its adjoint, and the gradients of its factors.
 //
-// A tile is [query][head][TILE keys]. Factors of a query are [head][w1 of each rank, w2 of each rank, 1 + gate]; those of
-// keys are [head][w1 of each rank, w2 of each rank, gate][TILE keys]. R is the rank, padded with zeros where need be.
+// A tile is [query][head][TILE keys]. Factors of a query are [head][w1 of each rank, w2 of each rank, 1 + gate]; those
+// of keys are [head][w1 of each rank, w2 of each rank, gate][TILE keys]. R is the rank, padded with zeros where need
+// be.
 #pragma once
 #include "vectors.h"
 
@@ -11,8 +12,8 @@ template <int R>
 constexpr int CHANNELS = 2 * R + 1;
 
 struct Heads {
-    int64_t all, groups;        // heads, and groups of consecutive heads that compose among themselves
-    const float* static_map;    // [group][head in][head out], or null
+    int64_t all, groups;      // heads, and groups of consecutive heads that compose among themselves
+    const float* static_map;  // [group][head in][head out], or null
 };
 
 // `out` = C(`in`), which may be the same tile, for Q queries at once: they share the loads of the keys' factors.

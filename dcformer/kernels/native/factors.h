@@ -22,10 +22,10 @@ struct ProjectionCall {
     // normalised and rotated: `query_heads` of the queries and `key_heads` of the keys.
     int64_t rows, head_dim, query_heads, key_heads, rotary_dim;
     double query_eps, key_eps;
-    View weight, bias;             // contiguous; no bias, or (rows)
-    View query_norm, key_norm;     // (head_dim), or nothing
-    View cosine, sine;             // float32 (batch, -, position, rotary channel), or nothing
-    View projected;                // (batch, -, position, row)
+    View weight, bias;          // contiguous; no bias, or (rows)
+    View query_norm, key_norm;  // (head_dim), or nothing
+    View cosine, sine;          // float32 (batch, -, position, rotary channel), or nothing
+    View projected;             // (batch, -, position, row)
 };
 
 inline float activated(float x, int64_t activation) {
@@ -48,17 +48,16 @@ void add_rows(const Weight* weight, int64_t columns, const float* x, int64_t fro
             store(sums + j, load(sums + j) + load(a + j) * x[k] + load(b + j) * x[k + 1] + load(c + j) * x[k + 2] +
                                 load(d + j) * x[k + 3]);
         for (; j < columns; j++)
-            sums[j] += number(a[j]) * x[k] + number(b[j]) * x[k + 1] + number(c[j]) * x[k + 2] + number(d[j]) * x[k + 3];
+            sums[j] +=
+                number(a[j]) * x[k] + number(b[j]) * x[k + 1] + number(c[j]) * x[k + 2] + number(d[j]) * x[k + 3];
     }
     for (; k < to; k++)
         for (int64_t j = 0; j < columns; j++) sums[j] += x[k] * number(weight[k * columns + j]);
 }
 
 inline void add_rows(const View& weight, int64_t columns, const float* x, int64_t from, int64_t to, float* sums) {
-    if (weight.type == BFLOAT16)
-        add_rows((const uint16_t*)weight.data, columns, x, from, to, sums);
-    else
-        add_rows((const float*)weight.data, columns, x, from, to, sums);
+    if (weight.type == BFLOAT16) add_rows((const uint16_t*)weight.data, columns, x, from, to, sums);
+    else add_rows((const float*)weight.data, columns, x, from, to, sums);
 }
 
 // Products of ROWS_AT_ONCE rows of a weight with a vector: reading several of them at a time keeps memory busy.
@@ -93,8 +92,7 @@ inline void project_head(const ProjectionCall& call, int64_t head, int64_t token
     const int64_t size = call.hidden_size, first = head * D;
     if (call.weight.type == BFLOAT16)
         multiply_rows((const uint16_t*)call.weight.data + first * size, size, x, size, D, to);
-    else
-        multiply_rows((const float*)call.weight.data + first * size, size, x, size, D, to);
+    else multiply_rows((const float*)call.weight.data + first * size, size, x, size, D, to);
     if (call.bias.type != NONE)
         for (int64_t d = 0; d < D; d++) {
             float bias;
@@ -187,10 +185,10 @@ void project(const ProjectionCall& call) {
                     float row[2 * 8 + 1];
                     for (int64_t r = 0; r < 2 * R; r++) row[r] = low_rank[r * heads + h];
                     if (gate_columns) row[2 * R] = tanhf(gates[h]);
-                    write_row(call.factors,
-                              i * call.slot_stride + offset_of(call.factors, n / call.length, g * heads + h,
-                                                               n % call.length),
-                              row, 2 * R + (gate_columns > 0), 1.0f);
+                    write_row(
+                        call.factors,
+                        i * call.slot_stride + offset_of(call.factors, n / call.length, g * heads + h, n % call.length),
+                        row, 2 * R + (gate_columns > 0), 1.0f);
                 }
             }
 }

@@ -35,13 +35,13 @@ inline Vector fill(float x) { return x - Vector{}; }  // x + 0 would be computed
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
 #ifdef __clang__
-#define FOLD4(v, op)                                                    \
-    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));               \
+#define FOLD4(v, op)                                      \
+    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1)); \
     v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2));
 #else
 typedef int32_t Lanes4 __attribute__((vector_size(16)));
-#define FOLD4(v, op)                                                    \
-    v = op(v, __builtin_shuffle(v, Lanes4{2, 3, 0, 1}));                \
+#define FOLD4(v, op)                                     \
+    v = op(v, __builtin_shuffle(v, Lanes4{2, 3, 0, 1})); \
     v = op(v, __builtin_shuffle(v, Lanes4{1, 0, 3, 2}));
 #endif
 typedef float Four __attribute__((vector_size(16)));
