@@ -38,8 +38,7 @@ def forward(options: Options) -> Findings:
 
 def _forward(options: Options, shape: tuple[int, int], length: int, window: int | None) -> Findings:
     calls = {}
-    dtypes = (torch.float32, torch.bfloat16)
-    for dtype in dtypes:
+    for dtype in (dtypes := measured_dtypes()):
         of = operands.prompt_operands(*shape, length, CPU, dtype)
         made = attention.forward_calls(of, window, with_authors=length <= _AUTHORS_LENGTH)
         calls.update({(name, type_name(dtype)): call for name, call in made.items()})
@@ -99,7 +98,7 @@ def _thread_rows(options: Options, shape, length, window, timings) -> list[Row]:
     rows = []
     if not {1, 2} <= set(options.threads):
         return rows
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in measured_dtypes():
         case, name = _case(shape, length, window, dtype), type_name(dtype)
         one, two = (_least(shape, length, window, dtype, timings, threads) for threads in (1, 2))
         is_target = length == _TARGET_LENGTH and window is None and dtype == torch.float32
@@ -121,9 +120,11 @@ def _thread_rows(options: Options, shape, length, window, timings) -> list[Row]:
 
 
 def _bfloat16_rows(options: Options, shape, length, window, timings) -> list[Row]:
-    """How much faster bfloat16 is than float32; a target only where the processor multiplies bfloat16."""
-    is_target = length == _TARGET_LENGTH and window is None and has_bfloat16_products()
+    """How much faster bfloat16 is than float32, where it is measured."""
+    is_target = length == _TARGET_LENGTH and window is None
     rows = []
+    if torch.bfloat16 not in measured_dtypes():
+        return rows
     for threads in options.threads:
         full, half = (
             _least(shape, length, window, dtype, timings, threads) for dtype in (torch.float32, torch.bfloat16)
@@ -143,10 +144,10 @@ def _bfloat16_rows(options: Options, shape, length, window, timings) -> list[Row
     return rows
 
 
-def has_bfloat16_products() -> bool:
-    """Whether the processor has instructions for them, by what Linux says of it."""
-    flags = common.processor_flags()
-    return bool({"amx_bf16", "avx512_bf16", "bf16", "svebf16"} & flags)
+def measured_dtypes() -> tuple[torch.dtype, ...]:
+    """bfloat16 only where the processor has products of it, by what Linux says: elsewhere one alone takes seconds."""
+    has_products = {"amx_bf16", "avx512_bf16", "bf16", "svebf16"} & common.processor_flags()
+    return (torch.float32, torch.bfloat16) if has_products else (torch.float32,)
 
 
 def backward(options: Options) -> Findings:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as _module
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.utils.import_utils import is_tracing
 
@@ -24,6 +25,8 @@ from .. import dcmha_projection
 from ..dcmha import register_implementation
 from ..dcmha_factors import ComposeWeights
 from ..dcmha_mask import Visibility
+from ..dcmha_projection import DCFormerCompose
+from ..modeling_dcformer import DCFormerRMSNorm
 from .build_native import compile_library, instruction_sets, library_name
 from .call import Call, is_empty
 from .ops import differentiable_op, inference_op
@@ -100,18 +103,23 @@ def native_projection(
     attention: Any, states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
     """As [`dcmha_projection.fused_projection`], for a few tokens, whose weights are read once."""
-    compose, linear = attention.compose, attention.qkv_proj
+    compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
     if compose is None or states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     if not 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS or is_tracing(states):
         return None
+    if _module._global_forward_hooks or _module._global_forward_pre_hooks or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return None
+    if not _runs_as_written(compose, DCFormerCompose) or not _runs_as_written(linear, torch.nn.Linear):
+        return None
+    if not all(norm is None or _runs_as_written(norm, DCFormerRMSNorm) for norm in norms):
+        return None
     activation = _ACTIVATIONS.get(type(compose.act_fn))
-    if activation is None or compose.rank > MOST_RANK or not compose.slots or torch.is_autocast_enabled("cpu"):
+    if activation is None or compose.rank > MOST_RANK or not compose.slots:
         return None
-    norms = attention.q_norm, attention.k_norm
-    if type(linear) is not torch.nn.Linear or not all(map(_runs_as_it_is_written, (linear, compose, *norms))):
-        return None
-    of_compose, of_linear = compose._parameters, linear._parameters  # nn.Module's own look-up takes ten times as long
+    of_compose, of_linear = compose._parameters, linear._parameters  # the look-up of attributes takes ten times as long
     weights = (
         *(of_compose.get("hidden_weight"), of_compose.get("low_rank_weight"), of_compose.get("gate_weight")),
         *(of_linear["weight"], of_linear["bias"]),
@@ -148,9 +156,10 @@ def native_projection(
     return projected, factors
 
 
-def _runs_as_it_is_written(module: torch.nn.Module | None) -> bool:
-    """Whether nobody looks into or replaces the forward pass of a module."""
-    return module is None or not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+def _runs_as_written(module: torch.nn.Module, module_class: type) -> bool:
+    """Whether this is such a module, that nobody has wrapped, parametrised, hooked or given another forward pass."""
+    is_hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return type(module) is module_class and not is_hooked
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

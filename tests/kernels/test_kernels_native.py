@@ -167,13 +167,51 @@ def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, chan
         assert error_of(found, exact) <= 1.5 * error_of(of_modules, exact)
 
 
-def test_whoever_hooks_a_projection_sees_it(monkeypatch):
-    model = tiny_model()
-    seen = []
-    model.model.layers[0].self_attn.compose.register_forward_hook(lambda *_: seen.append(True))
+def hook(model):
+    model.model.layers[0].self_attn.compose.register_forward_hook(lambda module, inputs, output: output)
+
+
+def parametrise(model):
+    class Half(torch.nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    compose = model.model.layers[0].self_attn.compose
+    for name in ("hidden_weight", "low_rank_weight", "gate_weight"):
+        torch.nn.utils.parametrize.register_parametrization(compose, name, Half())
+
+
+def replace_a_norm(model):
+    model.model.layers[0].self_attn.k_norm = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("change", [hook, parametrise, replace_a_norm])
+def test_modules_that_were_changed_compute_for_themselves(monkeypatch, change):
+    model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
+    change(model)
+    calls = []
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda name, call: (calls.append(name), run(name, call)))
     with torch.no_grad():
-        model(random_tokens(1, 2))
-    assert seen
+        found = model(ids).logits
+    assert "dcformer_project" not in calls
+    with torch.enable_grad():  # where nothing is projected at once
+        assert_close(found, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_transformed_and_forward_derivatives_do_not_see_the_projection():
+    model = tiny_model(num_hidden_layers=1, attn_implementation="dcmha_plain")
+    embeddings = torch.randn(1, 2, model.config.hidden_size)
+    tangent = torch.randn_like(embeddings)
+
+    def logits(embeddings):
+        return model(inputs_embeds=embeddings, use_cache=False).logits
+
+    with torch.no_grad():
+        _, found = torch.func.jvp(logits, (embeddings,), (tangent,))
+        step = 1e-3
+        expected = (logits(embeddings + step * tangent) - logits(embeddings - step * tangent)) / (2 * step)
+    assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.fixture
