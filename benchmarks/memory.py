@@ -46,7 +46,6 @@ def make_model(args: argparse.Namespace) -> DCFormerModel:
 def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
     """Bytes that one forward call of the layer needs at its peak, over those in use before it."""
     model = make_model(args)
-    model.set_attn_implementation("dcmha_plain")
     generator = torch.Generator(args.device).manual_seed(1)
 
     def random_states(positions):
