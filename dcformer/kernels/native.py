@@ -234,7 +234,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, given) if gradient is not None]
 
 
-forward_op = differentiable_op("native_forward", _forward_with_log_sums, _backward, "C++")
+forward_op = differentiable_op("native", _forward_with_log_sums, _backward, "C++")
 attention_op = inference_op("native_attention", lambda *arguments: _forward(Call(*arguments)))
 
 

@@ -82,7 +82,7 @@ def differentiable_op(
     An operator with first derivatives.
 
     Args:
-        name (`str`): Under `torch.ops.dcformer`; the operator of the derivatives is called `NAME_backward`.
+        name (`str`): The operators are `NAME_forward` and `NAME_backward` under `torch.ops.dcformer`.
         forward (`Callable`): Of the fields of a [`Call`]: the output as of `inference_op`, and the logarithms of the
             sums of the softmax, (batch, heads, query) in float32.
         backward (`Callable`): Of the output's gradient, the fields of a [`Call`] and the logarithms: the gradients of
@@ -90,7 +90,7 @@ def differentiable_op(
         form (`str`): What to call it in an error.
     """
     forward_op = torch.library.custom_op(
-        f"dcformer::{name}", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
+        f"dcformer::{name}_forward", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
     )
     backward_op = torch.library.custom_op(
         f"dcformer::{name}_backward",
@@ -142,5 +142,5 @@ def _heads_inside(output: Tensor) -> Tensor:
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-forward_op = differentiable_op("composed_forward", _forward, _backward, "Triton")
+forward_op = differentiable_op("composed", _forward, _backward, "Triton")
 decode_op = inference_op("composed_decode", _decode, ", Tensor? key_lengths, Tensor? block_table, SymInt? ring_size")
