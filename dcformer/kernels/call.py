@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..dcmha_factors import ComposeWeights
@@ -80,6 +81,12 @@ class Call(NamedTuple):
             scaling,
         )
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether it will be differentiated, as far as can be known."""
+        tensors = self[: len(DIFFERENTIABLE)]
+        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
     def with_channels_last(self) -> "Call":
         """The same with the channels of query, key and value side by side in memory, as the kernels read them."""
         return self._replace(**{name: channels_last(getattr(self, name)) for name in ("query", "key", "value")})
@@ -92,6 +99,25 @@ DIFFERENTIABLE = Call._fields[:9]
 def is_empty(weights: ComposeWeights | None) -> bool:
     """Whether a composition changes nothing."""
     return weights is None or (weights.query is None and weights.key is None and weights.static is None)
+
+
+def why_no_kernel(
+    pre: ComposeWeights | None, post: ComposeWeights | None, mask: Visibility, dropout: float
+) -> str | None:
+    """Why no kernel of this folder computes a call, as the end of a sentence; None if its own reasons decide."""
+    if pre is not None and post is not None and pre.groups != post.groups and not (is_empty(pre) or is_empty(post)):
+        return "there are different groups of heads before and after the softmax"
+    if dropout > 0.0:
+        return "it has no dropout"
+    if mask.requires_grad:
+        return "the mask has a gradient"
+    if not mask.same_for_all_heads:
+        return "the mask differs between heads"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "torch.func does not see through it"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "it has no derivatives in forward mode"
+    return None
 
 
 def channels_last(states: Tensor) -> Tensor:

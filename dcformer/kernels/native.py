@@ -28,7 +28,7 @@ from ..dcmha_mask import Visibility
 from ..dcmha_projection import DCFormerCompose
 from ..modeling_dcformer import DCFormerRMSNorm
 from .build_native import compile_library, instruction_sets, library_name
-from .call import Call, is_empty
+from .call import Call, channels_last, why_no_kernel
 from .ops import differentiable_op, inference_op
 
 
@@ -58,7 +58,7 @@ def native_attention(
 ) -> Tensor:
     """As every implementation in the table, without dropout; the sizes of tiles are those of the code."""
     call = Call.of(query, key, value, pre, post, mask, scaling)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in call[:9]):
+    if call.needs_gradient:
         return forward_op(*call)[0]
     return attention_op(*call) if is_tracing(query) else _forward(call)
 
@@ -78,25 +78,13 @@ def why_not_native(
         return f"the tensors are on {query.device.type}"
     if (reason := _why_no_library()) is not None:
         return reason
-    if dropout > 0.0:
-        return "it has no dropout"
     call = Call.of(query, key, value, pre, post, mask, 1.0)
     for tensor in call[:9]:
         if tensor is not None and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it takes float32, bfloat16 and float16, not {str(tensor.dtype).removeprefix('torch.')}"
     if _rank(call) > MOST_RANK:
         return f"it takes ranks of {MOST_RANK} at most"
-    if pre is not None and post is not None and pre.groups != post.groups and not (is_empty(pre) or is_empty(post)):
-        return "there are different groups of heads before and after the softmax"
-    if mask.requires_grad:
-        return "the mask has a gradient"
-    if not mask.same_for_all_heads:
-        return "the mask differs between heads"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return "torch.func does not see through it"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no derivatives in forward mode"
-    return None
+    return why_no_kernel(pre, post, mask, dropout)
 
 
 def native_projection(
@@ -228,7 +216,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     for i in (5, 8):
         if (static := found[i]) is not None:
             static.zero_()
-    output_gradient = _readable(output_gradient, channels_last=True)  # alive until the code has read it
+    output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
     fields = _fields(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found)
     _run("dcformer_backward", fields)
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, given) if gradient is not None]
@@ -246,19 +234,15 @@ def _rank(call: Call) -> int:
 
 def _readable_call(call: Call) -> Call:
     """The same in types and strides that the C++ code knows; as a rule nothing is copied."""
-    states = [_readable(tensor, channels_last=True) for tensor in call[:3]]
+    states = [channels_last(_readable(tensor)) for tensor in call[:3]]
     factors = [None if tensor is None else _readable(tensor) for tensor in call[3:9]]
     for i in (2, 5):  # static maps
         factors[i] = None if (static := factors[i]) is None else static.float().contiguous()
     return Call(*states, *factors, *call[9:11], _readable_mask(call.dense), *call[12:])
 
 
-def _readable(tensor: Tensor, channels_last: bool = False) -> Tensor:
-    if tensor.dtype not in _TYPES:
-        tensor = tensor.float()
-    if channels_last and tensor.stride(-1) != 1:
-        tensor = tensor.contiguous()
-    return tensor
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _TYPES else tensor.float()
 
 
 def _readable_mask(dense: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from ..dcmha_factors import ComposeSide, ComposeWeights
 from ..dcmha_mask import Visibility
 from ..dcmha_plain import plain_attention
-from .call import DIFFERENTIABLE, Call, is_empty
+from .call import DIFFERENTIABLE, Call, why_no_kernel
 from .ops import decode_op, forward_op
 
 
@@ -54,9 +54,7 @@ def triton_attention(
 
 def is_decoding(call: Call) -> bool:
     """Whether the kernels for a few queries take a call: without documents, and without gradients."""
-    tensors = [tensor for tensor in call[: len(DIFFERENTIABLE)] if tensor is not None]
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return call.query.shape[2] <= MOST_DECODE_QUERIES and call.sequence_ids is None and not needs_gradient
+    return call.query.shape[2] <= MOST_DECODE_QUERIES and call.sequence_ids is None and not call.needs_gradient
 
 
 def why_not_triton(
@@ -75,26 +73,13 @@ def why_not_triton(
     if not query.dtype == key.dtype == value.dtype:
         names = ", ".join(_name(states.dtype) for states in (query, key, value))
         return f"query, key and value must be of one type, and are {names}"
-    composed = [weights for weights in (pre, post) if not is_empty(weights)]
     factors = [tensor for tensor in Call.of(query, key, value, pre, post, mask, 1.0)[3:9] if tensor is not None]
     if any(tensor.dtype not in DTYPES for tensor in (query, *factors)):
         names = ", ".join(sorted({_name(tensor.dtype) for tensor in (query, *factors)}))
         return f"it takes float32, bfloat16 and float16, not {names}"
     if max(query.shape[3], value.shape[3]) > MOST_CHANNELS:
         return f"it takes heads of {MOST_CHANNELS} channels at most"
-    if len({weights.groups for weights in composed if weights is not None}) > 1:
-        return "there are different groups of heads before and after the softmax"
-    if dropout > 0.0:
-        return "it has no dropout"
-    if mask.requires_grad:
-        return "the mask has a gradient"
-    if not mask.same_for_all_heads:
-        return "the mask differs between heads"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return "torch.func does not see through it"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no derivatives in forward mode"
-    return None
+    return why_no_kernel(pre, post, mask, dropout)
 
 
 def why_not_automatic(
