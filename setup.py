@@ -140,7 +140,7 @@ setup(
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
     python_requires=">=3.10",
-    install_requires=["torch>=2.10", "transformers>=5.17,<6", "safetensors", "numpy", "typer", "rich"],
+    install_requires=["torch>=2.10", "transformers>=5.17,<6", "filelock", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,
     classifiers=[
         "Intended Audience :: Developers",

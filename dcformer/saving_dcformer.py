@@ -8,7 +8,7 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 
 from .loading_dcformer import saved_in_authors_names
-from .model_card_dcformer import (
+from .model_card import (
     CARD_FILE,
     is_transformers_template,
     known_origin,

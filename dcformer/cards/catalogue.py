@@ -17,7 +17,7 @@ from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..dcmha_cache import cache_bytes_per_token
 from ..eval import published
 from ..eval.table4_tasks import TABLE4_COLUMNS
-from ..model_card_dcformer import PAPER_URL, shape_table, table
+from ..model_card import PAPER_URL, shape_table, table
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
 from ..presets_dcformer import PRESETS
 from ..pretrained import pretrained_names

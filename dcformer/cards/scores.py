@@ -17,7 +17,7 @@ from ..eval.data import SOURCES, data_folders
 from ..eval.records import Record
 from ..eval.suites import AUTHORS_TASKS
 from ..eval.table4_tasks import TABLE4_COLUMNS, scored_split
-from ..model_card_dcformer import PAPER_URL
+from ..model_card import PAPER_URL
 
 
 PAPER_NAME = "Xiao et al., Improving Transformers with Dynamically Composable Multi-Head Attention, Table 4"

@@ -20,7 +20,7 @@ from ..conversion.pieces import dtype_name
 from ..eval import published
 from ..eval.provenance import Model, model_fingerprint
 from ..eval.records import Record, model_folder, read_records
-from ..model_card_dcformer import CARD_FILE, table, without_signature, write_card
+from ..model_card import CARD_FILE, table, without_signature, write_card
 from .scores import PAPER_NAME, Score, is_ours, measured_scores, paper_scores
 
 

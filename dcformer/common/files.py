@@ -1,9 +1,36 @@
-"""Files that are written whole: whenever the process or the machine stops, there is the old one or the new one."""
+"""Files that are written whole, folders that one process uses at a time, and SHA-256 sums."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+class LockHeldError(ValueError):
+    """Another process holds the lock."""
+
+
+@contextlib.contextmanager
+def file_lock(path: str | os.PathLike) -> Iterator[None]:
+    """
+    Hold the lock of a file, which is made with its folder if need be, until the block or the process ends.
+
+    Raises:
+        LockHeldError: if another process holds it.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(path).acquire(blocking=False)
+    except Timeout as error:
+        raise LockHeldError(f"Another process holds the lock {str(path)!r}; wait for it to end.") from error
+    with lock:
+        yield
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -11,8 +38,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Write a file in one step: it is written under another name, brought to the disk, and renamed.
 
     Args:
-        path (`Path`): The file, which is replaced if it is there. Its folder must exist.
-        content (`str` or `bytes`): All that the file will hold; text is written as UTF-8, line ends as they are.
+        path: The file, which is replaced if it is there. Its folder must exist.
+        content: All that the file will hold; text is written as UTF-8, line ends as they are.
 
     Raises:
         OSError: if it cannot be written. What was there stays, and nothing else is left behind.
@@ -25,11 +52,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         unfinished.replace(path)
     except BaseException:
-        if unfinished.is_file():
-            unfinished.unlink()
+        unfinished.unlink(missing_ok=True)
         raise
 
 
 def unfinished_path(path: Path) -> Path:
     """The name under which `write_atomically` writes a file; what a killed process leaves there is replaced later."""
     return path.with_name(f"{path.name}.partial")
+
+
+def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
+    """The SHA-256 of a file in hexadecimal digits; `advance` is told of the bytes of every part that is read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+            advance(len(block))
+    return digest.hexdigest()
+
+
+__all__ = ["LockHeldError", "file_digest", "file_lock", "unfinished_path", "write_atomically"]

@@ -21,7 +21,7 @@ from transformers.utils.hub import convert_file_size_to_int
 from typing_extensions import Unpack
 
 from ..common import tokenizers
-from ..model_card_dcformer import known_origin
+from ..model_card import known_origin
 from .destination import Destination, with_number
 from .formats.authors_torch import plan_torch
 from .formats.maxtext import plan_maxtext

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.digests import file_digest
-from ..model_card_dcformer import CARD_FILE, bullet_list, table, write_card
+from ..model_card import CARD_FILE, bullet_list, table, write_card
 from .pieces import dtype_name
 from .plan import Origin, Plan
 from .report_file import REPORT_FILE

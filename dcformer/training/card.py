@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from ..common.files import write_atomically
 from ..conversion.formats.transformers_folder import open_weights
 from ..conversion.pieces import dtype_name
-from ..model_card_dcformer import CARD_FILE, known_origin, table, users_card, write_card
+from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
 from .recipe import Recipe
 
 

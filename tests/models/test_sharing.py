@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPTNeoXTok
 
 import dcformer
 from dcformer import DCFormerConfig, DCFormerModel, DCViTConfig, DCViTForImageClassification
-from dcformer.model_card_dcformer import is_untouched
+from dcformer.model_card import is_untouched
 from dcformer.sharing_dcformer import AUTO_CLASSES, read_header_notes
 
 

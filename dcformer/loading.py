@@ -1,0 +1,226 @@
+"""From a name to a model: a bundled one, a folder, or a name on the Hub, with its tokenizer, device and dtype."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from . import public as public  # registers the models with the Auto classes
+from .configuration_dcformer import DCFormerConfig
+from .pretrained import find_model_folder
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """
+    A causal language model whose weights have not been read yet.
+
+    Attributes:
+        name: As it was given.
+        path: Its folder, or its name on the Hub.
+        config: Its configuration.
+        tokenizer: Its tokenizer.
+        revision: On the Hub.
+        trust_remote_code: Whether code that comes with it may run.
+    """
+
+    name: str
+    path: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    revision: str = "main"
+    trust_remote_code: bool = False
+
+    @property
+    def has_ids_without_embedding(self) -> bool:
+        """Whether the tokenizer makes ids beyond the embedding, as that of the published checkpoints does."""
+        return len(self.tokenizer) > self.config.get_text_config().vocab_size
+
+    def load(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | None = None,
+        attn_implementation: str | None = None,
+        oov_policy: str | None = None,
+    ) -> PreTrainedModel:
+        """
+        The model in evaluation mode; arguments as of [`load_model`].
+
+        Raises:
+            ValueError: if parameters are missing, or `oov_policy` is given for a model of another family.
+        """
+        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+        if oov_policy is not None:
+            if not isinstance(self.config, DCFormerConfig):
+                raise ValueError(
+                    f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
+                    f"{self.config.model_type} model; leave it out."
+                )
+            options["oov_policy"] = oov_policy
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+        place = choose_device(device)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            self.path, dtype=dtype or "auto", output_loading_info=True, **options
+        )
+        # Transformers draws missing parameters at random, and warns.
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(f"The weights of {self.name!r} lack {missing[0]} and {len(missing) - 1} more.")
+        return model.to(place).eval()
+
+
+def find_model(
+    name: str | os.PathLike,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> FoundModel:
+    """
+    Read a model's configuration and tokenizer, without its weights.
+
+    Args:
+        name: A bundled model, a folder, or a name on the Hub; the authors' files too.
+        tokenizer (*optional*): Folder, `tokenizer.json` or name on the Hub; `None`: that of the model.
+        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
+        trust_remote_code (defaults to `False`): Whether code that comes with the model may run.
+
+    Raises:
+        OSError: if the model or its tokenizer is not there or cannot be reached.
+        ValueError: if it cannot be used as a causal language model.
+    """
+    name = os.fspath(name)
+    path = find_model_folder(name)
+    options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if looks_like_path(path) and not Path(path, "config.json").is_file():
+        raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no config.json in it.")
+    config = AutoConfig.from_pretrained(path, **options)
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
+        getattr(config, "auto_map", None) or {}
+    ):
+        raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
+    return FoundModel(name, path, config, load_tokenizer(tokenizer or path, **options), **options)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """
+    A model to compute with.
+
+    Attributes:
+        name: As it was given.
+        model: In evaluation mode, on its device.
+        tokenizer: Its tokenizer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_model(
+    name: str | os.PathLike,
+    *,
+    tokenizer: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    device: str | torch.device | None = None,
+    dtype: str | None = None,
+    attn_implementation: str | None = None,
+    oov_policy: str | None = None,
+) -> LoadedModel:
+    """
+    Load a causal language model, ours or another of Transformers, and its tokenizer.
+
+    Args:
+        name: A bundled model, a folder, or a name on the Hub; the authors' files too.
+        tokenizer (*optional*): Folder, `tokenizer.json` or name on the Hub; `None`: that of the model.
+        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
+        trust_remote_code (defaults to `False`): Whether code that comes with the model may run.
+        device (*optional*): As of [`choose_device`].
+        dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
+        attn_implementation (*optional*): As `from_pretrained` takes it.
+        oov_policy (*optional*): `"error"`, `"clamp"` or `"pad"`; `None`: what the configuration says.
+
+    Raises:
+        OSError: if the model or its tokenizer is not there or cannot be reached.
+        ValueError: if it cannot be used, or parameters are missing.
+    """
+    found = find_model(name, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    model = found.load(device=device, dtype=dtype, attn_implementation=attn_implementation, oov_policy=oov_policy)
+    return LoadedModel(found.name, model, found.tokenizer)
+
+
+def choose_device(device: str | torch.device | None = None) -> torch.device:
+    """
+    The device to compute on.
+
+    Args:
+        device (*optional*): Such as `"cpu"`, `"cuda:1"` or `"mps"`; `None` or `"auto"`: the first GPU that torch finds,
+            else the CPU.
+
+    Raises:
+        RuntimeError, AssertionError: of torch, if there is no such device; another is never taken in its place.
+    """
+    if device is None or str(device) == "auto":
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    torch.empty(0, device=device)
+    return torch.device(device)
+
+
+def looks_like_path(name: str | os.PathLike) -> bool:
+    """Whether a name can only be a path: names on the Hub have one slash at most, and begin with none of these."""
+    return not isinstance(name, str) or name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedTokenizerBase:
+    """
+    A tokenizer, by wherever it is.
+
+    Args:
+        source: A folder, a `tokenizer.json`, a folder whose only JSON file is one under another name (as with the data
+            of the authors' evaluations), or a name on the Hub.
+        options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
+
+    Raises:
+        OSError: if there is no tokenizer.
+    """
+    path = Path(source)
+    if path.is_dir() and not any(path.glob("*token*")) and not (path / "vocab.json").is_file():
+        candidates = [file for file in path.glob("*.json") if file.name != "config.json"]
+        if len(candidates) != 1:
+            raise FileNotFoundError(f"There is no tokenizer in {os.fspath(source)!r}.")
+        path = candidates[0]
+    if not path.is_file():
+        return AutoTokenizer.from_pretrained(os.fspath(source), **options)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    # Nothing is said of special tokens in a bare tokenizer.json.
+    if tokenizer.eos_token is None and "<|endoftext|>" in tokenizer.get_vocab():
+        tokenizer.eos_token = "<|endoftext|>"
+    return tokenizer
+
+
+__all__ = [
+    "FoundModel",
+    "LoadedModel",
+    "choose_device",
+    "find_model",
+    "load_model",
+    "load_tokenizer",
+    "looks_like_path",
+]
