@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
-from .detect import open_checkpoint
-from .streamed_forward import NotFiniteError, streamed_logits
-from .verification import LogitDifference, logit_difference
+from .inspection import open_checkpoint
+from .verify import LogitDifference, NotFiniteError, logit_difference, streamed_logits
 
 
 # Configuration fields that do not change what the model computes.
@@ -20,6 +19,7 @@ _NO_BEHAVIOUR = {
     "dtype",
     "architectures",
     "transformers_version",
+    "auto_map",
     "initializer_range",
     "use_cache",
     "max_position_embeddings",
@@ -36,18 +36,19 @@ _NO_BEHAVIOUR = {
 class Comparison:
     """
     Attributes:
-        verdict (`str`): `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or
-            `"different"`.
-        missing, shapes: Names that only one has; names whose shapes differ.
+        a, b: The two checkpoints, as they were given.
+        result: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
+        compared: How many tensors both have, in the same shape.
+        missing, shapes: Names that one lacks, with which; names whose shapes differ.
         tensors: Largest absolute difference of every tensor that is not equal.
-        config: Configuration fields that change what is computed and differ.
-        logits: How far the logits are apart on the same tokens; None if they could not be compared.
-        note (`str`): Why not.
+        config: Configuration fields that change the computation and differ.
+        logits: Distance of the logits for the same tokens; `None` if they could not be compared.
+        note: Why not.
     """
 
     a: str
     b: str
-    verdict: str = "identical"
+    result: str = "identical"
     compared: int = 0
     missing: dict[str, str] = field(default_factory=dict)
     shapes: dict[str, list] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        return self.verdict != "different"
+        return self.result != "different"
 
 
 def compare(
@@ -68,75 +69,67 @@ def compare(
     train_config: str | os.PathLike | None = None,
     config: str | os.PathLike | None = None,
     tokens: Tensor | None = None,
-    advance: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
     """
     Whether two checkpoints are the same model, whatever their formats.
 
     Args:
         a, b: Converted folders, the authors' folders, MaxText or PAX checkpoints.
-        train_config, config: For a MaxText checkpoint its YAML, for a PAX one its `config.json`.
-        tokens (`Tensor`, *optional*): (batch, length) to compare logits on. None: 2 x 32 drawn with a fixed seed.
-        advance: Called with 1 after every tensor.
+        train_config, config (*optional*): For a MaxText checkpoint its YAML, for a PAX one its `config.json`.
+        tokens (*optional*): (batch, length) to compare logits on; `None`: 2 x 32, drawn with a fixed seed.
 
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be read.
     """
     plans = [open_checkpoint(path, train_config=train_config, config=config) for path in (a, b)]
     result = Comparison(str(a), str(b))
-    values = [_behaviour(plan.config) for plan in plans]
-    result.config = {
-        key: [values[0].get(key), values[1].get(key)]
-        for key in sorted({*values[0], *values[1]})
-        if values[0].get(key) != values[1].get(key)
-    }
-    specs = [{name: spec for name, spec in plan.parameters.items() if spec.file is None} for plan in plans]
-    for name in sorted({*specs[0], *specs[1]}):
-        if name not in specs[0] or name not in specs[1]:
-            result.missing[name] = result.b if name not in specs[1] else result.a
-        elif specs[0][name].shape != specs[1][name].shape:
-            result.shapes[name] = [specs[0][name].shape, specs[1][name].shape]
-    rounded = False
-    for name in specs[0]:
-        if name in result.missing or name in result.shapes:
-            continue
-        first, second = (plan.read(name) for plan in plans)
-        result.compared += 1
-        advance(1)
-        coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
-        first_exact, second_exact = first.double(), second.double()
-        if torch.allclose(first_exact, second_exact, rtol=0, atol=0, equal_nan=True):
-            continue
-        # Infinities are equal, though their difference is no number.
-        result.tensors[name] = (first_exact - second_exact).abs()[first_exact != second_exact].max().item()
-        if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
-            result.verdict = "different"
-        rounded = True
-    if rounded and result.verdict != "different":
-        result.verdict = "same up to rounding"
+    first, second = (_behaviour(plan.config) for plan in plans)
+    keys = sorted({*first, *second})
+    result.config = {key: [first.get(key), second.get(key)] for key in keys if first.get(key) != second.get(key)}
+    ours, theirs = (plan.model_parameters() for plan in plans)
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs:
+            result.missing[name] = result.b if name in ours else result.a
+        elif ours[name].shape != theirs[name].shape:
+            result.shapes[name] = [ours[name].shape, theirs[name].shape]
+        else:
+            result.compared += 1
+            _compare_tensors(result, name, *(plan.read_one(name) for plan in plans))
     if result.missing or result.shapes or result.config:
-        result.verdict = "different"
+        result.result = "different"
     if result.missing or result.shapes:
         result.note = "the tensors are not the same"
         return result
     if tokens is None:
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=generator)
+        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     logits, notes = [], []
     for plan, where in zip(plans, (result.a, result.b)):
         try:
-            logits.append(streamed_logits(plan.config, plan.read, tokens))
+            logits.append(streamed_logits(plan.config, plan.read_one, tokens))
         except NotFiniteError as error:
             notes.append(f"{where}: {error}")
     result.note = "; ".join(notes)
     if len(notes) == 1:  # one model works and the other does not
-        result.verdict = "different"
+        result.result = "different"
     if not notes:
         result.logits = logit_difference(*logits)
     return result
 
 
-def _behaviour(config: DCFormerConfig) -> dict:
+def _compare_tensors(result: Comparison, name: str, first: Tensor, second: Tensor) -> None:
+    coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
+    exact = first.double(), second.double()
+    if torch.allclose(*exact, rtol=0, atol=0, equal_nan=True):
+        return
+    # Infinities are equal, though their difference is not a number.
+    result.tensors[name] = (exact[0] - exact[1]).abs()[exact[0] != exact[1]].max().item()
+    if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
+        result.result = "different"
+    elif result.same:
+        result.result = "same up to rounding"
+
+
+def _behaviour(config: DCFormerConfig) -> dict[str, Any]:
     values = {key: value for key, value in config.to_dict().items() if key not in _NO_BEHAVIOUR}
     # A window that no layer has, and settings of a composition that is off, change nothing.
     if "sliding_attention" not in (config.layer_types or ()):
