@@ -72,6 +72,8 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     position = {name: i for i, name in enumerate(shapes)}
     for parameter, part in sorted(found, key=lambda entry: (position.get(entry[0], -1), entry[1].offset)):
         plan.parts[parameter].append(part)
+    whose = "our" if all(part.transform == "as is" for _, part in found) else "the authors'"
+    plan.source["format"] += f", {whose} names"
     return complete(plan, dtype)
 
 

@@ -153,7 +153,7 @@ def inspect_checkpoint(
     else:
         total = sum(parameter.size for parameter in plan.model_parameters().values())
     return Inspection(
-        source["format"] if plan is None else _planned_format(plan),
+        (source if plan is None else plan.source)["format"],
         source["location"],
         source["step"],
         tensors,
@@ -181,10 +181,3 @@ def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any]
     state = [name for name in checkpoint.names if name.split(".")[0] in TRAINING_STATE]
     arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
     return checkpoint.source(f"orbax ({checkpoint.format})"), arrays, state
-
-
-def _planned_format(plan: Plan) -> str:
-    if plan.source["format"] != "torch files":
-        return plan.source["format"]
-    ours = all(part.transform == "as is" for parts in plan.parts.values() for part in parts)
-    return "torch files, our names" if ours else "torch files, the authors' names"

@@ -1,4 +1,4 @@
-"""MaxText checkpoints to plans: the architecture from arrays, training YAML and defaults, and the parts of each array."""
+"""MaxText checkpoints to plans: the architecture (arrays, training YAML, defaults), and where each array goes."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
 
 def _measure(tree: _Tree) -> None:
     """Read the length of every axis off the shapes; it must be the same wherever the axis occurs."""
-    sizes, first = tree.sizes, {}
+    sizes, first = tree.sizes, dict[str, str]()
     for name, entry in tree.entries.items():
         axes = entry.rows[0].axes.split()
         if entry.rows[0].per_layer and tree.stack_axis is not None:
@@ -193,8 +193,8 @@ def _measure(tree: _Tree) -> None:
     for axis, size in implied.items():
         if sizes.get(axis, size) != size:
             raise ValueError(
-                f"The axis {axis!r} of {first[axis]} is {sizes[axis]}, but with {group} groups of {per_group} heads and "
-                f"rank {two_ranks // 2} it must be {size}."
+                f"The axis {axis!r} of {first[axis]} is {sizes[axis]}, but must be {size} with {group} groups of "
+                f"{per_group} heads and rank {two_ranks // 2}."
             )
 
 
@@ -273,18 +273,17 @@ def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | 
     """Window of every layer of a block (None: full attention), where they come from, and whether by default."""
     n = tree.layers_per_block
     if "window_size" in train:
-        given = train["window_size"] or [None]
-        windows, origin, is_default = given[:n], f"window_size in {file}", False
+        windows, origin, is_default = train["window_size"] or [None], f"window_size in {file}", False
     elif n in DEFAULT_WINDOWS:
         windows, origin, is_default = DEFAULT_WINDOWS[n], _DEFAULT, True
     else:
         raise ValueError(f"Blocks of {n} layers have no default windows; pass --train-config with window_size.")
-    if len(windows) < n or len({window for window in windows if window is not None}) > 1:
+    if not isinstance(windows, list) or len(windows) < n or len({w for w in windows[:n] if w is not None}) > 1:
         raise ValueError(
             f"window_size must list one window length or null for each of the {n} layers of a block, with a single "
-            f"length in all, got {windows}."
+            f"length in all, got {windows!r}."
         )
-    return windows, origin, is_default
+    return windows[:n], origin, is_default
 
 
 def _check_against_tree(tree: _Tree, train: dict[str, Any]) -> None:

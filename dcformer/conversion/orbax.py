@@ -166,7 +166,10 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
     store = Store(location)
     items, unfinished = _find_items(store)
     if not items:
-        raise ValueError(f"{str(location)!r} holds no orbax checkpoint: no _METADATA, manifest.ocdbt or zarr arrays.")
+        raise ValueError(
+            f"{str(location)!r} holds no complete orbax checkpoint: no _METADATA, manifest.ocdbt or zarr arrays"
+            + (f"; unfinished steps: {sorted(unfinished)}." if unfinished else ".")
+        )
     steps = [item for item in items if item.step is not None]
     # A copy such as `backup_9999` beside steps that are bare numbers is not one of the run's.
     if any(not item.prefix for item in steps):
@@ -187,7 +190,7 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
         if len(folders := sorted({item.step_folder for item in candidates})) > 1:
             raise ValueError(f"{str(location)!r} holds step {number} twice, {folders}; give the folder of one.")
         chosen = next((item for item in candidates if item.has_parameters), None)
-        if chosen is None and step is None and len(whole) > 1:
+        if chosen is None and step is None and number is not None and len(whole) > 1:
             skipped[number] = "it holds no parameters"
             continue
         chosen = chosen or candidates[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..common.files import file_digest
@@ -22,20 +19,17 @@ from .authors_torch import local_folder, read_config
 from .destination import REPORT_FILE
 from .plan import meta_model
 from .report import read_report
-from .writer import tensor_digest
 
 
 LOGIT_TOLERANCE = 2e-4
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
-_CHANGED = f"has another SHA-256 than in {REPORT_FILE}"
 
 
 @dataclass(frozen=True)
 class HashProblem:
-    """One deviation from the report: its file, its tensor (empty if it is the whole file) and what is wrong."""
+    """A file that is not as in the report, and what is wrong with it."""
 
     file: str
-    tensor: str
     problem: str
 
 
@@ -91,29 +85,17 @@ def verify_hashes(
     there = {name: folder / name for name in expected if (folder / name).is_file()}
     sizes = {name: path.stat().st_size for name, path in there.items()}
     advance = progress(sum(sizes.values()))
-    problems = [HashProblem(name, "", "is missing") for name in expected if name not in there]
+    problems = [HashProblem(name, "is missing") for name in expected if name not in there]
     for name, path in there.items():
         if file_digest(path, advance) != expected[name]:
-            problems += _changed_tensors(path, report) or [HashProblem(name, "", _CHANGED)]
+            problems.append(HashProblem(name, f"has another SHA-256 than in {REPORT_FILE}"))
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS) and not below]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
-    problems += [HashProblem(name, "", f"is not in {REPORT_FILE}") for name in names if name.startswith(below)]
-    problems.sort(key=lambda problem: (problem.file, problem.tensor))
+    problems += [HashProblem(name, f"is not in {REPORT_FILE}") for name in names if name.startswith(below)]
+    problems.sort(key=lambda problem: problem.file)
     return HashCheck(str(folder), len(there), sum(sizes.values()), problems)
-
-
-def _changed_tensors(path: Path, report: dict[str, Any]) -> list[HashProblem]:
-    """The tensors of a changed file that differ; nothing if that cannot be told."""
-    expected = {
-        record["parameter"]: record["sha256"] for record in report.get("tensors", []) if record["file"] == path.name
-    }
-    found: dict[str, str] = {}
-    with contextlib.suppress(SafetensorError):
-        found = {name: tensor_digest(values) for name, values in load_file(path).items()} if expected else {}
-    names = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)) if found else []
-    return [HashProblem(path.name, name, _CHANGED) for name in names]
 
 
 def refuse_changed(folder: Path, below: str = "") -> None:
@@ -127,8 +109,8 @@ def refuse_changed(folder: Path, below: str = "") -> None:
         return
     for problem in verify_hashes(folder, below=below).problems:
         raise ValueError(
-            f"{problem.tensor or 'A file'} in {folder / problem.file} {problem.problem}: it was damaged, or changed "
-            f"after the conversion. Copy it again, or remove {REPORT_FILE} if it was changed on purpose."
+            f"{folder / problem.file} {problem.problem}: it was damaged, or changed after the conversion. Copy it "
+            f"again, or remove {REPORT_FILE} if it was changed on purpose."
         )
 
 
@@ -154,35 +136,28 @@ def logit_difference(expected: Tensor, actual: Tensor) -> LogitDifference:
     return LogitDifference((expected - actual).abs().max().item(), max(kl, 0.0), agreement)
 
 
-@dataclass
-class ReferenceLogits:
-    """Tokens (batch, length) and the logits (batch, length, vocabulary) that another implementation gave."""
-
-    path: str
-    tokens: Tensor
-    logits: Tensor
-
-
-def load_reference(path: str | os.PathLike, vocab_size: int) -> ReferenceLogits:
+def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Tensor]:
     """
-    Read an .npz with `tokens` and `logits`.
+    The tokens (batch, length) and logits (batch, length, vocabulary) of an .npz file.
 
     Raises:
-        ValueError: if their shapes are not (batch, length) and (batch, length, vocabulary).
+        ValueError: if they have other shapes.
     """
     with np.load(path, allow_pickle=False) as arrays:
-        tokens, logits = arrays["tokens"], arrays["logits"]
-    if tokens.ndim != 2 or not tokens.size or logits.shape != (*tokens.shape, vocab_size):
+        tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"]).float()
+    if tokens.ndim != 2 or not tokens.numel() or logits.shape != (*tokens.shape, vocab_size):
         raise ValueError(
-            f"{str(path)!r} has tokens {tokens.shape} and logits {logits.shape}; they must be (batch, length) and "
-            f"(batch, length, {vocab_size})."
+            f"{str(path)!r} has tokens {tuple(tokens.shape)} and logits {tuple(logits.shape)}; they must be (batch, "
+            f"length) and (batch, length, {vocab_size})."
         )
-    return ReferenceLogits(str(path), torch.from_numpy(tokens).long(), torch.from_numpy(logits).float())
+    return tokens, logits
 
 
-def verify_folder(folder: Path, reference: ReferenceLogits | None = None, tolerance: float = 2e-4) -> dict[str, str]:
+def verify_folder(
+    folder: Path, reference: tuple[Tensor, Tensor] | None = None, tolerance: float = LOGIT_TOLERANCE
+) -> dict[str, str]:
     """
-    Check a converted folder: a finite forward, and the reference logits.
+    Check a converted folder: a finite forward, and the reference tokens and logits.
 
     Raises:
         NotFiniteError, ValueError: if a check fails.
@@ -196,19 +171,18 @@ def verify_folder(folder: Path, reference: ReferenceLogits | None = None, tolera
     checks = {"forward": "finite logits for 16 tokens"}
     if reference is None:
         return checks
-    difference = logit_difference(reference.logits, logits(config, reference.tokens))
+    tokens, expected = reference
+    difference = logit_difference(expected, logits(config, tokens))
     if difference.max_abs <= tolerance:
         return checks | {"reference logits": str(difference)}
     hint = ""
     if config.sliding_window is not None:
         # The authors' torch prefill sees one key more than their JAX code.
         wider = type(config).from_dict({**config.to_dict(), "sliding_window": config.sliding_window + 1})
-        other = logit_difference(reference.logits, logits(wider, reference.tokens))
+        other = logit_difference(expected, logits(wider, tokens))
         if other.max_abs <= tolerance:
             hint = f" With a window of {config.sliding_window + 1} they agree ({other}); set it if you want that."
-    raise ValueError(
-        f"The logits differ from {reference.path!r}: {difference}; allowed is {tolerance:g} (--tolerance).{hint}"
-    )
+    raise ValueError(f"The logits differ from the reference: {difference}; allowed is {tolerance:g}.{hint}")
 
 
 class NotFiniteError(ValueError):

@@ -198,7 +198,7 @@ def test_values_are_the_slices_of_the_arrays(tmp_path, layout, variant):
     report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
     tree = {key: value for key, value in options.items() if key in ("per_block", "scan", "fused_qkv", "fused_mlp")}
     check_values(tmp_path / "out", leaves, "params.", **tree)
-    assert {source["leaf"] for record in report.tensors for source in record["sources"]} == set(leaves)
+    assert {source["array"] for record in report.tensors for source in record["sources"]} == set(leaves)
     assert ("OCDBT" in report.source["format"], "zarr 3" in report.source["format"]) == (
         layout == "ocdbt",
         layout == "zarr3",
@@ -294,7 +294,7 @@ def test_dtype_and_its_rounding_error(tmp_path, dtype):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
     target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for record in report.tensors:
-        arrays = [leaves[source["leaf"]].astype(np.float64) for source in record["sources"]]
+        arrays = [leaves[source["array"]].astype(np.float64) for source in record["sources"]]
         largest = max(np.abs(values).max() for values in arrays)
         assert record["max_rounding_error"] <= HALF_ULP[dtype] * largest
         if record["parameter"] == "lm_head.weight":
