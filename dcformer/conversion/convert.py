@@ -150,7 +150,18 @@ def remembered_source(folder: Path) -> dict[str, Any]:
     return {name: source[name] for name in ("step", "layers_per_block") if source.get(name) is not None}
 
 
-def write_model(plan: Plan, target: Destination, **options: Unpack[WriteOptions]) -> ConversionReport:
+def write_model(
+    plan: Plan,
+    target: Destination,
+    *,
+    max_shard_size: str | int = "2GB",
+    tokenizer: str | os.PathLike | None = None,
+    with_code: bool = False,
+    verify: bool = True,
+    reference_logits: str | os.PathLike | None = None,
+    tolerance: float = LOGIT_TOLERANCE,
+    progress: Progress = lambda total: lambda nbytes: None,
+) -> ConversionReport:
     """
     Write a complete plan as a Transformers folder: sharded safetensors, configuration, tokenizer, model card, report.
 
@@ -160,20 +171,17 @@ def write_model(plan: Plan, target: Destination, **options: Unpack[WriteOptions]
     Args:
         plan: From [`complete`].
         target: Where to write.
-        options: Those of [`WriteOptions`].
+        max_shard_size, tokenizer, with_code, verify, reference_logits, tolerance, progress: See [`WriteOptions`].
 
     Raises:
         ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
     """
     started = time.monotonic()
-    size = options.get("max_shard_size", "2GB")
-    shard_bytes = size if isinstance(size, int) else convert_file_size_to_int(size)
-    verify, reference_path = options.get("verify", True), options.get("reference_logits")
-    reference = None if reference_path is None else load_reference(reference_path, plan.config.vocab_size)
-    tokenizer = None
-    if (tokenizer_path := options.get("tokenizer")) is not None:
-        tokenizer = load_tokenizer(tokenizer_path)
-        _take_special_tokens(plan, tokenizer, Path(tokenizer_path).name)
+    shard_bytes = max_shard_size if isinstance(max_shard_size, int) else convert_file_size_to_int(max_shard_size)
+    reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
+    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    if loaded_tokenizer is not None:
+        _take_special_tokens(plan, loaded_tokenizer)
     plan.config.architectures = [model_class(plan.config).__name__]
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes, "verify": verify}
     with target.open(fingerprint) as folder:
@@ -182,7 +190,7 @@ def write_model(plan: Plan, target: Destination, **options: Unpack[WriteOptions]
             if other.name not in writer.shards:
                 other.unlink()
         # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
-        records = writer.run(options["progress"](plan.nbytes) if "progress" in options else lambda nbytes: None)
+        records = writer.run(progress(plan.nbytes))
         report = ConversionReport(
             {**plan.source, "sha256": source_digest(records, plan)},
             plan.origins,
@@ -194,28 +202,28 @@ def write_model(plan: Plan, target: Destination, **options: Unpack[WriteOptions]
             source_bytes=plan.nbytes,
             resumed_shards=writer.resumed,
         )
-        if options.get("with_code", False):
+        if with_code:
             _save_code(plan, folder)
         plan.config.save_pretrained(folder)
         GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        if loaded_tokenizer is not None:
+            loaded_tokenizer.save_pretrained(folder)
         if (index := writer.index()) is not None:
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         if verify or reference is not None:
-            report.verification |= verify_folder(folder, reference, options.get("tolerance", LOGIT_TOLERANCE))
+            report.verification |= verify_folder(folder, reference, tolerance)
         write_model_card(folder, target.path.name, plan, report)
         report.save(folder)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, key)
         if value is not None and value < plan.config.vocab_size and value != getattr(plan.config, key):
             setattr(plan.config, key, value)
-            plan.origins.append(Origin(key, value, f"tokenizer {name}"))
+            plan.origins.append(Origin(key, value, "tokenizer"))
 
 
 def _save_code(plan: Plan, folder: Path) -> None:
