@@ -74,9 +74,7 @@ class FakeBucket:
         if is_google:
             items = [{"name": name, "size": str(size), "generation": "1"} for name, size in found.items()]
             return json.dumps({"items": items}).encode()
-        entries = (
-            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in found.items()
-        )
+        entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in found.items())
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
         return f'<?xml version="1.0"?>{text}'.encode()
 

@@ -14,10 +14,10 @@ DOCS = Path(__file__).parents[2] / "docs" / "conversion.md"
 def rendered(rows) -> str:
     lines = ["| array | axes | parameter | its axes |", "|---|---|---|---|"]
     for row in rows:
-        leaf = row.leaf.replace("{sub}", "{s}")
+        array = row.array.replace("{sub}", "{s}")
         parameter = row.parameter + (f" ({row.part})" if row.part else "")
         axes = row.axes + (f" ({row.pick[0]} = {row.pick[1]})" if row.pick else "")
-        lines.append(f"| `{leaf}` | {axes} | {parameter} | {row.order if row.order != row.axes else 'as is'} |")
+        lines.append(f"| `{array}` | {axes} | {parameter} | {row.order or 'as is'} |")
     return "\n".join(lines)
 
 

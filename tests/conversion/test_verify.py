@@ -1,10 +1,8 @@
 """Hashes of a report, comparison of two checkpoints, inspection, formats, and the code beside the weights."""
 
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from orbax_writer import maxtext_leaves, write_checkpoint
 from pax_arrays import PAX_CONFIG, PAX_STATE, pax_arrays
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from dcformer.conversion import (
     compare,
@@ -184,19 +183,19 @@ def test_weights_are_listed_without_reading_them(originals, tmp_path):
     assert weights["b"].read() == 3 and weights["a"].read(((1, 2), (0, 2))).tolist() == [[3, 4]]
 
 
-def test_the_code_is_written_if_asked_and_loads_without_dcformer(originals, tmp_path):
-    convert_torch(originals / "model", tmp_path / "model", with_code=True, verify=False)
-    assert "trust_remote_code=True" in (tmp_path / "model" / "README.md").read_text()
-    assert verify_hashes(tmp_path / "model").same
-    program = (
-        "import sys; sys.modules['dcformer'] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "assert model.config.num_hidden_layers == 2 and type(model).__module__.startswith('transformers_modules')\n"
-    )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "model")], check=True, env=environment)
-    convert_torch(tmp_path / "model", tmp_path / "plain", verify=False)
+def test_the_code_is_written_if_asked_and_not_passed_on(originals, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    convert_torch(originals / "model", folder, with_code=True, verify=False)
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    assert verify_hashes(folder).same
+    references = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert {"AutoConfig", "AutoModelForCausalLM"} <= references.keys()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    model_class = get_class_from_dynamic_module(references["AutoModelForCausalLM"], str(folder))
+    assert model_class.__module__.startswith("transformers_modules") and model_class.__name__ == "DCFormerForCausalLM"
+    assert not any(re.search(r"^\s*(from|import) dcformer", path.read_text(), re.M) for path in folder.glob("*.py"))
+    convert_torch(folder, tmp_path / "plain", verify=False)
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
