@@ -20,7 +20,7 @@ def inspect_command(
 ) -> None:
     """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
     with running_on_checkpoints(debug):
-        from ..conversion import inspect_checkpoint
+        from ..conversion import dtype_name, inspect_checkpoint
 
         found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
     if as_json:
@@ -28,7 +28,16 @@ def inspect_command(
         return
     console = checkpoint_console()
     print_location(found.format, found.location, found.step, found.skipped_steps)
-    rows = [(t.name, shape_text(t.shape), t.dtype, shape_text(t.chunk_shape), f"{t.nbytes:,}") for t in found.tensors]
+    rows = [
+        (
+            array.name,
+            shape_text(array.shape),
+            dtype_name(array.dtype),
+            shape_text(array.chunk_shape),
+            f"{array.nbytes:,}",
+        )
+        for array in found.tensors
+    ]
     print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
     if found.architecture:
         print_origins("Architecture", found.architecture)

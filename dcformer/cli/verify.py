@@ -78,8 +78,7 @@ def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[Iterable[o
 
 
 def _print_hash_check(result: HashCheck) -> None:
-    rows = [(found.file, found.problem) for found in result.problems]
-    _print_first("Not as in conversion_report.json", ("file", "problem"), rows)
+    _print_first("Not as in conversion_report.json", ("file", "problem"), list(result.problems.items()))
     what = f"{result.folder}: SHA-256 of {result.checked} files checked, {result.nbytes:,} bytes"
     summary = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"
     checkpoint_console().print(f"{what}: {summary}", soft_wrap=True)

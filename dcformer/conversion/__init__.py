@@ -6,18 +6,17 @@ mapping.py, plan.py               which array becomes which parameter: the table
 arrays.py, orbax.py, stores.py    reading: safetensors, torch, NumPy; orbax and zarr; local folders and buckets
 convert.py, writer.py, destination.py, report.py   a plan as a Transformers folder
 to_maxtext.py                     the way back
-verify.py, comparison.py          hashes and logits; whether two checkpoints are the same model
+verify.py                         hashes, logits, and whether two checkpoints are the same model
 """
 
 from .arrays import SourceArray, dtype_name, open_weights
-from .comparison import Comparison, compare
 from .convert import convert_maxtext, convert_pax, convert_torch, write_model
 from .destination import REPORT_FILE, Destination
 from .inspection import Inspection, detect_format, inspect_checkpoint
 from .plan import Part, Plan, complete
 from .report import ConversionReport
 from .to_maxtext import MaxTextReport, convert_to_maxtext
-from .verify import HashCheck, HashProblem, verify_hashes
+from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "ConversionReport",
     "Destination",
     "HashCheck",
-    "HashProblem",
     "Inspection",
     "MaxTextReport",
     "Part",

@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils.hub import convert_file_size_to_int
-from typing_extensions import Unpack
 
 from ..loading import load_tokenizer
 from ..model_card import known_origin
@@ -21,7 +20,7 @@ from .destination import Destination
 from .maxtext import plan_maxtext
 from .pax import plan_pax
 from .plan import Origin, Plan, listed, meta_model, model_class
-from .report import ConversionReport, read_report, versions, write_model_card
+from .report import ConversionReport, read_report, write_model_card
 from .stores import is_remote
 from .verify import LOGIT_TOLERANCE, load_reference, refuse_changed, verify_folder
 from .writer import INDEX_FILE, ShardWriter, source_digest
@@ -29,32 +28,6 @@ from .writer import INDEX_FILE, ShardWriter, source_digest
 
 # Called with the number of bytes to read; returns the function that is called with every part done.
 Progress = Callable[[int], Callable[[int], object]]
-
-
-class WriteOptions(TypedDict, total=False):
-    """
-    Options of [`write_model`].
-
-    Args:
-        max_shard_size (defaults to `"2GB"`): Largest size of a weights file; memory grows with it.
-        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
-        with_code (defaults to `False`): Write the Python files of the model too, so that the folder loads with
-            `trust_remote_code=True` where dcformer is not installed.
-        verify (defaults to `True`): Refuse weights that hold NaN or infinity, and run a short forward.
-        reference_logits (*optional*): `.npz` with `tokens` (batch, length) and `logits` (batch, length, vocabulary),
-            which the model must reproduce in float32.
-        tolerance (defaults to 2e-4): Largest absolute difference allowed there.
-        progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
-            part done.
-    """
-
-    max_shard_size: str | int
-    tokenizer: str | os.PathLike | None
-    with_code: bool
-    verify: bool
-    reference_logits: str | os.PathLike | None
-    tolerance: float
-    progress: Progress
 
 
 def convert_maxtext(
@@ -65,7 +38,7 @@ def convert_maxtext(
     train_config: str | os.PathLike | None = None,
     dtype: str = "keep",
     force: bool = False,
-    **options: Unpack[WriteOptions],
+    **options: Any,
 ) -> ConversionReport:
     """
     Convert a checkpoint of the authors' MaxText fork (orbax) into a Transformers folder.
@@ -78,7 +51,7 @@ def convert_maxtext(
         dtype (defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for that of each array.
         force (defaults to `False`): Replace a converted model at the destination, which stays until the new one is
             complete; refused if it holds files that no conversion wrote.
-        options: Those of [`WriteOptions`].
+        options: Those of [`write_model`].
 
     Returns:
         [`ConversionReport`], also written as `conversion_report.json`.
@@ -104,7 +77,7 @@ def convert_pax(
     step: int | None = None,
     dtype: str = "keep",
     force: bool = False,
-    **options: Unpack[WriteOptions],
+    **options: Any,
 ) -> ConversionReport:
     """
     Convert PAX weights (flat `.npz`, folder of `.npy` files, checkpoint of zarr arrays) into a Transformers folder.
@@ -123,7 +96,7 @@ def convert_torch(
     *,
     dtype: str = "keep",
     force: bool = False,
-    **options: Unpack[WriteOptions],
+    **options: Any,
 ) -> ConversionReport:
     """
     Rewrite a folder of the authors' torch files (or a name on the Hub) in this package's layout.
@@ -171,7 +144,19 @@ def write_model(
     Args:
         plan: From [`complete`].
         target: Where to write.
-        max_shard_size, tokenizer, with_code, verify, reference_logits, tolerance, progress: See [`WriteOptions`].
+        max_shard_size (defaults to `"2GB"`): Largest size of a weights file; memory grows with it.
+        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
+        with_code (defaults to `False`): Write the Python files of the model too, so that the folder loads with
+            `trust_remote_code=True` where dcformer is not installed.
+        verify (defaults to `True`): Refuse weights that hold NaN or infinity, and run a short forward.
+        reference_logits (*optional*): `.npz` with `tokens` (batch, length) and `logits` (batch, length, vocabulary),
+            which the model must reproduce in float32.
+        tolerance (defaults to 2e-4): Largest absolute difference allowed there.
+        progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
+            part done.
+
+    Returns:
+        [`ConversionReport`], also written as `conversion_report.json`.
 
     Raises:
         ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
@@ -183,6 +168,7 @@ def write_model(
     if loaded_tokenizer is not None:
         _take_special_tokens(plan, loaded_tokenizer)
     plan.config.architectures = [model_class(plan.config).__name__]
+    total = plan.source_bytes(plan.parameters)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes, "verify": verify}
     with target.open(fingerprint) as folder:
         writer = ShardWriter(plan, folder, target.notes, shard_bytes, only_finite=verify)
@@ -190,16 +176,15 @@ def write_model(
             if other.name not in writer.shards:
                 other.unlink()
         # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
-        records = writer.run(progress(plan.nbytes))
+        records = writer.run(progress(total))
         report = ConversionReport(
             {**plan.source, "sha256": source_digest(records, plan)},
             plan.origins,
             records,
             plan.ignored,
             {"values": _values_words(records)},
-            versions(),
             destination=str(target.path),
-            source_bytes=plan.nbytes,
+            source_bytes=total,
             resumed_shards=writer.resumed,
         )
         if with_code:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .arrays import SourceArray, dtype_name, open_weights
@@ -71,17 +71,6 @@ def open_checkpoint(
     return plan_maxtext(path, step=step, train_config=train_config)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """One stored array, as its metadata describe it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    nbytes: int
-
-
 @dataclass
 class Inspection:
     """
@@ -102,7 +91,7 @@ class Inspection:
     format: str
     location: str
     step: int | None
-    tensors: list[TensorInfo]
+    tensors: list[SourceArray]
     optimizer_arrays: int = 0
     state_arrays: list[str] = field(default_factory=list)
     total_parameters: int = 0
@@ -114,7 +103,11 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """The same in lists and dictionaries, for JSON."""
-        return asdict(self)
+        keys = ("name", "shape", "chunk_shape", "nbytes")
+        tensors = [
+            {**{key: getattr(array, key) for key in keys}, "dtype": dtype_name(array.dtype)} for array in self.tensors
+        ]
+        return vars(self) | {"tensors": tensors, "architecture": [vars(origin) for origin in self.architecture]}
 
 
 def inspect_checkpoint(
@@ -143,10 +136,7 @@ def inspect_checkpoint(
         plan = open_checkpoint(path, step=step, train_config=train_config, config=config)
     except ValueError as error:
         note = str(error)
-    tensors = [
-        TensorInfo(name, array.shape, dtype_name(array.dtype), array.chunk_shape, array.nbytes)
-        for name, array in sorted(arrays.items())
-    ]
+    tensors = [array for _, array in sorted(arrays.items())]
     state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
     if plan is None:
         total = sum(math.prod(tensor.shape) for tensor in tensors)
@@ -161,7 +151,7 @@ def inspect_checkpoint(
         state,
         total,
         sum(tensor.nbytes for tensor in tensors),
-        dict(Counter(tensor.dtype for tensor in tensors)),
+        dict(Counter(dtype_name(tensor.dtype) for tensor in tensors)),
         [] if plan is None else plan.origins,
         note,
         source.get("skipped_steps", {}),

@@ -134,6 +134,20 @@ def array_shape(row: Row, sizes: dict[str, int], stack_axis: int | None, blocks:
     return tuple(shape)
 
 
+def find_rows(rows: tuple[Row, ...], name: str) -> tuple[list[Row], int] | None:
+    """The rows that are for an array, and its sub-block; None if there is none."""
+    found = [(row, sub) for row in rows if (sub := row.matches(name)) is not None]
+    return ([row for row, _ in found], found[0][1]) if found else None
+
+
+def check_shape(name: str, shape: tuple[int, ...], row: Row, expected: tuple[int, ...], where: str) -> None:
+    if shape != expected:
+        raise ValueError(
+            f"{name} has shape {shape} in {where}, but by the configuration and the other arrays it must be {expected} "
+            f"({row.axes})."
+        )
+
+
 def part_for(row: Row, array: str, sizes: dict[str, int], stack_axis: int | None = None, block: int = 0) -> Part:
     """
     The part of an array that a row puts into its parameter.

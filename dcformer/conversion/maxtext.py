@@ -13,7 +13,7 @@ import yaml
 
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray
-from .mapping import MAXTEXT_ROWS, Row, axis_sizes, part_for, part_offset
+from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_for, part_offset
 from .orbax import open_orbax
 from .plan import UNUSED_FILE, Origin, Plan, complete, listed
 
@@ -34,7 +34,6 @@ TRAINING_STATE = {
 }
 _UNSTACKED = re.compile(r"decoder\.layers_(\d+)\.(.+)")
 _STACKED = "decoder.layers."
-_FIXED_SIZES = {"slot": 4, "two": 2, "three": 3}
 _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
 _DEFAULT = "default of the authors' configs; pass --train-config to be sure"
 
@@ -58,7 +57,7 @@ class _Tree:
     layers_per_block: int
     stack_axis: int | None
     num_layers: int = 0
-    sizes: dict[str, int] = field(default_factory=lambda: dict(_FIXED_SIZES))
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def has(self, suffix: str) -> bool:
         return any(name.endswith(suffix) for name in self.entries)
@@ -138,13 +137,11 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
             below = below.removeprefix(_STACKED)
         else:
             in_layer = False
-        matching = {
-            row: sub for row in MAXTEXT_ROWS if row.per_layer == in_layer and (sub := row.matches(below)) is not None
-        }
-        if matching:
-            entries[name] = _Entry(array, list(matching), next(iter(matching.values())), block)
-        else:
+        found = find_rows(MAXTEXT_ROWS, below)
+        if found is None or found[0][0].per_layer != in_layer:
             unknown.append(name)
+        else:
+            entries[name] = _Entry(array, *found, block)
     if unknown:
         raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
     in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
@@ -160,42 +157,20 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
 
 
 def _measure(tree: _Tree) -> None:
-    """Read the length of every axis off the shapes; it must be the same wherever the axis occurs."""
-    sizes, first = tree.sizes, dict[str, str]()
+    """Read the length of every axis off the shapes; whether all agree is checked when the configuration is known."""
     for name, entry in tree.entries.items():
-        axes = entry.rows[0].axes.split()
+        axes, shape = entry.rows[0].axes.split(), entry.array.shape
         if entry.rows[0].per_layer and tree.stack_axis is not None:
             axes.insert(tree.stack_axis, "block")
-        shape = entry.array.shape
         if len(axes) != len(shape):
             raise ValueError(f"{name} has shape {shape} instead of {len(axes)} axes ({', '.join(axes)}).")
         for axis, size in zip(axes, shape):
-            if size != sizes.setdefault(axis, size):
-                raise ValueError(
-                    f"{name} has shape {shape}: its axis {axis!r} is {size}, but {first.get(axis, 'the format')} says "
-                    f"{sizes[axis]}; one of the two is not from this run, or was swapped."
-                )
-            first.setdefault(axis, name)
-    if "head" not in sizes:
+            tree.sizes.setdefault(axis, size)
+    if "head" not in tree.sizes:
         raise ValueError(f"There is no attention below {tree.root}decoder; it may be of another architecture.")
     for part in ("qkw", "dd.kernel"):
         if tree.has("dyn_w_proj.dw1.kernel") and not tree.has(f"dyn_w_proj.{part}"):
             raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
-    group, two_ranks = sizes.get("group", 1), sizes.get("two_ranks", 4)
-    per_group = sizes.get("head_of_group", sizes["head"] // group)
-    implied = {
-        "head": group * per_group,
-        "head_out": per_group,
-        "gate": 4 * per_group,
-        "inner": two_ranks * per_group,
-        "two_ranks": 2 * (two_ranks // 2),
-    }
-    for axis, size in implied.items():
-        if sizes.get(axis, size) != size:
-            raise ValueError(
-                f"The axis {axis!r} of {first[axis]} is {sizes[axis]}, but must be {size} with {group} groups of "
-                f"{per_group} heads and rank {two_ranks // 2}."
-            )
 
 
 def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCFormerConfig, list[Origin]]:
@@ -331,6 +306,8 @@ def _add_parts(plan: Plan, tree: _Tree) -> None:
             plan.unused.append(name)
             plan.ignored[name] = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for the way back"
             continue
+        expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
+        check_shape(name, entry.array.shape, entry.rows[0], expected, plan.source["location"])
         for row in entry.rows:
             if not row.per_layer:
                 plan.parts[row.parameter].append(part_for(row, name, sizes))

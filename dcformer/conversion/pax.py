@@ -9,7 +9,7 @@ from typing import Any
 
 from .arrays import SourceArray, file_stamps, open_npy_folder, open_npz
 from .authors_torch import read_config
-from .mapping import PAX_ROWS, array_shape, axis_sizes, part_for
+from .mapping import PAX_ROWS, array_shape, axis_sizes, check_shape, find_rows, part_for
 from .orbax import open_orbax
 from .plan import Origin, Plan, complete, listed
 from .stores import is_remote
@@ -76,12 +76,11 @@ def _add_parts(plan: Plan) -> None:
     sizes, where = axis_sizes(plan.config), plan.source["location"]
     found, unknown = [], []
     for name in plan.arrays:
-        below = name.split(PAX_ROOT, 1)[1]
-        matching = [(index, sub) for index, row in enumerate(PAX_ROWS) if (sub := row.matches(below)) is not None]
-        if matching:
-            found.append((*matching[0], name))
-        else:
+        match = find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1])
+        if match is None:
             unknown.append(name)
+        else:
+            found.append((PAX_ROWS.index(match[0][0]), match[1], name))
     if unknown:
         raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
     per_block = 1 + max((sub for row, sub, _ in found if PAX_ROWS[row].per_layer), default=0)
@@ -98,11 +97,7 @@ def _add_parts(plan: Plan) -> None:
                 rows = f"{name}, {expected[axis]} to {shape[axis] - 1} of axis {axis}"
                 plan.ignored[rows] = "padding of the vocabulary"
                 shape = (*shape[:axis], expected[axis], *shape[axis + 1 :])
-        if shape != expected:
-            raise ValueError(
-                f"{name} has shape {plan.arrays[name].shape} in {where}, but by the configuration it must be "
-                f"{expected} ({row.axes}); correct the configuration."
-            )
+        check_shape(name, shape, row, expected, where)
         if not row.per_layer:
             plan.parts[row.parameter].append(part_for(row, name, sizes))
             continue

@@ -125,12 +125,9 @@ class Plan:
     training: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Parameter] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return sum(
-            part.size * self.arrays[part.array].dtype.itemsize for parts in self.parts.values() for part in parts
-        )
+    def source_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that are read for parameters."""
+        return sum(part.size * self.arrays[part.array].dtype.itemsize for name in names for part in self.parts[name])
 
     def model_parameters(self) -> dict[str, Parameter]:
         """Those of the model, without unused arrays."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from ..common.files import file_digest
 from ..model_card import CARD_FILE, bullet_list, table, write_card
+from ..version_dcformer import __version__
 from .arrays import dtype_name
 from .destination import REPORT_FILE
 from .plan import Origin, Plan
@@ -33,6 +35,7 @@ _TRAINING_SETTINGS = (
     "dtype",
 )
 _LIMITS = "The conversion says nothing about the training data or the quality; evaluate the model before relying on it."
+_VERSIONS = {"dcformer": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 # About a run of the conversion, not about its result, which is the same however often it was interrupted.
 _OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards")
 
@@ -57,7 +60,7 @@ class ConversionReport:
     tensors: list[dict[str, Any]]
     ignored: dict[str, str]
     verification: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str] = field(default_factory=lambda: dict(_VERSIONS))
     files: dict[str, str] = field(default_factory=dict)
     destination: str = ""
     seconds: float = 0.0
@@ -88,18 +91,6 @@ def file_digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file below a folder but its report, by path relative to it, sorted."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
-
-
-@functools.cache  # looking them up takes longer than to write a small model
-def versions() -> dict[str, str]:
-    """Versions of the packages that take part in a conversion."""
-    found = {}
-    for name in ("dcformer", "torch", "transformers", "safetensors", "tensorstore"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:

@@ -17,20 +17,29 @@ from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_weights
 from .authors_torch import local_folder, read_config
 from .destination import REPORT_FILE
+from .inspection import open_checkpoint
 from .plan import meta_model
 from .report import read_report
 
 
 LOGIT_TOLERANCE = 2e-4
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
-
-
-@dataclass(frozen=True)
-class HashProblem:
-    """A file that is not as in the report, and what is wrong with it."""
-
-    file: str
-    problem: str
+# Configuration fields that do not change what the model computes.
+_NO_BEHAVIOUR = {
+    "dtype",
+    "architectures",
+    "transformers_version",
+    "auto_map",
+    "initializer_range",
+    "use_cache",
+    "max_position_embeddings",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "oov_policy",
+    "_name_or_path",
+}
 
 
 @dataclass
@@ -39,13 +48,13 @@ class HashCheck:
     Attributes:
         folder: The folder that was checked.
         checked, nbytes: How many files were hashed, and their bytes.
-        problems: All deviations from the report.
+        problems: File -> what is not as in the report.
     """
 
     folder: str
     checked: int = 0
     nbytes: int = 0
-    problems: list[HashProblem] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
@@ -85,17 +94,16 @@ def verify_hashes(
     there = {name: folder / name for name in expected if (folder / name).is_file()}
     sizes = {name: path.stat().st_size for name, path in there.items()}
     advance = progress(sum(sizes.values()))
-    problems = [HashProblem(name, "is missing") for name in expected if name not in there]
+    problems = {name: "is missing" for name in expected if name not in there}
     for name, path in there.items():
         if file_digest(path, advance) != expected[name]:
-            problems.append(HashProblem(name, f"has another SHA-256 than in {REPORT_FILE}"))
+            problems[name] = f"has another SHA-256 than in {REPORT_FILE}"
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS) and not below]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
-    problems += [HashProblem(name, f"is not in {REPORT_FILE}") for name in names if name.startswith(below)]
-    problems.sort(key=lambda problem: problem.file)
-    return HashCheck(str(folder), len(there), sum(sizes.values()), problems)
+    problems |= {name: f"is not in {REPORT_FILE}" for name in names if name.startswith(below)}
+    return HashCheck(str(folder), len(there), sum(sizes.values()), dict(sorted(problems.items())))
 
 
 def refuse_changed(folder: Path, below: str = "") -> None:
@@ -107,9 +115,9 @@ def refuse_changed(folder: Path, below: str = "") -> None:
     """
     if not (folder / REPORT_FILE).is_file():
         return
-    for problem in verify_hashes(folder, below=below).problems:
+    for file, problem in verify_hashes(folder, below=below).problems.items():
         raise ValueError(
-            f"{folder / problem.file} {problem.problem}: it was damaged, or changed after the conversion. Copy it "
+            f"{folder / file} {problem}: it was damaged, or changed after the conversion. Copy it "
             f"again, or remove {REPORT_FILE} if it was changed on purpose."
         )
 
@@ -240,3 +248,112 @@ def _finite_check(what: str) -> Callable[[nn.Module, Any, Tensor], None]:
             raise NotFiniteError(f"{what} is not finite; pass --no-verify to convert the weights all the same.")
 
     return check
+
+
+@dataclass
+class Comparison:
+    """
+    Attributes:
+        a, b: The two checkpoints, as they were given.
+        result: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
+        compared: How many tensors both have, in the same shape.
+        missing, shapes: Names that one lacks, with which; names whose shapes differ.
+        tensors: Largest absolute difference of every tensor that is not equal.
+        config: Configuration fields that change the computation and differ.
+        logits: Distance of the logits for the same tokens; `None` if they could not be compared.
+        note: Why not.
+    """
+
+    a: str
+    b: str
+    result: str = "identical"
+    compared: int = 0
+    missing: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, list] = field(default_factory=dict)
+    tensors: dict[str, float] = field(default_factory=dict)
+    config: dict[str, list] = field(default_factory=dict)
+    logits: LogitDifference | None = None
+    note: str = ""
+
+    @property
+    def same(self) -> bool:
+        return self.result != "different"
+
+
+def compare(
+    a: str | os.PathLike,
+    b: str | os.PathLike,
+    *,
+    train_config: str | os.PathLike | None = None,
+    config: str | os.PathLike | None = None,
+    tokens: Tensor | None = None,
+) -> Comparison:
+    """
+    Whether two checkpoints are the same model, whatever their formats.
+
+    Args:
+        a, b: Converted folders, the authors' folders, MaxText or PAX checkpoints.
+        train_config, config (*optional*): For a MaxText checkpoint its YAML, for a PAX one its `config.json`.
+        tokens (*optional*): (batch, length) to compare logits on; `None`: 2 x 32, drawn with a fixed seed.
+
+    Raises:
+        FileNotFoundError, ValueError: if one of them cannot be read.
+    """
+    plans = [open_checkpoint(path, train_config=train_config, config=config) for path in (a, b)]
+    result = Comparison(str(a), str(b))
+    first, second = (_behaviour(plan.config) for plan in plans)
+    keys = sorted({*first, *second})
+    result.config = {key: [first.get(key), second.get(key)] for key in keys if first.get(key) != second.get(key)}
+    ours, theirs = (plan.model_parameters() for plan in plans)
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs:
+            result.missing[name] = result.b if name in ours else result.a
+        elif ours[name].shape != theirs[name].shape:
+            result.shapes[name] = [ours[name].shape, theirs[name].shape]
+        else:
+            result.compared += 1
+            _compare_tensors(result, name, *(plan.read_one(name) for plan in plans))
+    if result.missing or result.shapes or result.config:
+        result.result = "different"
+    if result.missing or result.shapes:
+        result.note = "the tensors are not the same"
+        return result
+    if tokens is None:
+        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    logits, notes = [], []
+    for plan, where in zip(plans, (result.a, result.b)):
+        try:
+            logits.append(streamed_logits(plan.config, plan.read_one, tokens))
+        except NotFiniteError as error:
+            notes.append(f"{where}: {error}")
+    result.note = "; ".join(notes)
+    if len(notes) == 1:  # one model works and the other does not
+        result.result = "different"
+    if not notes:
+        result.logits = logit_difference(*logits)
+    return result
+
+
+def _compare_tensors(result: Comparison, name: str, first: Tensor, second: Tensor) -> None:
+    coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
+    exact = first.double(), second.double()
+    if torch.allclose(*exact, rtol=0, atol=0, equal_nan=True):
+        return
+    # Infinities are equal, though their difference is not a number.
+    result.tensors[name] = (exact[0] - exact[1]).abs()[exact[0] != exact[1]].max().item()
+    if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
+        result.result = "different"
+    elif result.same:
+        result.result = "same up to rounding"
+
+
+def _behaviour(config: DCFormerConfig) -> dict[str, Any]:
+    values = {key: value for key, value in config.to_dict().items() if key not in _NO_BEHAVIOUR}
+    # A window that no layer has, and settings of a composition that is off, change nothing.
+    if "sliding_attention" not in (config.layer_types or ()):
+        values["sliding_window"] = None
+    if not config.composes_heads:
+        values = {key: value for key, value in values.items() if not key.startswith("compose_")}
+    if not config.qk_norm:
+        del values["qk_norm_eps"]
+    return values

@@ -58,12 +58,10 @@ class ShardWriter:
         records: dict[str, dict[str, Any]] = {}
         for file, names in self.shards.items():
             found = self._finished(file)
-            if found is None:
-                found = self._write(file, names, advance)
-            else:
+            if found is not None:
                 self.resumed += 1
-                arrays = self._plan.arrays
-                advance(sum(p.size * arrays[p.array].dtype.itemsize for name in names for p in self._plan.parts[name]))
+                advance(self._plan.source_bytes(names))
+            found = found or self._write(file, names, advance)
             records |= {record["parameter"]: record for record in found}
         return [records[name] for name in self._plan.parameters]
 

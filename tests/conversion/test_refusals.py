@@ -97,7 +97,7 @@ MAXTEXT = {
     "layer_count_differs": (put((MLP, floats(16, 2, 24))), MLP),
     "width_differs": (put((MLP, floats(16, 1, 25))), MLP),
     "extra_axis": (put((MLP, floats(16, 1, 24, 1))), MLP),
-    "odd_ranks": (put((QKW, np.zeros((1, 1, 4, 16, 3, 4), BFLOAT16))), QKW),
+    "odd_ranks": (put((QKW, np.zeros((1, 1, 4, 16, 3, 4), BFLOAT16))), "dyn_w_proj"),
     "integers_for_weights": (put((MLP, np.zeros((16, 1, 24), np.int32))), MLP),
     "stacked_and_unstacked": (put(("params.decoder.layers_0.mlp_0.wo.kernel", floats(24, 16))), "layers_0"),
     "nan": (put((MLP, floats(16, 1, 24, bad=np.nan))), "model.layers.1.mlp.gate_proj.weight"),
@@ -173,7 +173,7 @@ def test_float16_overflow(work):
 )
 def test_a_training_yaml_of_another_run_is_refused(work, values):
     (work / "train.yml").write_text(yaml.safe_dump(values))
-    word = {"normalization_layer_epsilon": "small", "param_scan_axis": "axis", "window_size": "window"}
+    word = {"normalization_layer_epsilon": "small", "param_scan_axis": "", "window_size": "window"}
     (key,) = values
     assert_refused(work, word.get(key, key), convert_maxtext, work / "src", train_config=work / "train.yml")
 
