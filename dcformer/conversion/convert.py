@@ -65,7 +65,7 @@ def convert_maxtext(
     plan = plan_maxtext(source, step=step, train_config=train_config, dtype=dtype)
     if not is_remote(source):
         item = Path(plan.source["location"])
-        refuse_changed(item.parents[1], below=f"{item.parent.name}/{item.name}/")
+        refuse_changed(item.parents[1], f"{item.parent.name}/{item.name}")
     return write_model(plan, target, **options)
 
 
@@ -213,11 +213,12 @@ def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None
 
 def _save_code(plan: Plan, folder: Path) -> None:
     """Copy the files of the classes beside the weights, and name the classes in the configuration."""
-    model = meta_model(plan.config)
-    for thing, auto_class in ((plan.config, "AutoConfig"), (model.model, "AutoModel"), (model, "AutoModelForCausalLM")):
-        thing._auto_class = auto_class
-        custom_object_save(thing, folder, plan.config)
-    del plan.config._auto_class
+    # As `register_for_auto_class` does, but for these objects alone.
+    plan.config._auto_class = "AutoConfig"
+    causal_lm = meta_model(plan.config)
+    for model, auto_class in ((causal_lm.model, "AutoModel"), (causal_lm, "AutoModelForCausalLM")):
+        model._auto_class = auto_class
+        custom_object_save(model, folder, plan.config)
 
 
 def _values_words(records: list[dict[str, Any]]) -> str:

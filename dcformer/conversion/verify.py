@@ -65,7 +65,6 @@ def verify_hashes(
     folder: str | os.PathLike,
     *,
     progress: Callable[[int], Callable[[int], object]] = lambda total: lambda nbytes: None,
-    below: str = "",
 ) -> HashCheck:
     """
     Check the files of a converted folder against the SHA-256 in its `conversion_report.json`.
@@ -75,7 +74,6 @@ def verify_hashes(
             [`convert_to_maxtext`] wrote.
         progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
             part done.
-        below (*optional*): Check only files whose path in the folder begins so.
 
     Returns:
         [`HashCheck`] with everything that differs, is missing, or is not in the report.
@@ -90,7 +88,7 @@ def verify_hashes(
             f"{str(folder)!r} has no {REPORT_FILE}: dcformer did not convert it. Give a second checkpoint to compare "
             "it with."
         )
-    expected = {name: digest for name, digest in report["files"].items() if name.startswith(below)}
+    expected = report["files"]
     there = {name: folder / name for name in expected if (folder / name).is_file()}
     sizes = {name: path.stat().st_size for name, path in there.items()}
     advance = progress(sum(sizes.values()))
@@ -99,27 +97,28 @@ def verify_hashes(
         if file_digest(path, advance) != expected[name]:
             problems[name] = f"has another SHA-256 than in {REPORT_FILE}"
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
-    unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS) and not below]
+    unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
-    problems |= {name: f"is not in {REPORT_FILE}" for name in names if name.startswith(below)}
+    problems |= {name: f"is not in {REPORT_FILE}" for name in names}
     return HashCheck(str(folder), len(there), sum(sizes.values()), dict(sorted(problems.items())))
 
 
-def refuse_changed(folder: Path, below: str = "") -> None:
+def refuse_changed(folder: Path, item: str = "") -> None:
     """
-    Raise if the files of a folder are not those of the report in it.
+    Raise ValueError if the weights of a folder are not those of the report in it, if there is one.
 
-    Raises:
-        ValueError: naming the first that differs.
+    Args:
+        item (*optional*): The folder of the arrays, of a MaxText run.
     """
     if not (folder / REPORT_FILE).is_file():
         return
-    for file, problem in verify_hashes(folder, below=below).problems.items():
-        raise ValueError(
-            f"{folder / file} {problem}: it was damaged, or changed after the conversion. Copy it "
-            f"again, or remove {REPORT_FILE} if it was changed on purpose."
-        )
+    for file, problem in verify_hashes(folder).problems.items():
+        if file.startswith(f"{item}/") or file.endswith(_WEIGHTS):
+            raise ValueError(
+                f"{folder / file} {problem}: it was damaged, or changed after the conversion. Copy it again, or remove "
+                f"{REPORT_FILE} if it was changed on purpose."
+            )
 
 
 @dataclass

@@ -98,8 +98,9 @@ class ShardWriter:
         tensors = self._plan.read(names, note)
         records = []
         for name, values in tensors.items():
-            if self._only_finite:
-                check_finite(name, values)
+            is_finite = bool(values.isfinite().all())
+            if self._only_finite and not is_finite:
+                raise not_finite_error(name, values)
             records.append(
                 {
                     "parameter": name,
@@ -107,7 +108,7 @@ class ShardWriter:
                     "dtype": dtype_name(values.dtype),
                     "file": file,
                     "sha256": tensor_digest(values),
-                    "finite": bool(values.isfinite().all()),
+                    "finite": is_finite,
                     "max_rounding_error": rounding[name],
                     "sources": sources[name],
                 }
@@ -158,11 +159,10 @@ def source_digest(records: list[dict[str, Any]], plan: Plan) -> str:
     return hashlib.sha256(json.dumps([arrays, sorted(parts)]).encode()).hexdigest()
 
 
-def check_finite(name: str, values: Tensor) -> None:
-    """Raise [`UnfitWeightsError`] if a tensor holds NaN or infinity."""
+def not_finite_error(name: str, values: Tensor) -> UnfitWeightsError:
+    """The error for a tensor that holds NaN or infinity."""
     bad = (~values.isfinite()).nonzero()
-    if len(bad):
-        raise UnfitWeightsError(
-            f"{name} holds NaN or infinity, as after a run that diverged: {len(bad)} such values, the first at "
-            f"{bad[0].tolist()}; pass --no-verify to convert it all the same."
-        )
+    return UnfitWeightsError(
+        f"{name} holds NaN or infinity, as after a run that diverged: {len(bad)} such values, the first at "
+        f"{bad[0].tolist()}; pass --no-verify to convert it all the same."
+    )
