@@ -100,7 +100,7 @@ def verify_hashes(
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
-    problems |= {name: f"is not in {REPORT_FILE}" for name in names}
+    problems |= dict.fromkeys(names, f"is not in {REPORT_FILE}")
     return HashCheck(str(folder), len(there), sum(sizes.values()), dict(sorted(problems.items())))
 
 
