@@ -1,11 +1,9 @@
 """`dcformer verify`: whether a converted folder is unchanged, or two checkpoints are the same model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +11,6 @@ from .options import Debug, Json, PaxConfig, TrainConfig
 from .printing import byte_progress, checkpoint_console, print_table, shape_text, short, status
 from .running import running_on_checkpoints
 
-
-if TYPE_CHECKING:
-    from ..conversion import Comparison, HashCheck
 
 _MOST_ROWS = 20
 
@@ -34,28 +29,28 @@ def verify_command(
     With A alone, every file is checked against the SHA-256 in its conversion_report.json. With A and B, of any
     formats, tensors and logits are compared. The exit status is 0 if everything matches, and 1 otherwise.
     """
-    result: HashCheck | Comparison
+    result: Any
     if b is None:
         with running_on_checkpoints(debug), byte_progress("Checking") as progress:
             from ..conversion import verify_hashes
 
-            result = checked = verify_hashes(a, progress=progress)
+            result = verify_hashes(a, progress=progress)
     else:
         with running_on_checkpoints(debug), status("Comparing"):
             from ..conversion import compare
 
-            result = compared = compare(a, b, train_config=train_config, config=config)
+            result = compare(a, b, train_config=train_config, config=config)
     if as_json:
         typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
     elif b is None:
-        _print_hash_check(checked)
+        _print_hash_check(result)
     else:
-        _print_comparison(compared)
+        _print_comparison(result)
     if not result.same:
         raise typer.Exit(1)
 
 
-def _print_comparison(result: Comparison) -> None:
+def _print_comparison(result: Any) -> None:
     rows = [(name, f"missing in {where}") for name, where in result.missing.items()]
     rows += [(name, f"shapes {shape_text(a)} and {shape_text(b)}") for name, (a, b) in result.shapes.items()]
     largest = sorted(result.tensors.items(), key=lambda item: -item[1])
@@ -77,7 +72,7 @@ def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[Iterable[o
         checkpoint_console().print(f"and {len(rows) - _MOST_ROWS} more")
 
 
-def _print_hash_check(result: HashCheck) -> None:
+def _print_hash_check(result: Any) -> None:
     _print_first("Not as in conversion_report.json", ("file", "problem"), list(result.problems.items()))
     what = f"{result.folder}: SHA-256 of {result.checked} files checked, {result.nbytes:,} bytes"
     summary = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,7 +175,7 @@ def write_model(
         writer = ShardWriter(plan, folder, target.notes, shard_bytes, only_finite=verify)
         for other in folder.iterdir():  # files of an earlier run that ended before the renaming
             if other.name not in writer.shards:
-                other.unlink()
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
         # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
         records = writer.run(progress(total))
         report = ConversionReport(

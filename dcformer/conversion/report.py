@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,10 @@ from .destination import REPORT_FILE
 from .plan import Origin, Plan
 
 
-_TRAINING_SETTINGS = (
-    "run_name",
-    "dataset_type",
-    "dataset_path",
-    "learning_rate",
-    "learning_rate_schedule_steps",
-    "warmup_steps_fraction",
-    "per_device_batch_size",
-    "max_target_length",
-    "opt_type",
-    "adam_b1",
-    "adam_b2",
-    "adam_weight_decay",
-    "gradient_clipping_threshold",
-    "dtype",
+# Settings of a training YAML that the model card shows.
+_TRAINING_SETTINGS = re.compile(
+    r"run_name|dataset_(type|path)|learning_rate(_schedule_steps)?|warmup_steps_fraction|per_device_batch_size|"
+    r"max_target_length|opt_type|adam_(b1|b2|weight_decay)|gradient_clipping_threshold|dtype"
 )
 _LIMITS = "The conversion says nothing about the training data or the quality; evaluate the model before relying on it."
 _VERSIONS = {"dcformer": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -106,7 +96,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         f"{bullet_list(origin)}\n\n`conversion_report.json` lists every tensor with its source and SHA-256; "
         "`dcformer verify FOLDER` checks the files against it."
     )
-    training = {key: plan.training[key] for key in _TRAINING_SETTINGS if plan.training.get(key) not in (None, "")}
+    training = {key: value for key, value in plan.training.items() if _TRAINING_SETTINGS.fullmatch(key)}
     origins = [(o.field, o.value, o.origin) for o in report.origins if o.field != "layer_types"]
     sections = [
         ("Where the weights come from", weights),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dcformer.conversion import convert_maxtext, convert_pax, convert_torch
+from dcformer.conversion import SourceArray, convert_maxtext, convert_pax, convert_torch
 
 
 def check_logits(folder, tokens, expected):
@@ -302,3 +302,20 @@ def test_reference_logits_gate(pax, fixtures, tmp_path):
     with pytest.raises(ValueError, match="window of 7"):
         convert_pax(source, tmp_path / "narrow", config=config, reference_logits=reference)
     assert not (tmp_path / "narrow").exists()
+
+
+def test_layers_stacked_along_axis_0(tmp_path):
+    leaves = maxtext_leaves(4)
+    moved = {name: np.moveaxis(values, 1, 0) if ".layers." in name else values for name, values in leaves.items()}
+    write_checkpoint(tmp_path / "src", moved)
+    (tmp_path / "train.yml").write_text("param_scan_axis: 0")
+    convert_maxtext(tmp_path / "src", tmp_path / "out", train_config=tmp_path / "train.yml", verify=False)
+    check_values(tmp_path / "out", leaves, "params.")
+
+
+def test_an_array_is_read_once_for_all_parameters_of_a_shard(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path / "src", maxtext_leaves(0, optimizer=True))
+    read, names = SourceArray.read, []
+    monkeypatch.setattr(SourceArray, "read", lambda self, region: (names.append(self.name), read(self, region))[1])
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    assert len(names) == len(set(names)) == len({part["array"] for r in report.tensors for part in r["sources"]})
