@@ -11,9 +11,7 @@ from .running import running_on_checkpoints
 
 
 def inspect_command(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="The checkpoint to look at: a local path, a bucket or a Hub name.")
-    ],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The checkpoint: a local path, or a bucket or Hub name.")],
     step: Step = None,
     train_config: TrainConfig = None,
     config: PaxConfig = None,
@@ -22,7 +20,7 @@ def inspect_command(
 ) -> None:
     """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
     with running_on_checkpoints(debug):
-        from ..conversion.inspection import inspect_checkpoint
+        from ..conversion import dtype_name, inspect_checkpoint
 
         found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
     if as_json:
@@ -30,7 +28,16 @@ def inspect_command(
         return
     console = checkpoint_console()
     print_location(found.format, found.location, found.step, found.skipped_steps)
-    rows = [(t.name, shape_text(t.shape), t.dtype, shape_text(t.chunk_shape), f"{t.nbytes:,}") for t in found.tensors]
+    rows = [
+        (
+            array.name,
+            shape_text(array.shape),
+            dtype_name(array.dtype),
+            shape_text(array.chunk_shape),
+            f"{array.nbytes:,}",
+        )
+        for array in found.tensors
+    ]
     print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
     if found.architecture:
         print_origins("Architecture", found.architecture)
@@ -38,7 +45,5 @@ def inspect_command(
         console.print(f"Architecture unknown: {found.note}", soft_wrap=True)
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
     console.print(f"{found.total_parameters:,} parameters, {found.total_bytes:,} bytes, arrays: {dtypes}")
-    if found.notes:
-        console.print("Header of the weights: " + ", ".join(f"{k} {v}" for k, v in found.notes.items()), soft_wrap=True)
     if found.optimizer_arrays:
         console.print(f"{found.optimizer_arrays} arrays of the optimizer, not opened")

@@ -1,35 +1,45 @@
 """Converting checkpoints between the authors' JAX and torch formats and Transformers folders.
 
-detect.py          which format a checkpoint has; formats/ has one file for each
-mapping.py         which array becomes which parameter, as tables for both directions
-pieces.py          the engine's words (leaf, box, piece, span, ...) and its arithmetic; leaves.py, plan.py
-convert.py         to Transformers folders; shard_writer.py writes the weights, destination.py builds the folder
-to_maxtext.py      the way back
-inspection.py      what a checkpoint is; comparison.py, whether two are the same model
-verification.py    checks after writing; hash_check.py, against the hashes in a report
-stores.py          local folders and buckets
+inspection.py                     which format a checkpoint has, and what is in it
+maxtext.py, pax.py, authors_torch.py   a checkpoint of each format as a plan
+mapping.py, plan.py               which array becomes which parameter: the tables and the complete plan
+arrays.py, orbax.py, stores.py    reading: safetensors, torch, NumPy; orbax and zarr; local folders and buckets
+convert.py, writer.py, destination.py, report.py   a plan as a Transformers folder
+to_maxtext.py                     the way back
+verify.py                         hashes, logits, and whether two checkpoints are the same model
 """
 
-from .comparison import Comparison, compare
-from .convert import convert_maxtext, convert_pax, convert_torch
-from .hash_check import HashCheck, HashProblem, verify_hashes
-from .inspection import Inspection, inspect_checkpoint
+from .arrays import SourceArray, dtype_name, open_weights
+from .convert import convert_maxtext, convert_pax, convert_torch, write_model
+from .destination import REPORT_FILE, Destination
+from .inspection import Inspection, detect_format, inspect_checkpoint
+from .plan import Part, Plan, complete
 from .report import ConversionReport
 from .to_maxtext import MaxTextReport, convert_to_maxtext
+from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
 __all__ = [
+    "REPORT_FILE",
     "Comparison",
     "ConversionReport",
+    "Destination",
     "HashCheck",
-    "HashProblem",
     "Inspection",
     "MaxTextReport",
+    "Part",
+    "Plan",
+    "SourceArray",
     "compare",
+    "complete",
     "convert_maxtext",
     "convert_pax",
     "convert_to_maxtext",
     "convert_torch",
+    "detect_format",
+    "dtype_name",
     "inspect_checkpoint",
+    "open_weights",
     "verify_hashes",
+    "write_model",
 ]

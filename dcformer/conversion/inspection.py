@@ -1,29 +1,74 @@
-"""What a checkpoint is, without converting it: its format, its arrays, and the model that it holds."""
+"""Telling, opening and describing a checkpoint of any format."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from ..sharing_dcformer import read_header_notes
-from .detect import list_contents, open_checkpoint
-from .pieces import dtype_name
+from .arrays import SourceArray, dtype_name, open_weights
+from .authors_torch import local_folder, plan_torch
+from .maxtext import TRAINING_STATE, plan_maxtext
+from .orbax import open_orbax
+from .pax import PAX_ROOT, open_pax, plan_pax
 from .plan import Origin, Plan
-from .stores import is_remote
+from .stores import Store, is_remote
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """One stored array, as its metadata describe it."""
+FormatName = Literal["torch", "pax", "maxtext"]
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    nbytes: int
+
+def detect_format(path: str | os.PathLike) -> FormatName:
+    """
+    The format of a checkpoint: `"torch"` for a folder with `config.json`, the authors' or ours, `"pax"` or `"maxtext"`.
+
+    Args:
+        path: A folder, local, remote or a name on the Hub; or a PAX `.npz` file.
+
+    Raises:
+        FileNotFoundError: if there is nothing there.
+    """
+    if not is_remote(path):
+        local = local_folder(path)
+        if local.suffix == ".npz":
+            return "pax"
+        if (local / "config.json").is_file():
+            return "torch"
+        if any(local.glob("*.npy")):
+            return "pax"
+        path = local
+    return "pax" if any(PAX_ROOT.rstrip(".") in name for name in Store(path).names) else "maxtext"
+
+
+def open_checkpoint(
+    path: str | os.PathLike,
+    *,
+    step: int | None = None,
+    train_config: str | os.PathLike | None = None,
+    config: str | os.PathLike | None = None,
+) -> Plan:
+    """
+    The plan of any checkpoint that this package reads.
+
+    Args:
+        path: As of [`detect_format`].
+        step (*optional*): Step of a run folder; `None`: the latest.
+        train_config (*optional*): Training YAML of a MaxText run.
+        config (*optional*): `config.json` of a PAX checkpoint, which needs one.
+
+    Raises:
+        FileNotFoundError, ValueError: if it cannot be converted whole.
+    """
+    name = detect_format(path)
+    if name == "torch":
+        return plan_torch(path)
+    if name == "pax":
+        if config is None:
+            raise ValueError(f"{str(path)!r} is a PAX checkpoint, which needs its configuration: pass --config.")
+        return plan_pax(path, config, step=step)
+    return plan_maxtext(path, step=step, train_config=train_config)
 
 
 @dataclass
@@ -33,22 +78,20 @@ class Inspection:
         format: Such as `"MaxText (OCDBT, zarr 2)"` or `"torch files, the authors' names"`.
         location, step: Where the checkpoint was found.
         tensors: Every array but the training state, sorted by name.
-        optimizer_arrays (`int`): How many arrays of an optimizer there are.
+        optimizer_arrays: How many arrays of an optimizer there are.
         state_arrays: Names of the step counter and random states.
-        total_parameters (`int`): Parameters of the model if its architecture is known, else elements of all `tensors`.
-        total_bytes (`int`): Bytes of all `tensors`, uncompressed.
+        total_parameters: Parameters of the model if its architecture is known, else elements of all `tensors`.
+        total_bytes: Bytes of all `tensors`, uncompressed.
         dtypes: How many `tensors` have each dtype.
         architecture: Configuration values and where each comes from; empty if the model is not known.
-        note (`str`): Why it is not.
+        note: Why it is not.
         skipped_steps: Later steps of the run that are not whole, with the reason.
-        notes: What the header of the weights notes, if dcformer wrote them: `dcformer_version`, and `source_sha256` of
-            the checkpoint that they were converted from.
     """
 
     format: str
     location: str
     step: int | None
-    tensors: list[TensorInfo]
+    tensors: list[SourceArray]
     optimizer_arrays: int = 0
     state_arrays: list[str] = field(default_factory=list)
     total_parameters: int = 0
@@ -57,11 +100,14 @@ class Inspection:
     architecture: list[Origin] = field(default_factory=list)
     note: str = ""
     skipped_steps: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same in lists and dictionaries, for JSON."""
-        return asdict(self)
+        keys = ("name", "shape", "chunk_shape", "nbytes")
+        tensors = [
+            {**{key: getattr(array, key) for key in keys}, "dtype": dtype_name(array.dtype)} for array in self.tensors
+        ]
+        return vars(self) | {"tensors": tensors, "architecture": [vars(origin) for origin in self.architecture]}
 
 
 def inspect_checkpoint(
@@ -76,7 +122,7 @@ def inspect_checkpoint(
 
     Args:
         path: A folder (local, remote, or a name on the Hub) or a PAX `.npz`.
-        step (`int`, *optional*): Step of a run folder. None: the latest.
+        step (*optional*): Step of a run folder; `None`: the latest.
         train_config (*optional*): Training YAML of a MaxText run.
         config (*optional*): `config.json` of a PAX checkpoint.
 
@@ -84,42 +130,44 @@ def inspect_checkpoint(
         FileNotFoundError: if the path, the step or a configuration does not exist.
         ValueError: if the arrays cannot be listed.
     """
-    contents = list_contents(path, step=step)
-    plan: Plan | None = None
-    note = ""
+    source, arrays, training_state = _contents(path, step)
+    plan, note = None, ""
     try:
         plan = open_checkpoint(path, step=step, train_config=train_config, config=config)
     except ValueError as error:
         note = str(error)
-    tensors = [
-        TensorInfo(name, leaf.shape, dtype_name(leaf.dtype), leaf.chunk_shape, leaf.nbytes)
-        for name, leaf in sorted(contents.leaves.items())
-    ]
+    tensors = [array for _, array in sorted(arrays.items())]
+    state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
+    if plan is None:
+        total = sum(math.prod(tensor.shape) for tensor in tensors)
+    else:
+        total = sum(parameter.size for parameter in plan.model_parameters().values())
     return Inspection(
-        contents.format if plan is None else _planned_format(plan),
-        contents.location,
-        contents.step,
+        (source if plan is None else plan.source)["format"],
+        source["location"],
+        source["step"],
         tensors,
-        len(contents.optimizer),
-        contents.state,
-        _parameters(plan, tensors),
+        len(training_state) - len(state),
+        state,
+        total,
         sum(tensor.nbytes for tensor in tensors),
-        dict(Counter(tensor.dtype for tensor in tensors)),
+        dict(Counter(dtype_name(tensor.dtype) for tensor in tensors)),
         [] if plan is None else plan.origins,
         note,
-        contents.skipped_steps,
-        {} if is_remote(contents.location) else read_header_notes(contents.location),
+        source.get("skipped_steps", {}),
     )
 
 
-def _parameters(plan: Plan | None, tensors: list[TensorInfo]) -> int:
-    if plan is None:
-        return sum(math.prod(tensor.shape) for tensor in tensors)
-    return sum(spec.size for spec in plan.parameters.values() if spec.file is None)
-
-
-def _planned_format(plan: Plan) -> str:
-    if plan.source["format"] != "torch files":
-        return plan.source["format"]
-    ours = all(piece.transform == "as is" for piece in plan.pieces)
-    return "torch files, our names" if ours else "torch files, the authors' names"
+def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any], dict[str, SourceArray], list[str]]:
+    """Where a checkpoint is, its arrays, and the names of its training state, before anything is known of the model."""
+    name = detect_format(path)
+    if name == "torch":
+        folder = local_folder(path)
+        return {"format": "torch files", "location": str(folder), "step": None}, open_weights(folder), []
+    if name == "pax":
+        arrays, state, source, _ = open_pax(path, step)
+        return source, arrays, state
+    checkpoint = open_orbax(path, step)
+    state = [name for name in checkpoint.names if name.split(".")[0] in TRAINING_STATE]
+    arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
+    return checkpoint.source(f"orbax ({checkpoint.format})"), arrays, state

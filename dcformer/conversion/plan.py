@@ -1,9 +1,14 @@
-"""What a conversion will do, complete before the first byte is written: every piece, parameter and ignored array."""
+"""A conversion as data: for every parameter, which parts of which arrays fill it. Complete before anything is written.
+
+All layout differences (fused projections, transposed kernels, stacked layers) come down to a [`Part`]: a region of an
+array whose axes are put into another order. It works both ways: `to_parameter` and `from_parameter` are inverses.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -13,18 +18,17 @@ from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
-from .leaves import Leaf
-from .pieces import PART_BYTES, Piece, dtype_name
+from .arrays import Region, SourceArray, dtype_name
 
 
-# File of arrays that the model has no use for, kept for the way back.
-UNUSED_FILE = "unused_leaves.safetensors"
+# Arrays that the model has no use for, kept for the conversion back to MaxText.
+UNUSED_FILE = "unused_arrays.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a configuration value comes from."""
+    """Where a value of the configuration comes from."""
 
     field: str
     value: Any
@@ -33,8 +37,49 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Part:
+    """
+    A region of a source array and its place in a parameter.
+
+    Attributes:
+        array: Name of the source array.
+        region: The elements that are taken.
+        order: The array's axes in the order of the parameter. Axes that are left out have length 1 in the region (one
+            layer of a stack, one of two fused matrices).
+        offset: The first element of the parameter, in row-major order, that is filled.
+        transform: The same in words, for the report.
+    """
+
+    array: str
+    region: Region
+    order: tuple[int, ...]
+    offset: int = 0
+    transform: str = "as is"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes in the parameter's order."""
+        return tuple(self.region[axis][1] - self.region[axis][0] for axis in self.order)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def to_parameter(self, values: Tensor) -> Tensor:
+        """The elements of the region, in its shape, with axes in the parameter's order."""
+        kept = sorted(self.order)
+        return values.reshape([values.shape[axis] for axis in kept]).permute([kept.index(axis) for axis in self.order])
+
+    def from_parameter(self, parameter: Tensor) -> Tensor:
+        """The inverse: the elements of the region, in its shape, from the whole parameter."""
+        values = parameter.flatten()[self.offset : self.offset + self.size].view(self.shape)
+        values = values.permute([self.order.index(axis) for axis in sorted(self.order)])
+        return values.reshape([stop - start for start, stop in self.region])
+
+
+@dataclass(frozen=True)
 class Parameter:
-    """A tensor to write: its shape, its dtype, and its file if that is not one of the model's weight files."""
+    """A tensor to write; `file` is set if it does not go into the model's weight files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,73 +97,103 @@ class Parameter:
 @dataclass
 class Plan:
     """
-    What a conversion will do. The words leaf, piece and span are explained in `pieces.py`.
+    All that a conversion will do.
 
     Attributes:
-        config (`DCFormerConfig`): Configuration of the model that results.
-        leaves: Source arrays that are read, by name.
-        pieces: In the order in which the leaves are read.
-        parameters: What is written, by name, in the order in which it is written.
-        zeros: Spans (start, stop) of a parameter that no array fills because the model never reads them.
+        config: Configuration of the model that results.
+        arrays: Source arrays that are read, by name.
+        source: For the report: `format`, `location`, `step`, and `skipped_steps` if later steps are not whole.
+        stamps: Names, sizes and times of the source's files.
+        parts: What fills each parameter, by its name, in the order in which parameters are written.
+        zeros: Elements (start, stop) of a parameter that no array fills because the model never reads them.
         ignored: Source arrays that are not read, with the reason.
-        origins: Where each configuration value comes from.
-        source: For the report, `format`, `location`, `step` and, where later steps of the run are not whole,
-            `skipped_steps`: each with the reason.
-        unused: Source arrays that the model has no use for but that are kept in a file of their own.
-        training: Values of the run's training YAML, for the model card; empty if there is none.
+        unused: Source arrays that the model has no use for but that are kept in [`UNUSED_FILE`].
+        origins: Where each value of the configuration comes from.
+        training: Values of the run's training YAML, for the model card.
+        parameters: What is written, by name; [`complete`] fills it in.
     """
 
     config: DCFormerConfig
-    leaves: dict[str, Leaf]
-    pieces: list[Piece]
+    arrays: dict[str, SourceArray]
     source: dict[str, Any]
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    zeros: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    stamps: list = field(default_factory=list)
+    parts: dict[str, list[Part]] = field(default_factory=lambda: defaultdict(list))
+    zeros: dict[str, tuple[int, int]] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = field(default_factory=dict)
 
-    def by_leaf(self) -> dict[str, list[Piece]]:
-        grouped: dict[str, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            grouped[piece.leaf].append(piece)
-        return grouped
+    def source_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that are read for parameters."""
+        return sum(part.size * self.arrays[part.array].dtype.itemsize for name in names for part in self.parts[name])
 
-    def by_parameter(self) -> dict[str, list[Piece]]:
-        grouped: dict[str, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            grouped[piece.parameter].append(piece)
-        return grouped
+    def model_parameters(self) -> dict[str, Parameter]:
+        """Those of the model, without unused arrays."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.file is None}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What tells that an earlier run converted the same arrays in the same way."""
-        return {
-            # A step that a running training begins meanwhile makes no difference.
-            "source": {key: value for key, value in self.source.items() if key != "skipped_steps"},
-            "config": self.config.to_dict(),
-            "arrays": {name: leaf.fingerprint() for name, leaf in self.leaves.items()},
-            "parameters": {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()},
-        }
+        """By which a later run knows that it converts the same arrays in the same way."""
+        source = {key: value for key, value in self.source.items() if key != "skipped_steps"}
+        parameters = {name: [spec.shape, str(spec.dtype)] for name, spec in self.parameters.items()}
+        return {"source": source, "stamps": self.stamps, "config": self.config.to_dict(), "parameters": parameters}
 
-    def read(self, parameter: str) -> Tensor:
-        """One parameter in its own dtype, read from the source."""
-        spec = self.parameters[parameter]
-        values = torch.zeros(spec.size, dtype=spec.dtype)
-        for piece in self.pieces:
-            if piece.parameter != parameter:
-                continue
-            read = self.leaves[piece.leaf].read(piece.box)
-            for part in piece.split(PART_BYTES // spec.dtype.itemsize):
-                part.write_to_parameter(read, piece.box, values[part.offset : part.offset + part.size])
-        return values.view(spec.shape)
+    def read(
+        self, names: Iterable[str], note: Callable[[str, Part, Tensor, float], None] = lambda *_: None
+    ) -> dict[str, Tensor]:
+        """
+        Parameters in their own dtypes. Every array that several of them need is read once.
+
+        Args:
+            names: Of the parameters.
+            note: Called for every part with the parameter's name, the part, its elements as stored, and the largest
+                absolute rounding error of the cast.
+
+        Raises:
+            ValueError: if a finite value overflows the dtype.
+        """
+        tensors = {name: torch.zeros(self.parameters[name].size, dtype=self.parameters[name].dtype) for name in names}
+        by_array: dict[str, list[tuple[str, Part]]] = defaultdict(list)
+        for name in tensors:
+            for part in self.parts[name]:
+                by_array[part.array].append((name, part))
+        for array, needed in by_array.items():
+            # A stored chunk often holds all layers of a stack: read all that is needed of it at once.
+            axes = zip(*(part.region for _, part in needed))
+            region = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes)
+            stored = self.arrays[array].read(region)
+            for name, part in needed:
+                values = stored[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))]
+                exact = part.to_parameter(values)
+                target = tensors[name][part.offset : part.offset + part.size].view(part.shape).copy_(exact)
+                note(name, part, values, _rounding_error(exact, target, array))
+        return {name: values.view(self.parameters[name].shape) for name, values in tensors.items()}
+
+    def read_one(self, name: str) -> Tensor:
+        return self.read([name])[name]
 
 
-def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what `save_pretrained` writes for a configuration."""
-    model = meta_model(config)
-    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
-    return {name: tuple(values.shape) for name, values in model.state_dict().items() if name not in tied}
+class UnfitWeightsError(ValueError):
+    """Weights that no further attempt can convert."""
+
+
+def _rounding_error(exact: Tensor, rounded: Tensor, array: str) -> float:
+    """Largest absolute difference of finite values."""
+    if exact.dtype == rounded.dtype or not exact.numel():
+        return 0.0
+    # The difference of a number and its rounding is a number of the wider format.
+    wide = reduce(torch.promote_types, [exact.dtype, rounded.dtype, torch.float32])
+    error = (exact.to(wide) - rounded).abs_()
+    if not torch.isfinite(error.max()):
+        finite = exact.isfinite()
+        if not torch.isfinite(error[finite]).all():
+            raise UnfitWeightsError(
+                f"{array} holds {exact[finite].abs().max().item():.4g}, which overflows {dtype_name(rounded.dtype)}; "
+                "convert with --dtype bfloat16, float32 or keep."
+            )
+        error = error[finite] if finite.any() else error.new_zeros(1)
+    return error.max().item()
 
 
 def model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:
@@ -132,73 +207,62 @@ def meta_model(config: DCFormerConfig) -> DCFormerForCausalLM:
         return model_class(config)(config).eval()
 
 
-def complete(plan: Plan, dtype: str, shapes: dict[str, tuple[int, ...]] | None = None) -> Plan:
+def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that `save_pretrained` writes for a configuration."""
+    model = meta_model(config)
+    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    return {name: tuple(values.shape) for name, values in model.state_dict().items() if name not in tied}
+
+
+def complete(plan: Plan, dtype: str) -> Plan:
     """
-    Fix the parameters of a plan and check that it covers everything.
+    Fix shapes and dtypes of the parameters, and check that the plan covers everything.
 
     Args:
-        dtype (`str`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for the dtype of the source arrays.
-        shapes: Shapes of all parameters by name. None: those of the configuration's model.
+        dtype: `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for the dtype of the source arrays.
 
     Raises:
-        ValueError: for an unknown dtype, or if a parameter would be written in part, twice or not at all; if a source
-            array is neither read nor ignored; if one that is needed is incomplete.
+        ValueError: for an unknown dtype; if a parameter would be filled in part, twice or not at all, or an array is
+            neither read nor ignored; for quantised weights.
     """
     if dtype != "keep" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)} or keep, got {dtype!r}.")
-    shapes = parameter_shapes(plan.config) if shapes is None else shapes
-    by_parameter = plan.by_parameter()
-    _check_coverage(plan, shapes, by_parameter)
-    for piece in plan.pieces:
-        leaf = plan.leaves[piece.leaf]
-        if not leaf.dtype.is_floating_point or leaf.dtype.itemsize < 2:
-            raise ValueError(
-                f"{leaf.name} in {plan.source['location']} is of {dtype_name(leaf.dtype)}, which no "
-                "weight is; convert the model unquantised."
-            )
-    for name, pieces in by_parameter.items():
-        sources = [plan.leaves[piece.leaf].dtype for piece in pieces]
+        raise ValueError(f"dtype must be keep, {', '.join(DTYPES)}, got {dtype!r}.")
+    where = plan.source["location"]
+    if getattr(plan.config, "quantization_config", None):
+        raise ValueError(f"The configuration of {where} has a quantization_config; convert the unquantised model.")
+    shapes = parameter_shapes(plan.config)
+    _check_coverage(plan, shapes)
+    for name, parts in plan.parts.items():
+        sources = [plan.arrays[part.array].dtype for part in parts]
+        for part, source in zip(parts, sources):
+            if not source.is_floating_point or source.itemsize < 2:
+                raise ValueError(f"{part.array} in {where} is {dtype_name(source)}; convert the unquantised model.")
         target = reduce(torch.promote_types, sources) if dtype == "keep" else DTYPES[dtype]
         plan.parameters[name] = Parameter(shapes[name], target)
+    plan.config.dtype = reduce(torch.promote_types, [spec.dtype for spec in plan.parameters.values()])
     for name in plan.unused:
-        leaf = plan.leaves[name]
-        plan.parameters[name] = Parameter(leaf.shape, leaf.dtype, UNUSED_FILE)
-        plan.pieces.append(Piece(name, leaf.whole(), tuple(range(len(leaf.shape))), name, 0, "as is"))
-    for leaf in plan.leaves.values():
-        leaf.check()
-    plan.config.dtype = reduce(
-        torch.promote_types, [spec.dtype for spec in plan.parameters.values() if spec.file is None]
-    )
+        array = plan.arrays[name]
+        plan.parameters[name] = Parameter(array.shape, array.dtype, UNUSED_FILE)
+        plan.parts[name] = [Part(name, array.whole, tuple(range(len(array.shape))))]
     return plan
 
 
-def _check_coverage(plan: Plan, shapes: dict, by_parameter: dict[str, list[Piece]]) -> None:
+def _check_coverage(plan: Plan, shapes: dict[str, tuple[int, ...]]) -> None:
     where = plan.source["location"]
-    unread = sorted(set(plan.leaves) - {piece.leaf for piece in plan.pieces} - set(plan.unused))
-    if unread:
+    read = {part.array for parts in plan.parts.values() for part in parts}
+    if unread := sorted(set(plan.arrays) - read - set(plan.unused)):
         raise ValueError(f"{where} holds arrays that no parameter takes: {listed(unread)}.")
-    unknown = sorted(set(by_parameter) - set(shapes))
-    if unknown:
-        leaves = sorted({piece.leaf for name in unknown for piece in by_parameter[name]})
-        raise ValueError(
-            f"{where} holds arrays that the configuration has no place for: {listed(leaves)}; check the configuration "
-            "given."
-        )
-    missing = [name for name in shapes if name not in by_parameter]
-    if missing:
-        raise ValueError(
-            f"{where} holds nothing for {len(missing)} parameters of the model: {listed(missing)}; the checkpoint is "
-            "incomplete, or of another architecture."
-        )
-    for name, pieces in by_parameter.items():
-        spans = sorted([(p.offset, p.offset + p.size) for p in pieces] + plan.zeros.get(name, []))
-        ends = [0] + [stop for _, stop in spans]
-        if [start for start, _ in spans] != ends[:-1] or ends[-1] != math.prod(shapes[name]):
-            sources = ", ".join(f"{p.leaf} {tuple(b - a for a, b in p.box)}" for p in pieces)
-            raise ValueError(
-                f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}; the "
-                "checkpoint is incomplete, or of another architecture."
-            )
+    if unknown := sorted({part.array for name in plan.parts.keys() - shapes.keys() for part in plan.parts[name]}):
+        raise ValueError(f"{where} holds arrays that the configuration has no place for: {listed(unknown)}.")
+    if missing := [name for name in shapes if name not in plan.parts]:
+        raise ValueError(f"{where} holds nothing for {len(missing)} parameters of the model: {listed(missing)}.")
+    for name, parts in plan.parts.items():
+        filled = [(part.offset, part.offset + part.size) for part in parts]
+        filled = sorted(filled + ([plan.zeros[name]] if name in plan.zeros else []))
+        stops = [0] + [stop for _, stop in filled]
+        if [start for start, _ in filled] != stops[:-1] or stops[-1] != math.prod(shapes[name]):
+            sources = ", ".join(f"{part.array} {part.shape}" for part in parts)
+            raise ValueError(f"{name} has shape {shapes[name]} and is not filled exactly once by {sources} in {where}.")
 
 
 def listed(names: list[str], most: int = 4) -> str:

@@ -1,55 +1,48 @@
-"""What a conversion did, for programs (`conversion_report.json`) and for people (the model card)."""
+"""The record of a conversion, for programs (`conversion_report.json`) and for people (the model card)."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.digests import file_digest
+import torch
+import transformers
+
+from ..common.files import file_digest
 from ..model_card import CARD_FILE, bullet_list, table, write_card
-from .pieces import dtype_name
+from ..version_dcformer import __version__
+from .arrays import dtype_name
+from .destination import REPORT_FILE
 from .plan import Origin, Plan
-from .report_file import REPORT_FILE
-from .shard_writer import Written
 
 
-_TRAINING_SETTINGS = (
-    "run_name",
-    "dataset_type",
-    "dataset_path",
-    "learning_rate",
-    "learning_rate_schedule_steps",
-    "warmup_steps_fraction",
-    "per_device_batch_size",
-    "max_target_length",
-    "opt_type",
-    "adam_b1",
-    "adam_b2",
-    "adam_weight_decay",
-    "gradient_clipping_threshold",
-    "dtype",
+# Settings of a training YAML that the model card shows.
+_TRAINING_SETTINGS = re.compile(
+    r"run_name|dataset_(type|path)|learning_rate(_schedule_steps)?|warmup_steps_fraction|per_device_batch_size|"
+    r"max_target_length|opt_type|adam_(b1|b2|weight_decay)|gradient_clipping_threshold|dtype"
 )
-_LIMITS = (
-    "The conversion says nothing about what the model was trained on or how well it does; evaluate it before relying "
-    "on it."
-)
+_LIMITS = "The conversion says nothing about the training data or the quality; evaluate the model before relying on it."
+_VERSIONS = {"dcformer": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+# About a run of the conversion, not about its result, which is the same however often it was interrupted.
+_OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards")
 
 
 @dataclass
 class ConversionReport:
     """
     Attributes:
-        source: Format, location and step.
-        origins: Where every configuration value comes from.
-        tensors: Per parameter: shape, dtype, file, sha256 of its bytes, source arrays with what was done to them, and
-            the largest absolute rounding error of a cast.
+        source: Format, location, step, and the SHA-256 of the arrays that were read.
+        origins: Where every value of the configuration comes from.
+        tensors: Per parameter: shape, dtype, file, SHA-256 of its bytes, largest absolute rounding error of a cast, and
+            the regions of source arrays that it was made from, with their transforms and SHA-256.
         ignored: Source arrays that were not converted, with the reason.
-        verification: What was checked after writing, with figures.
-        files: The SHA-256 of every file of the folder; null for weights, whose tensors have theirs, and the report.
-        destination (`str`), seconds (`float`), source_bytes (`int`), resumed_shards (`int`): What this
-            run did; not in the file, which is the same however often the run was interrupted.
+        verification: Checks that were made, with their results.
+        versions: Of the packages that took part.
+        files: SHA-256 of every other file of the folder.
+        destination, seconds, source_bytes, resumed_shards: About this run; not in the file.
     """
 
     source: dict[str, Any]
@@ -57,60 +50,41 @@ class ConversionReport:
     tensors: list[dict[str, Any]]
     ignored: dict[str, str]
     verification: dict[str, Any]
-    versions: dict[str, str]
-    files: dict[str, str | None] = field(default_factory=dict)
-    destination: str = field(default="", compare=False)
-    seconds: float = field(default=0.0, compare=False)
-    source_bytes: int = field(default=0, compare=False)
-    resumed_shards: int = field(default=0, compare=False)
+    versions: dict[str, str] = field(default_factory=lambda: dict(_VERSIONS))
+    files: dict[str, str] = field(default_factory=dict)
+    destination: str = ""
+    seconds: float = 0.0
+    source_bytes: int = 0
+    resumed_shards: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds."""
-        values = asdict(self)
-        for name in ("destination", "seconds", "source_bytes", "resumed_shards"):
-            del values[name]
-        return values
+        """The content of the file."""
+        return {name: value for name, value in asdict(self).items() if name not in _OF_THE_RUN}
 
     def save(self, folder: Path) -> None:
         """Write the report, after all other files."""
-        (folder / REPORT_FILE).unlink(missing_ok=True)  # of a run that ended before the renaming
-        others = sorted(path for path in folder.iterdir() if path.suffix != ".safetensors")
-        self.files = dict.fromkeys(sorted({*(path.name for path in folder.iterdir()), REPORT_FILE}))
-        self.files |= {path.name: file_digest(path) for path in others}
-        text = json.dumps(self.to_dict(), indent=2, default=str) + "\n"
-        (folder / REPORT_FILE).write_text(text, encoding="utf-8")
+        self.files = file_digests(folder)
+        write_report(folder, self.to_dict())
 
 
-def tensor_records(plan: Plan, written: dict[str, Written]) -> list[dict[str, Any]]:
-    """The report's entry of every parameter."""
-    by_parameter = plan.by_parameter()
-    records = []
-    for name, spec in plan.parameters.items():
-        sources = [
-            {
-                "leaf": piece.leaf,
-                "box": [list(interval) for interval in piece.box],
-                "transform": piece.transform,
-                "dtype": dtype_name(plan.leaves[piece.leaf].dtype),
-            }
-            for piece in by_parameter[name]
-        ]
-        records.append(
-            {
-                "parameter": name,
-                "shape": list(spec.shape),
-                "dtype": dtype_name(spec.dtype),
-                "file": written[name].file,
-                "sha256": written[name].sha256,
-                "max_rounding_error": written[name].rounding_error,
-                "sources": sources,
-            }
-        )
-    return records
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The report of a folder, or None."""
+    path = folder / REPORT_FILE
+    return json.loads(path.read_bytes()) if path.is_file() else None
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder but its report, by path relative to it, sorted."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
 
 
 def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:
-    """README.md with where the weights come from and what was checked."""
+    """README.md with where the weights come from and which checks they passed."""
     source = report.source
     origin = {"Format": source["format"], "Location": f"`{source['location']}`"}
     if source["step"] is not None:
@@ -122,7 +96,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         f"{bullet_list(origin)}\n\n`conversion_report.json` lists every tensor with its source and SHA-256; "
         "`dcformer verify FOLDER` checks the files against it."
     )
-    training = {key: plan.training[key] for key in _TRAINING_SETTINGS if plan.training.get(key) not in (None, "")}
+    training = {key: value for key, value in plan.training.items() if _TRAINING_SETTINGS.fullmatch(key)}
     origins = [(o.field, o.value, o.origin) for o in report.origins if o.field != "layer_types"]
     sections = [
         ("Where the weights come from", weights),
@@ -130,14 +104,12 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         ("Where the configuration comes from", table(("field", "value", "from"), origins) if origins else ""),
         ("Checks after the conversion", bullet_list(report.verification)),
     ]
-    # As config.json has it, with the code if that was written.
-    config = type(plan.config).from_pretrained(folder)
     text = write_card(
         name,
-        config,
+        plan.config,
         class_name=(plan.config.architectures or [""])[0],
-        parameters=sum(spec.size for spec in plan.parameters.values() if spec.file is None),
-        dtype=str(plan.config.dtype).removeprefix("torch."),
+        parameters=sum(spec.size for spec in plan.model_parameters().values()),
+        dtype=dtype_name(plan.config.dtype),
         licence=source.get("licence"),
         base_model=source.get("base_model"),
         sections=[(heading, body) for heading, body in sections if body],

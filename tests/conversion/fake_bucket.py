@@ -1,8 +1,6 @@
 """A server that speaks as much of S3 and Google Cloud Storage as reading needs; it fails on request."""
 
-import contextlib
 import json
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlparse
@@ -15,14 +13,13 @@ class FakeBucket:
 
     Attributes:
         files: What it holds.
-        status: Code of every answer where it is not 200, with `reply` as body.
+        status: Code of every answer where it is not 200.
         is_silent: Requests are accepted and never answered.
-        requests: Paths that were asked for.
     """
 
-    def __init__(self, files=None):
-        self.files, self.status, self.reply, self.is_silent = dict(files or {}), 200, b"", False
-        self.requests, self._let_go, self._open = [], threading.Event(), set()
+    def __init__(self, files):
+        self.files, self.status, self.is_silent = files, 200, False
+        self._let_go = threading.Event()
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -31,75 +28,55 @@ class FakeBucket:
             def do_GET(self):
                 bucket._answer(self)
 
-            do_HEAD = do_PUT = do_GET
+            do_HEAD = do_GET
 
             def log_message(self, *arguments):
                 pass
 
-            def setup(self):
-                super().setup()
-                bucket._open.add(self.connection)
-
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def stop(self):
-        """Go away as a machine does that is switched off: connections end, new ones are refused."""
         self._let_go.set()
         self._server.shutdown()
         self._server.server_close()
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, handler):
         url = urlparse(handler.path)
         path, query = unquote(url.path), parse_qs(url.query)
-        self.requests.append(path)
         if self.is_silent:
             self._let_go.wait()
             return
-        status, body = self.status, self.reply
-        if status == 200 and path.startswith("/storage/v1/b/runs/o"):
-            status, body = self._google(path.removeprefix("/storage/v1/b/runs/o"), query)
-        elif status == 200:
-            status, body = self._s3(path.removeprefix("/runs").removeprefix("/"), query)
+        status, body = self.status, b""
+        if status == 200:
+            google = "/storage/v1/b/runs/o"
+            key = path.removeprefix(google).removeprefix("/runs").removeprefix("/")
+            is_list = not key if path.startswith(google) else "list-type" in query
+            if is_list:
+                body = self._list(query.get("prefix", [""])[0], path.startswith(google))
+            elif key in self.files:
+                body = self.files[key]
+                if path.startswith(google) and query.get("alt") != ["media"]:
+                    body = json.dumps({"name": key, "size": str(len(body)), "generation": "1"}).encode()
+            else:
+                status, body = 404, b"<Error><Code>NoSuchKey</Code></Error>"
         handler.send_response(status)
-        handler.send_header("Content-Length", str(len(body)))
-        handler.send_header("ETag", '"1"')
-        handler.send_header("x-goog-generation", "1")
+        for name, value in {"Content-Length": len(body), "ETag": '"1"', "x-goog-generation": 1}.items():
+            handler.send_header(name, str(value))
         handler.end_headers()
         if handler.command != "HEAD":
             handler.wfile.write(body)
 
-    def _s3(self, key, query):
-        if "list-type" in query:
-            prefix = query.get("prefix", [""])[0]
-            entries = "".join(
-                f"<Contents><Key>{escape(name)}</Key><Size>{len(body)}</Size></Contents>"
-                for name, body in sorted(self.files.items())
-                if name.startswith(prefix)
-            )
-            text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
-            return 200, f'<?xml version="1.0"?>{text}'.encode()
-        return self._file(key, b"<Error><Code>NoSuchKey</Code></Error>")
-
-    def _google(self, key, query):
-        if not key:
-            prefix = query.get("prefix", [""])[0]
-            items = [
-                {"name": name, "size": str(len(body)), "generation": "1"}
-                for name, body in sorted(self.files.items())
-                if name.startswith(prefix)
-            ]
-            return 200, json.dumps({"items": items}).encode()
-        return self._file(key.removeprefix("/"), b"{}")
-
-    def _file(self, key, missing):
-        return (200, self.files[key]) if key in self.files else (404, missing)
+    def _list(self, prefix, is_google):
+        found = {name: len(body) for name, body in sorted(self.files.items()) if name.startswith(prefix)}
+        if is_google:
+            items = [{"name": name, "size": str(size), "generation": "1"} for name, size in found.items()]
+            return json.dumps({"items": items}).encode()
+        entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in found.items())
+        text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
+        return f'<?xml version="1.0"?>{text}'.encode()
 
 
 def files_of(folder, below=""):

@@ -1,30 +1,10 @@
-"""docs/conversion.md: its mapping tables are the code's, and its worked example runs."""
+"""The worked example of docs/conversion.md runs."""
 
 import re
 from pathlib import Path
 
-import pytest
-
-from dcformer.conversion.mapping import MAXTEXT_ROWS, PAX_ROWS
-
 
 DOCS = Path(__file__).parents[2] / "docs" / "conversion.md"
-
-
-def rendered(rows) -> str:
-    lines = ["| array | axes | parameter | its axes |", "|---|---|---|---|"]
-    for row in rows:
-        leaf = row.leaf.replace("{sub}", "{s}")
-        parameter = row.parameter + (f" ({row.part})" if row.part else "")
-        axes = row.axes + (f" ({row.pick[0]} = {row.pick[1]})" if row.pick else "")
-        lines.append(f"| `{leaf}` | {axes} | {parameter} | {row.order if row.order != row.axes else 'as is'} |")
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("name, rows", [("maxtext", MAXTEXT_ROWS), ("pax", PAX_ROWS)])
-def test_the_tables_are_the_codes(name, rows):
-    shown = re.search(rf"<!-- {name} -->\n(.*?)\n?<!-- /{name} -->", DOCS.read_text(), re.S).group(1)
-    assert shown == rendered(rows)
 
 
 def test_the_worked_example_runs(tmp_path, monkeypatch):

@@ -1,0 +1,185 @@
+"""Arrays of a checkpoint, read lazily as torch tensors, and the files that hold them: safetensors, torch and NumPy."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+
+# (start, stop) for each axis of an array.
+Region = tuple[tuple[int, int], ...]
+
+# In the order in which Transformers looks for them.
+_WEIGHT_FILES = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+
+@dataclass(frozen=True)
+class SourceArray:
+    """
+    An array of a checkpoint.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        where: The file or folder that holds it.
+        shape, dtype: The array's shape and torch dtype.
+        chunk_shape: The part that is stored, and decoded, as one.
+        load: Returns the elements that a tuple of slices, one for each axis, selects.
+    """
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunk_shape: tuple[int, ...]
+    load: Callable[[tuple[slice, ...]], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Region:
+        """The region that is the whole array."""
+        return tuple((0, size) for size in self.shape)
+
+    def read(self, region: Region | None = None) -> Tensor:
+        """The elements of a region, in its shape; `None`: all."""
+        return self.load(tuple(slice(*interval) for interval in (self.whole if region is None else region)))
+
+
+def open_weights(folder: str | Path) -> dict[str, SourceArray]:
+    """
+    Every tensor of a folder of safetensors or torch files, by name. Only headers are read.
+
+    Raises:
+        FileNotFoundError: if there are no weights, or a file that the index names is missing.
+        ValueError: if the index names a file outside the folder, or two files hold the same tensor.
+    """
+    arrays: dict[str, SourceArray] = {}
+    for path in _weight_files(Path(folder)):
+        for array in open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path):
+            if array.name in arrays:
+                raise ValueError(f"{array.name} is in {arrays[array.name].where} and in {path}; remove one of the two.")
+            arrays[array.name] = array
+    return arrays
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for single, index in _WEIGHT_FILES:
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            names = sorted(set(json.loads((folder / index).read_bytes())["weight_map"].values()))
+            for name in names:
+                if Path(name).name != name:
+                    raise ValueError(f"{folder / index} names {name!r}, which is outside its folder.")
+            return [folder / name for name in names]
+    raise FileNotFoundError(f"{str(folder)!r} holds no weights: no {_WEIGHT_FILES[0][0]}, no {_WEIGHT_FILES[1][0]}.")
+
+
+def open_safetensors(path: Path) -> list[SourceArray]:
+    """The tensors of one safetensors file."""
+
+    def loader(name: str) -> Callable[[tuple[slice, ...]], Tensor]:
+        def load(slices: tuple[slice, ...]) -> Tensor:
+            with safe_open(path, framework="pt") as file:
+                return file.get_slice(name)[slices]
+
+        return load
+
+    arrays = []
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  it is no dictionary
+            shape = tuple(file.get_slice(name).get_shape())
+            dtype = file.get_slice(name)[tuple(slice(0, 0) for _ in shape)].dtype
+            arrays.append(SourceArray(name, str(path), shape, dtype, shape, loader(name)))
+    return arrays
+
+
+def _open_torch(path: Path) -> list[SourceArray]:
+    # Files from before torch 1.6 are no archives and cannot be mapped.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
+        raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
+    return [
+        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), values.__getitem__)
+        for name, values in state.items()
+    ]
+
+
+def open_npz(path: Path) -> dict[str, SourceArray]:
+    """The arrays of an .npz file, by name. Only headers are read, and nothing is unpickled."""
+
+    def loader(name: str) -> Callable[[], np.ndarray]:
+        def load() -> np.ndarray:
+            with np.load(path, allow_pickle=False) as arrays:
+                return arrays[name]
+
+        return load
+
+    found = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            with archive.open(member) as file:
+                is_first = np.lib.format.read_magic(file) == (1, 0)
+                read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            name = member.removesuffix(".npy")
+            found[name] = _numpy_array(name, path, shape, dtype, loader(name))
+    return found
+
+
+def open_npy_folder(folder: Path) -> dict[str, SourceArray]:
+    """The arrays of the .npy files in a folder, by the names of the files, without unpickling."""
+
+    def loader(path: Path) -> Callable[[], np.ndarray]:
+        return lambda: np.load(path, allow_pickle=False, mmap_mode="r")
+
+    found = {}
+    for path in sorted(folder.glob("*.npy")):
+        values = loader(path)()
+        found[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, loader(path))
+    return found
+
+
+def _numpy_array(
+    name: str, path: Path, shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray]
+) -> SourceArray:
+    native = dtype.newbyteorder("=")
+
+    def read(slices: tuple[slice, ...]) -> Tensor:
+        return from_numpy(np.ascontiguousarray(load()[slices], native))
+
+    return SourceArray(name, str(path), tuple(shape), from_numpy(np.zeros(0, native)).dtype, tuple(shape), read)
+
+
+def from_numpy(values: np.ndarray) -> Tensor:
+    """A tensor over the array's memory; ml_dtypes' bfloat16, which torch does not know, is reinterpreted."""
+    if not values.flags.writeable:
+        values = values.copy()
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without `torch.`, as configurations and reports have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def file_stamps(paths: Iterable[Path]) -> list[list[str | int]]:
+    """Name, size and time of files, by which an interrupted conversion knows its source again."""
+    stats = [(path, path.stat()) for path in sorted(paths)]
+    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]

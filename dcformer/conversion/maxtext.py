@@ -1,0 +1,324 @@
+"""MaxText checkpoints to plans: the architecture (arrays, training YAML, defaults), and where each array goes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..configuration_dcformer import DCFormerConfig
+from .arrays import SourceArray
+from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_for, part_offset
+from .orbax import open_orbax
+from .plan import UNUSED_FILE, Origin, Plan, complete, listed
+
+
+# Windows of the authors' configurations by the number of layers in a block; None is full attention.
+DEFAULT_WINDOWS = {
+    1: [None],
+    2: [256, None],
+    4: [256, None, 256, 256],
+    8: [256, None, 256, 256, 256, 256, 256, 256],
+}
+# Top-level entries of a training state that are not parameters.
+TRAINING_STATE = {
+    "opt_state": "optimizer state",
+    "step": "step counter, in the report",
+    "rng": "random state",
+    "dropout_rng": "random state",
+}
+_UNSTACKED = re.compile(r"decoder\.layers_(\d+)\.(.+)")
+_STACKED = "decoder.layers."
+_KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
+_DEFAULT = "default of the authors' configs; pass --train-config to be sure"
+
+
+@dataclass
+class _Entry:
+    """One array and the rows of the table that are for it; `block` is None if it stacks the layers."""
+
+    array: SourceArray
+    rows: list[Row]
+    sub: int
+    block: int | None
+
+
+@dataclass
+class _Tree:
+    """The arrays below `root` by full name, the length of every axis, and how the layers are stored."""
+
+    root: str
+    entries: dict[str, _Entry]
+    layers_per_block: int
+    stack_axis: int | None
+    num_layers: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def has(self, suffix: str) -> bool:
+        return any(name.endswith(suffix) for name in self.entries)
+
+
+def plan_maxtext(
+    source: str | os.PathLike,
+    *,
+    step: int | None = None,
+    train_config: str | os.PathLike | None = None,
+    dtype: str = "keep",
+) -> Plan:
+    """
+    Plan the conversion of a MaxText checkpoint.
+
+    Args:
+        source: Run, step or item folder; local, `gs://` or `s3://`.
+        step (*optional*): Step of a run folder; `None`: the latest.
+        train_config (*optional*): The run's training YAML, for what the arrays cannot tell.
+        dtype (defaults to `"keep"`): As of [`complete`].
+
+    Raises:
+        FileNotFoundError, ValueError: if the checkpoint cannot be converted whole.
+    """
+    train = {} if train_config is None else yaml.safe_load(Path(train_config).read_text(encoding="utf-8"))
+    checkpoint = open_orbax(source, step)
+    root = _root(checkpoint.names, checkpoint.location)
+    ignored, names = {f"item {item}/": "another item of the step" for item in checkpoint.other_items}, []
+    for name in checkpoint.names:
+        state = name.split(".")[0]
+        if state in TRAINING_STATE and not (root and name.startswith(root)):
+            ignored[name] = TRAINING_STATE[state]
+        elif name.startswith(root):
+            names.append(name)
+        else:
+            raise ValueError(f"{checkpoint.location} holds {name!r}, neither below {root!r} nor optimizer state.")
+    for key in ("query_wise", "key_wise"):
+        if train.get(key) is False:
+            ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
+    arrays = checkpoint.open(names)
+    tree = _read_tree(arrays, root, checkpoint.location, train.get("param_scan_axis", 1))
+    config, origins = _infer_config(tree, train, "" if train_config is None else Path(train_config).name)
+    plan = Plan(
+        config,
+        arrays,
+        checkpoint.source(f"MaxText ({checkpoint.format})") | {"layers_per_block": tree.layers_per_block},
+        checkpoint.stamps,
+        ignored=ignored,
+        origins=origins,
+        training=train,
+    )
+    _add_parts(plan, tree)
+    return complete(plan, dtype)
+
+
+def _root(names: list[str], where: str) -> str:
+    """The prefix of all parameters, found by the embedding's name."""
+    suffix = MAXTEXT_ROWS[0].array
+    roots = [name[: -len(suffix)] for name in names if name.endswith(suffix) and not name.startswith("opt_state")]
+    if len(roots) != 1:
+        raise ValueError(
+            f"{where} is not a MaxText DCFormer checkpoint: it has {len(roots)} arrays named {suffix} outside the "
+            f"optimizer; it holds {listed(names) or 'nothing'}."
+        )
+    return roots[0]
+
+
+def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis: int) -> _Tree:
+    """Sort the arrays into the table and measure the model."""
+    entries, unknown = {}, []
+    for name, array in arrays.items():
+        below, block = name.removeprefix(root), None
+        in_layer = True
+        if match := _UNSTACKED.fullmatch(below):
+            block, below = int(match[1]), match[2]
+        elif below.startswith(_STACKED):
+            below = below.removeprefix(_STACKED)
+        else:
+            in_layer = False
+        found = find_rows(MAXTEXT_ROWS, below)
+        if found is None or found[0][0].per_layer != in_layer:
+            unknown.append(name)
+        else:
+            entries[name] = _Entry(array, *found, block)
+    if unknown:
+        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
+    in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
+    blocks = {entry.block for entry in in_layers}
+    if not blocks or (None in blocks and len(blocks) > 1):
+        raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
+    per_block = 1 + max(entry.sub for entry in in_layers)
+    tree = _Tree(root, entries, per_block, stack_axis if None in blocks else None)
+    _measure(tree)
+    count = tree.sizes["block"] if None in blocks else 1 + max(block for block in blocks if block is not None)
+    tree.num_layers = count * per_block
+    return tree
+
+
+def _measure(tree: _Tree) -> None:
+    """Read the length of every axis off the shapes; whether all agree is checked when the configuration is known."""
+    for name, entry in tree.entries.items():
+        axes, shape = entry.rows[0].axes.split(), entry.array.shape
+        if entry.rows[0].per_layer and tree.stack_axis is not None:
+            axes.insert(tree.stack_axis, "block")
+        if len(axes) != len(shape):
+            raise ValueError(f"{name} has shape {shape} instead of {len(axes)} axes ({', '.join(axes)}).")
+        for axis, size in zip(axes, shape):
+            tree.sizes.setdefault(axis, size)
+    if "head" not in tree.sizes:
+        raise ValueError(f"There is no attention below {tree.root}decoder; it may be of another architecture.")
+    for part in ("qkw", "dd.kernel"):
+        if tree.has("dyn_w_proj.dw1.kernel") and not tree.has(f"dyn_w_proj.{part}"):
+            raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
+
+
+def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCFormerConfig, list[Origin]]:
+    """
+    The configuration with the semantics of the JAX run, and where each value comes from.
+
+    Args:
+        train: Values of the training YAML; empty without one.
+        file: Its name.
+
+    Raises:
+        ValueError: if the YAML contradicts the arrays or asks for what no DCFormer computes, or if there is neither a
+            YAML nor a default.
+    """
+    sizes = tree.sizes
+    origins: list[Origin] = []
+
+    def put(name: str, value: Any, origin: str, is_default: bool = False) -> None:
+        origins.append(Origin(name, value, origin, is_default))
+
+    def choose(name: str, key: str, default: Any, read: Callable[[Any], Any] = lambda value: value) -> None:
+        if key in train:
+            put(name, read(train[key]), f"{key} in {file}")
+        else:
+            put(name, default, _DEFAULT, True)
+
+    _check_against_tree(tree, train)
+    put("vocab_size", sizes["vocab"], _KNOWN)
+    put("hidden_size", sizes["embed"], _KNOWN)
+    put("intermediate_size", sizes["mlp"], _KNOWN)
+    put("num_hidden_layers", tree.num_layers, _KNOWN)
+    put("num_attention_heads", sizes["head"], _KNOWN)
+    put("num_key_value_heads", sizes.get("kv_head", sizes["head"]), _KNOWN)
+    put("head_dim", sizes["channel"], _KNOWN)
+    put("qk_norm", tree.has("q_norm.scale"), _KNOWN)
+    put("tie_word_embeddings", not tree.has("logits_dense.kernel"), _KNOWN)
+    windows, origin, is_default = _windows(tree, train, file)
+    finite = [window for window in windows if window is not None]
+    layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    put("sliding_window", finite[0] if finite else None, origin, is_default)
+    put("layer_types", layer_types * (tree.num_layers // tree.layers_per_block), origin, is_default)
+    # YAML takes 1e-5 for text.
+    choose("norm_eps", "normalization_layer_epsilon", 1e-5, float)
+    put("qk_norm_eps", origins[-1].value, "as norm_eps: the JAX code has one epsilon for both")
+    put("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, _JAX)
+    choose("max_position_embeddings", "max_target_length", 2048, _longest_input)
+    if tree.has("dyn_w_proj.qkw"):
+        put("compose_rank", sizes["two_ranks"] // 2, _KNOWN)
+        put("compose_groups", sizes["group"], _KNOWN)
+    put("compose_low_rank", tree.has("dyn_w_proj.qkw"), _KNOWN)
+    put("compose_gate", tree.has("dyn_w_proj.dd.kernel"), _KNOWN)
+    static = {stage: tree.has(f"{stage}_proj.w") for stage in ("pre", "post")}
+    put("compose_static", any(static.values()), _KNOWN)
+    for stage, is_there in static.items():
+        key = f"{stage}_compose"
+        if not any(static.values()):
+            choose(f"compose_{stage}", key, True)
+        elif train.get(key, is_there) != is_there:
+            raise ValueError(
+                f"{key} is {train[key]} in the training YAML, but the checkpoint {'has' if is_there else 'lacks'} "
+                f"{stage}_proj.w; give the YAML of this run."
+            )
+        else:
+            put(f"compose_{stage}", is_there, _KNOWN)
+    put("compose_activation", "gelu_pytorch_tanh", _JAX)
+    return DCFormerConfig(**{origin.field: origin.value for origin in origins}), origins
+
+
+def _longest_input(length: int) -> int:
+    """Of a power of two and one token more, the last token is only a target."""
+    return length - 1 if length > 3 and (length - 1) & (length - 2) == 0 else length
+
+
+def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | None], str, bool]:
+    """Window of every layer of a block (None: full attention), where they come from, and whether by default."""
+    n = tree.layers_per_block
+    if "window_size" in train:
+        windows, origin, is_default = train["window_size"] or [None], f"window_size in {file}", False
+    elif n in DEFAULT_WINDOWS:
+        windows, origin, is_default = DEFAULT_WINDOWS[n], _DEFAULT, True
+    else:
+        raise ValueError(f"Blocks of {n} layers have no default windows; pass --train-config with window_size.")
+    if not isinstance(windows, list) or len(windows) < n or len({w for w in windows[:n] if w is not None}) > 1:
+        raise ValueError(
+            f"window_size must list one window length or null for each of the {n} layers of a block, with a single "
+            f"length in all, got {windows!r}."
+        )
+    return windows[:n], origin, is_default
+
+
+def _check_against_tree(tree: _Tree, train: dict[str, Any]) -> None:
+    """The YAML must be the run's own: its shapes and layout have to hold."""
+    sizes = tree.sizes
+    facts: dict[str, Any] = {
+        "vocab_size": sizes["vocab"],
+        "head_dim": sizes["channel"],
+        "num_layers_per_block": tree.layers_per_block,
+        "qk_norm": tree.has("q_norm.scale"),
+        "scan_layers": tree.stack_axis is not None,
+        "logits_via_embedding": not tree.has("logits_dense.kernel"),
+        # All that can be converted.
+        "decoder_block": "dcformer",
+        "mlp_activations": ["silu", "linear"],
+    }
+    if train.get("global_parameter_scale", 1) == 1:
+        facts |= {
+            "base_emb_dim": sizes["embed"],
+            "base_mlp_dim": sizes["mlp"],
+            "base_num_query_heads": sizes["head"],
+            # Without a scan, MaxText counts blocks here.
+            "base_num_decoder_layers": tree.num_layers // (1 if tree.stack_axis is not None else tree.layers_per_block),
+        }
+    for key, fact in facts.items():
+        value = train.get(key)
+        if value is not None and value != fact:
+            raise ValueError(
+                f"{key} is {value!r} in the training YAML, but must be {fact!r} for this checkpoint; give the YAML of "
+                "this run."
+            )
+    if facts["logits_via_embedding"] and train.get("normalize_embedding_logits", True):
+        raise ValueError(
+            "The run shares embedding and output matrix and divides its logits by sqrt(emb_dim) "
+            "(normalize_embedding_logits, true by default), which no Transformers model does."
+        )
+
+
+def _add_parts(plan: Plan, tree: _Tree) -> None:
+    """Every part, parameter kind by parameter kind, so that parameters of one array are written together."""
+    config, sizes, n = plan.config, axis_sizes(plan.config), tree.layers_per_block
+    order = {row: position for position, row in enumerate(MAXTEXT_ROWS)}
+    for name, entry in sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0])):
+        if not config.composes_heads and ".AttentionOp_0." in name:
+            plan.unused.append(name)
+            plan.ignored[name] = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for the way back"
+            continue
+        expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
+        check_shape(name, entry.array.shape, entry.rows[0], expected, plan.source["location"])
+        for row in entry.rows:
+            if not row.per_layer:
+                plan.parts[row.parameter].append(part_for(row, name, sizes))
+                continue
+            for block in range(tree.sizes["block"]) if entry.block is None else [entry.block]:
+                parameter = f"model.layers.{block * n + entry.sub}.{row.parameter}"
+                index = block if entry.block is None else 0
+                plan.parts[parameter].append(part_for(row, name, sizes, tree.stack_axis, index))
+    if config.composes_heads and config.compose_static and not (config.compose_pre and config.compose_post):
+        # JAX has no static matrix for a stage that is off; ours holds both, and never reads that one.
+        half = part_offset("post", sizes)
+        for layer in range(config.num_hidden_layers):
+            name = f"model.layers.{layer}.self_attn.compose.static_weight"
+            plan.zeros[name] = (half, 2 * half) if config.compose_pre else (0, half)

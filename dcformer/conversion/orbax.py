@@ -1,0 +1,243 @@
+"""Finding and opening orbax checkpoints: which step, which item, which arrays. Nothing of JAX is needed.
+
+orbax writes a run folder with one folder per step, named `300` or `PREFIX_300`; in it one folder per item (`state` in
+the authors' runs, `default` before May 2024, none when a tree is saved on its own); in that, every array in zarr 2 or
+zarr 3, in a folder of its own named by its dotted path, or all of them inside one OCDBT database. While it writes, the
+folder of the step or item ends in `.orbax-checkpoint-tmp`; where it writes `commit_success.txt`, a step without was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .arrays import SourceArray, from_numpy
+from .plan import listed
+from .stores import Store, import_tensorstore
+
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_COMMITTED = "commit_success.txt"
+_STEP = re.compile(r"(?:(.+)_)?(\d+)", re.DOTALL)
+# Items are tried in this order when a step holds several with parameters.
+_ITEM_ORDER = ("state", "default", "items", "params")
+_EMBEDDINGS = ("token_embedder", "embedding_lookup")
+
+
+@dataclass
+class OrbaxItem:
+    """
+    One item of one step.
+
+    Attributes:
+        store: The folder that was given.
+        folder: The item's folder below it, with a slash at the end; empty if it is the item.
+        run, step_folder: The folders of the run and of the step, if it lies in one.
+        prefix, step: The two parts of the step folder's name.
+        other_items: Further items of the step, which are not read.
+        skipped_steps: Later steps of the run that are not whole, with the reason.
+    """
+
+    store: Store
+    folder: str
+    run: str = ""
+    step_folder: str = ""
+    prefix: str = ""
+    step: int | None = None
+    other_items: list[str] = field(default_factory=list)
+    skipped_steps: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.folder.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def location(self) -> str:
+        return f"{self.store.location}/{self.folder}".rstrip("/")
+
+    @property
+    def stamps(self) -> list:
+        return self.store.stamps(self.folder)
+
+    @cached_property
+    def is_ocdbt(self) -> bool:
+        return f"{self.folder}manifest.ocdbt" in self.store.names
+
+    def _spec(self, path: str) -> dict[str, Any]:
+        if self.is_ocdbt:
+            return {"driver": "ocdbt", "base": self.store.spec(self.folder), "path": path}
+        return self.store.spec(self.folder + path)
+
+    @cached_property
+    def _files(self) -> list[str]:
+        if self.is_ocdbt:
+            keys = import_tensorstore().KvStore.open(self._spec("")).result().list().result()
+            return [key.decode() for key in keys]
+        return [name.removeprefix(self.folder) for name in self.store.names if name.startswith(self.folder)]
+
+    @cached_property
+    def _drivers(self) -> dict[str, str]:
+        """Driver of every stored array."""
+        drivers = {}
+        for file in self._files:
+            array, _, last = file.rpartition("/")
+            if array and last in (".zarray", "zarr.json"):
+                drivers[array] = "zarr" if last == ".zarray" else "zarr3"
+        return drivers
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All arrays, those that `_METADATA` declares and those that are stored, sorted."""
+        declared = []
+        if f"{self.folder}_METADATA" in self.store.names:
+            for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
+                value = entry.get("value_metadata", {})
+                if not value.get("skip_deserialize") and value.get("value_type") not in (
+                    "Dict",
+                    "None",
+                    "List",
+                    "Tuple",
+                ):
+                    declared.append(".".join(str(key["key"]) for key in entry["key_metadata"]))
+        return sorted({*declared, *self._drivers})
+
+    @property
+    def has_parameters(self) -> bool:
+        return any(part in name for name in self.names for part in _EMBEDDINGS)
+
+    @property
+    def format(self) -> str:
+        return f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if 'zarr3' in self._drivers.values() else 'zarr 2'}"
+
+    def source(self, format: str) -> dict[str, Any]:
+        """Where the arrays come from, for a report."""
+        source: dict[str, Any] = {"format": format, "location": self.location, "step": self.step}
+        return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
+
+    def open(self, names: list[str]) -> dict[str, SourceArray]:
+        """
+        Arrays by name. Only their metadata are read.
+
+        Raises:
+            ValueError: if an array or a chunk of it is not there; tensorstore would read zeros.
+        """
+        tensorstore = import_tensorstore()
+        opening = {}
+        for name in names:
+            spec = {"driver": self._drivers.get(name, "zarr"), "kvstore": self._spec(f"{name}/")}
+            opening[name] = tensorstore.open(spec, read=True)
+        opened = {name: future.result() for name, future in opening.items()}
+        counting = {name: array.storage_statistics(query_fully_stored=True) for name, array in opened.items()}
+        for name, future in counting.items():
+            if not future.result().fully_stored:
+                raise ValueError(f"Chunks of {name} in {self.location} are missing; copy the checkpoint again.")
+        return {name: self._array(name, array) for name, array in opened.items()}
+
+    def _array(self, name: str, array: Any) -> SourceArray:
+        dtype = getattr(torch, array.dtype.name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} in {self.location} is {array.dtype.name}, which torch does not have.")
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        where = f"{self.location}/{name}"
+        return SourceArray(
+            name, where, tuple(array.shape), dtype, chunk, lambda slices: from_numpy(array[slices].read().result())
+        )
+
+
+def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxItem:
+    """
+    Find the checkpoint that a location means.
+
+    Args:
+        location: A run folder (or one above it), a step folder or an item folder; local or remote.
+        step (*optional*): The step to take from a run folder; `None`: the latest that is whole.
+
+    Raises:
+        FileNotFoundError: if the location or the step does not exist.
+        ValueError: if there is no orbax checkpoint there, or several runs.
+    """
+    store = Store(location)
+    items, unfinished = _find_items(store)
+    if not items:
+        raise ValueError(
+            f"{str(location)!r} holds no complete orbax checkpoint: no _METADATA, manifest.ocdbt or zarr arrays"
+            + (f"; unfinished steps: {sorted(unfinished)}." if unfinished else ".")
+        )
+    steps = [item for item in items if item.step is not None]
+    # A copy such as `backup_9999` beside steps that are bare numbers is not one of the run's.
+    if any(not item.prefix for item in steps):
+        items = [item for item in items if not item.prefix]
+    wanted = {(item.run, item.prefix) for item in items if item.step is not None and step in (None, item.step)}
+    if len(wanted) > 1:
+        raise ValueError(f"{str(location)!r} holds steps of several runs, {sorted(wanted)}; give the folder of one.")
+    by_step: dict[int | None, list[OrbaxItem]] = {}
+    for item in items:
+        by_step.setdefault(item.step, []).append(item)
+    skipped = dict.fromkeys(unfinished - by_step.keys(), "it was being written") | _uncommitted(store, items)
+    whole = sorted(by_step.keys() - skipped.keys(), key=lambda number: -1 if number is None else number)
+    if step is not None and step not in whole:
+        there = listed([str(number) for number in whole], most=12)
+        raise FileNotFoundError(f"{str(location)!r} has no complete step {step}; there are: {there or 'none'}.")
+    for number in [step] if step is not None else reversed(whole):
+        candidates = sorted(by_step[number], key=_preference)
+        if len(folders := sorted({item.step_folder for item in candidates})) > 1:
+            raise ValueError(f"{str(location)!r} holds step {number} twice, {folders}; give the folder of one.")
+        chosen = next((item for item in candidates if item.has_parameters), None)
+        if chosen is None and step is None and number is not None and len(whole) > 1:
+            skipped[number] = "it holds no parameters"
+            continue
+        chosen = chosen or candidates[0]
+        chosen.other_items = [item.name for item in candidates if item is not chosen]
+        if number is not None and step is None:
+            chosen.skipped_steps = {str(n): skipped[n] for n in sorted(skipped) if n > number}
+        return chosen
+    raise ValueError(f"{str(location)!r} has no complete step: {skipped}.")
+
+
+def _find_items(store: Store) -> tuple[list[OrbaxItem], set[int]]:
+    """All items that are not being written, and the numbers of steps with one that is."""
+    folders, unfinished = set(), set()
+    for name in store.names:
+        *above, file = name.split("/")
+        temporary = next((i for i, part in enumerate(above) if _TEMPORARY in part), None)
+        if temporary is not None:
+            parts = [part.split(_TEMPORARY)[0] for part in above[max(0, temporary - 1) : temporary + 1]]
+            unfinished |= {int(match[2]) for part in parts if (match := _STEP.fullmatch(part))}
+        elif file in ("_METADATA", "manifest.ocdbt"):
+            folders.add("/".join(above))
+        elif file in (".zarray", "zarr.json") and above:
+            folders.add("/".join(above[:-1]))
+    items = []
+    for folder in sorted(folders):
+        if folder.rsplit("/", 1)[-1].startswith("ocdbt.process_"):
+            continue
+        item = OrbaxItem(store, f"{folder}/" if folder else "")
+        parts = item.location.split("/")
+        for end in (len(parts), len(parts) - 1):
+            if match := _STEP.fullmatch(parts[end - 1]):
+                item.run, item.step_folder = "/".join(parts[: end - 1]), "/".join(parts[:end])
+                item.prefix, item.step = match[1] or "", int(match[2])
+                break
+        items.append(item)
+    return items, unfinished
+
+
+def _uncommitted(store: Store, items: list[OrbaxItem]) -> dict[int, str]:
+    """Steps without the file that says that they are whole, where others have it."""
+    names = {f"{store.location}/{name}" for name in store.names if name.endswith(_COMMITTED)}
+    steps = {item.step: item.step_folder for item in items if item.step is not None}
+    committed = {step for step, folder in steps.items() if f"{folder}/{_COMMITTED}" in names}
+    # Versions of orbax that leave this file out on local disks may have written the first steps of a run.
+    expected = {step for step in steps if committed and not (store.is_local and step < min(committed))}
+    return dict.fromkeys(expected - committed, f"{_COMMITTED} is missing, which other steps have")
+
+
+def _preference(item: OrbaxItem) -> tuple[int, str]:
+    return (_ITEM_ORDER.index(item.name) if item.name in _ITEM_ORDER else len(_ITEM_ORDER), item.name)

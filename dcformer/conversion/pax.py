@@ -1,0 +1,106 @@
+"""PAX checkpoints to plans: a flat .npz, a folder of .npy files, or the zarr arrays of the checkpoint itself."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from .arrays import SourceArray, file_stamps, open_npy_folder, open_npz
+from .authors_torch import read_config
+from .mapping import PAX_ROWS, array_shape, axis_sizes, check_shape, find_rows, part_for
+from .orbax import open_orbax
+from .plan import Origin, Plan, complete, listed
+from .stores import is_remote
+
+
+PAX_ROOT = "mdl_vars.params.lm."
+TRAINING_STATE = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
+# Their vocabulary is longer than the model's, up to a multiple that shards well.
+_PADDED = {"embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"}
+
+
+def plan_pax(
+    source: str | os.PathLike, config: str | os.PathLike, *, step: int | None = None, dtype: str = "keep"
+) -> Plan:
+    """
+    Plan the conversion of a PAX checkpoint.
+
+    Args:
+        source: A flat `.npz`, a folder of `.npy` files named by their keys, or a checkpoint folder of zarr arrays.
+        config: `config.json` in the authors' keys or ours. A PAX tree says nothing of windows, epsilons or RoPE.
+        step (*optional*): Step of a run folder; `None`: the latest.
+        dtype (defaults to `"keep"`): As of [`complete`].
+
+    Raises:
+        FileNotFoundError, ValueError: if it cannot be converted whole.
+    """
+    model_config = read_config(Path(config))
+    arrays, training_state, report, stamps = open_pax(source, step)
+    for name in arrays:
+        if not name.removeprefix("state.").startswith(PAX_ROOT):
+            raise ValueError(f"{str(source)!r} holds {name!r}, neither below {PAX_ROOT!r} nor optimizer state.")
+    plan = Plan(
+        model_config,
+        arrays,
+        report,
+        stamps,
+        ignored=dict.fromkeys(sorted(training_state), "optimizer state"),
+        origins=[Origin(name, value, Path(config).name) for name, value in sorted(model_config.to_diff_dict().items())],
+    )
+    _add_parts(plan)
+    return complete(plan, dtype)
+
+
+def open_pax(
+    source: str | os.PathLike, step: int | None = None
+) -> tuple[dict[str, SourceArray], list[str], dict[str, Any], list]:
+    """The parameters, the names of the training state, the report's `source`, and the files' stamps."""
+    path = Path(source)
+    if is_remote(source) or (path.is_dir() and not any(path.glob("*.npy"))):
+        checkpoint = open_orbax(source, step)
+        state = [name for name in checkpoint.names if TRAINING_STATE.fullmatch(name)]
+        arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
+        return arrays, state, checkpoint.source(f"PAX ({checkpoint.format})"), checkpoint.stamps
+    if path.is_dir():
+        arrays, form, files = open_npy_folder(path), "PAX (folder of .npy files)", list(path.glob("*.npy"))
+    else:
+        arrays, form, files = open_npz(path), "PAX (flat .npz)", [path]
+    state = [name for name in arrays if TRAINING_STATE.fullmatch(name)]
+    arrays = {name: array for name, array in arrays.items() if name not in state}
+    return arrays, state, {"format": form, "location": str(source), "step": None}, file_stamps(files)
+
+
+def _add_parts(plan: Plan) -> None:
+    sizes, where = axis_sizes(plan.config), plan.source["location"]
+    found, unknown = [], []
+    for name in plan.arrays:
+        match = find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1])
+        if match is None:
+            unknown.append(name)
+        else:
+            found.append((PAX_ROWS.index(match[0][0]), match[1], name))
+    if unknown:
+        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
+    per_block = 1 + max((sub for row, sub, _ in found if PAX_ROWS[row].per_layer), default=0)
+    layers = plan.config.num_hidden_layers
+    if layers % per_block != 0:
+        raise ValueError(f"num_hidden_layers is {layers}, which blocks of {per_block} layers in {where} do not divide.")
+    blocks = layers // per_block
+    for row_index, sub, name in sorted(found):
+        row, shape = PAX_ROWS[row_index], plan.arrays[name].shape
+        expected = array_shape(row, sizes, 0, blocks)
+        if row.array in _PADDED and len(shape) == len(expected):
+            axis = row.axes.split().index("vocab")
+            if shape[axis] > expected[axis]:
+                rows = f"{name}, {expected[axis]} to {shape[axis] - 1} of axis {axis}"
+                plan.ignored[rows] = "padding of the vocabulary"
+                shape = (*shape[:axis], expected[axis], *shape[axis + 1 :])
+        check_shape(name, shape, row, expected, where)
+        if not row.per_layer:
+            plan.parts[row.parameter].append(part_for(row, name, sizes))
+            continue
+        for block in range(blocks):
+            parameter = f"model.layers.{block * per_block + sub}.{row.parameter}"
+            plan.parts[parameter].append(part_for(row, name, sizes, 0, block))

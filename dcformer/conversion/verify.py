@@ -1,0 +1,358 @@
+"""Checks: bytes against the hashes of a report, two checkpoints against each other, logits against a reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..common.files import file_digest
+from ..configuration_dcformer import DCFormerConfig
+from .arrays import open_weights
+from .authors_torch import local_folder, read_config
+from .destination import REPORT_FILE
+from .inspection import open_checkpoint
+from .plan import meta_model
+from .report import read_report
+
+
+LOGIT_TOLERANCE = 2e-4
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+# Configuration fields that do not change what the model computes.
+_NO_BEHAVIOUR = {
+    "dtype",
+    "architectures",
+    "transformers_version",
+    "auto_map",
+    "initializer_range",
+    "use_cache",
+    "max_position_embeddings",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "oov_policy",
+    "_name_or_path",
+}
+
+
+@dataclass
+class HashCheck:
+    """
+    Attributes:
+        folder: The folder that was checked.
+        checked, nbytes: How many files were hashed, and their bytes.
+        problems: File -> what is not as in the report.
+    """
+
+    folder: str
+    checked: int = 0
+    nbytes: int = 0
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def same(self) -> bool:
+        return not self.problems
+
+
+def verify_hashes(
+    folder: str | os.PathLike,
+    *,
+    progress: Callable[[int], Callable[[int], object]] = lambda total: lambda nbytes: None,
+) -> HashCheck:
+    """
+    Check the files of a converted folder against the SHA-256 in its `conversion_report.json`.
+
+    Args:
+        folder: A converted Transformers folder, a name on the Hub that is one, or a folder that
+            [`convert_to_maxtext`] wrote.
+        progress (*optional*): Called with the number of bytes to read; returns a function that is called with every
+            part done.
+
+    Returns:
+        [`HashCheck`] with everything that differs, is missing, or is not in the report.
+
+    Raises:
+        FileNotFoundError: if there is no report in the folder.
+    """
+    folder = local_folder(folder)
+    report = read_report(folder)
+    if report is None:
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {REPORT_FILE}: dcformer did not convert it. Give a second checkpoint to compare "
+            "it with."
+        )
+    expected = report["files"]
+    there = {name: folder / name for name in expected if (folder / name).is_file()}
+    sizes = {name: path.stat().st_size for name, path in there.items()}
+    advance = progress(sum(sizes.values()))
+    problems = {name: "is missing" for name in expected if name not in there}
+    for name, path in there.items():
+        if file_digest(path, advance) != expected[name]:
+            problems[name] = f"has another SHA-256 than in {REPORT_FILE}"
+    steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
+    unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
+    unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
+    problems |= dict.fromkeys(names, f"is not in {REPORT_FILE}")
+    return HashCheck(str(folder), len(there), sum(sizes.values()), dict(sorted(problems.items())))
+
+
+def refuse_changed(folder: Path, item: str = "") -> None:
+    """
+    Raise ValueError if the weights of a folder are not those of the report in it, if there is one.
+
+    Args:
+        item (*optional*): The folder of the arrays, of a MaxText run.
+    """
+    if not (folder / REPORT_FILE).is_file():
+        return
+    for file, problem in verify_hashes(folder).problems.items():
+        if file.startswith(f"{item}/") or file.endswith(_WEIGHTS):
+            raise ValueError(
+                f"{folder / file} {problem}: it was damaged, or changed after the conversion. Copy it again, or remove "
+                f"{REPORT_FILE} if it was changed on purpose."
+            )
+
+
+@dataclass
+class LogitDifference:
+    """Distance of two sets of logits (batch, length, vocabulary); KL divergence in nats per token."""
+
+    max_abs: float
+    mean_kl: float
+    top1_agreement: float
+
+    def __str__(self) -> str:
+        agreement = f"top-1 agreement {100 * self.top1_agreement:.4g} %"
+        return f"max abs {self.max_abs:.3g}, mean KL {self.mean_kl:.3g} nats, {agreement}"
+
+
+def logit_difference(expected: Tensor, actual: Tensor) -> LogitDifference:
+    """Largest absolute difference, mean KL divergence, and how often the best token is the same."""
+    expected, actual = expected.double(), actual.double()
+    log_p, log_q = expected.log_softmax(-1), actual.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
+    agreement = (expected.argmax(-1) == actual.argmax(-1)).double().mean().item()
+    return LogitDifference((expected - actual).abs().max().item(), max(kl, 0.0), agreement)
+
+
+def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """
+    The tokens (batch, length) and logits (batch, length, vocabulary) of an .npz file.
+
+    Raises:
+        ValueError: if they have other shapes.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"]).float()
+    if tokens.ndim != 2 or not tokens.numel() or logits.shape != (*tokens.shape, vocab_size):
+        raise ValueError(
+            f"{str(path)!r} has tokens {tuple(tokens.shape)} and logits {tuple(logits.shape)}; they must be (batch, "
+            f"length) and (batch, length, {vocab_size})."
+        )
+    return tokens, logits
+
+
+def verify_folder(
+    folder: Path, reference: tuple[Tensor, Tensor] | None = None, tolerance: float = LOGIT_TOLERANCE
+) -> dict[str, str]:
+    """
+    Check a converted folder: a finite forward, and the reference tokens and logits.
+
+    Raises:
+        NotFiniteError, ValueError: if a check fails.
+    """
+    config, weights = read_config(folder / "config.json"), open_weights(folder)
+
+    def logits(config: DCFormerConfig, tokens: Tensor) -> Tensor:
+        return streamed_logits(config, lambda name: weights[name].read(), tokens)
+
+    logits(config, torch.linspace(0, config.vocab_size - 1, 16).long().unsqueeze(0))
+    checks = {"forward": "finite logits for 16 tokens"}
+    if reference is None:
+        return checks
+    tokens, expected = reference
+    difference = logit_difference(expected, logits(config, tokens))
+    if difference.max_abs <= tolerance:
+        return checks | {"reference logits": str(difference)}
+    hint = ""
+    if config.sliding_window is not None:
+        # The authors' torch prefill sees one key more than their JAX code.
+        wider = type(config).from_dict({**config.to_dict(), "sliding_window": config.sliding_window + 1})
+        other = logit_difference(expected, logits(wider, tokens))
+        if other.max_abs <= tolerance:
+            hint = f" With a window of {config.sliding_window + 1} they agree ({other}); set it if you want that."
+    raise ValueError(f"The logits differ from the reference: {difference}; allowed is {tolerance:g}.{hint}")
+
+
+class NotFiniteError(ValueError):
+    """A model that computes NaN or infinity."""
+
+
+@torch.no_grad()
+def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
+    """
+    Logits in float32 of a model that never holds more than one weight.
+
+    Args:
+        config: The model's configuration.
+        read: Returns the values of a parameter, given its name.
+        tokens: (batch, length) token ids.
+
+    Returns:
+        (batch, length, vocabulary) logits.
+
+    Raises:
+        NotFiniteError: if the output of a layer, or a logit, is not finite; the message names the layer.
+    """
+    model = meta_model(config)
+    if model.model.rotary_emb is not None:
+        model.model.rotary_emb.to_empty(device="cpu")
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+    for prefix, module in model.named_modules():
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if names:
+            _stream(module, {name: tied.get(f"{prefix}.{name}", f"{prefix}.{name}") for name in names}, read)
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(_finite_check(f"The output of layer {index}"))
+    model.lm_head.register_forward_hook(_finite_check("A logit"))
+    return model(tokens, use_cache=False).logits
+
+
+def _stream(module: nn.Module, names: dict[str, str], read: Callable[[str], Tensor]) -> None:
+    """Give a module its own parameters for the time of its forward."""
+
+    def load(module: nn.Module, arguments: Any) -> None:
+        for name, full in names.items():
+            setattr(module, name, nn.Parameter(read(full).float(), requires_grad=False))
+
+    def free(module: nn.Module, arguments: Any, output: Any) -> None:
+        for name in names:
+            setattr(module, name, nn.Parameter(getattr(module, name).to("meta"), requires_grad=False))
+
+    module.register_forward_pre_hook(load)
+    module.register_forward_hook(free)
+
+
+def _finite_check(what: str) -> Callable[[nn.Module, Any, Tensor], None]:
+    def check(module: nn.Module, arguments: Any, output: Tensor) -> None:
+        if not output.isfinite().all():
+            raise NotFiniteError(f"{what} is not finite; pass --no-verify to convert the weights all the same.")
+
+    return check
+
+
+@dataclass
+class Comparison:
+    """
+    Attributes:
+        a, b: The two checkpoints, as they were given.
+        result: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
+        compared: How many tensors both have, in the same shape.
+        missing, shapes: Names that one lacks, with which; names whose shapes differ.
+        tensors: Largest absolute difference of every tensor that is not equal.
+        config: Configuration fields that change the computation and differ.
+        logits: Distance of the logits for the same tokens; `None` if they could not be compared.
+        note: Why not.
+    """
+
+    a: str
+    b: str
+    result: str = "identical"
+    compared: int = 0
+    missing: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, list] = field(default_factory=dict)
+    tensors: dict[str, float] = field(default_factory=dict)
+    config: dict[str, list] = field(default_factory=dict)
+    logits: LogitDifference | None = None
+    note: str = ""
+
+    @property
+    def same(self) -> bool:
+        return self.result != "different"
+
+
+def compare(
+    a: str | os.PathLike,
+    b: str | os.PathLike,
+    *,
+    train_config: str | os.PathLike | None = None,
+    config: str | os.PathLike | None = None,
+    tokens: Tensor | None = None,
+) -> Comparison:
+    """
+    Whether two checkpoints are the same model, whatever their formats.
+
+    Args:
+        a, b: Converted folders, the authors' folders, MaxText or PAX checkpoints.
+        train_config, config (*optional*): For a MaxText checkpoint its YAML, for a PAX one its `config.json`.
+        tokens (*optional*): (batch, length) to compare logits on; `None`: 2 x 32, drawn with a fixed seed.
+
+    Raises:
+        FileNotFoundError, ValueError: if one of them cannot be read.
+    """
+    plans = [open_checkpoint(path, train_config=train_config, config=config) for path in (a, b)]
+    result = Comparison(str(a), str(b))
+    first, second = (_behaviour(plan.config) for plan in plans)
+    keys = sorted({*first, *second})
+    result.config = {key: [first.get(key), second.get(key)] for key in keys if first.get(key) != second.get(key)}
+    ours, theirs = (plan.model_parameters() for plan in plans)
+    for name in sorted({*ours, *theirs}):
+        if name not in ours or name not in theirs:
+            result.missing[name] = result.b if name in ours else result.a
+        elif ours[name].shape != theirs[name].shape:
+            result.shapes[name] = [ours[name].shape, theirs[name].shape]
+        else:
+            result.compared += 1
+            _compare_tensors(result, name, *(plan.read_one(name) for plan in plans))
+    if result.missing or result.shapes or result.config:
+        result.result = "different"
+    if result.missing or result.shapes:
+        result.note = "the tensors are not the same"
+        return result
+    if tokens is None:
+        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    logits, notes = [], []
+    for plan, where in zip(plans, (result.a, result.b)):
+        try:
+            logits.append(streamed_logits(plan.config, plan.read_one, tokens))
+        except NotFiniteError as error:
+            notes.append(f"{where}: {error}")
+    result.note = "; ".join(notes)
+    if len(notes) == 1:  # one model works and the other does not
+        result.result = "different"
+    if not notes:
+        result.logits = logit_difference(*logits)
+    return result
+
+
+def _compare_tensors(result: Comparison, name: str, first: Tensor, second: Tensor) -> None:
+    coarser = min(first.dtype, second.dtype, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
+    exact = first.double(), second.double()
+    if torch.allclose(*exact, rtol=0, atol=0, equal_nan=True):
+        return
+    # Infinities are equal, though their difference is not a number.
+    result.tensors[name] = (exact[0] - exact[1]).abs()[exact[0] != exact[1]].max().item()
+    if first.dtype == second.dtype or not torch.equal(first.to(coarser), second.to(coarser)):
+        result.result = "different"
+    elif result.same:
+        result.result = "same up to rounding"
+
+
+def _behaviour(config: DCFormerConfig) -> dict[str, Any]:
+    values = {key: value for key, value in config.to_dict().items() if key not in _NO_BEHAVIOUR}
+    # A window that no layer has, and settings of a composition that is off, change nothing.
+    if "sliding_attention" not in (config.layer_types or ()):
+        values["sliding_window"] = None
+    if not config.composes_heads:
+        values = {key: value for key, value in values.items() if not key.startswith("compose_")}
+    if not config.qk_norm:
+        del values["qk_norm_eps"]
+    return values

@@ -1,0 +1,73 @@
+"""Checkpoints in buckets, served by a local server."""
+
+import pytest
+from fake_bucket import FakeBucket, files_of
+from orbax_writer import maxtext_leaves, write_checkpoint
+
+from dcformer.conversion import convert_maxtext, stores, writer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_checkpoint(folder / "5" / "state", maxtext_leaves(0, embed=32, channels=8, mlp=64))
+    return folder
+
+
+@pytest.fixture
+def bucket(run, monkeypatch):
+    server = FakeBucket({**files_of(run, "mine/"), "mine/": b""})
+    settings = {
+        "AWS_ENDPOINT_URL": server.endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "TENSORSTORE_GCS_HTTP_URL": server.endpoint,
+        "GCE_METADATA_ROOT": "127.0.0.1:9",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_run_is_read_from_a_bucket(bucket, run, tmp_path, scheme):
+    remote = convert_maxtext(f"{scheme}://runs/mine/", tmp_path / "remote", verify=False)
+    here = convert_maxtext(run, tmp_path / "here", verify=False)
+    assert remote.source["step"] == 5
+    assert remote.source["location"] == f"{scheme}://runs/mine/5/state"
+    assert [record["sha256"] for record in remote.tensors] == [record["sha256"] for record in here.tensors]
+    assert remote.source["sha256"] == here.source["sha256"]
+
+
+def test_a_conversion_goes_on_after_the_server_failed_in_its_middle(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "_RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
+    write, finished = writer.ShardWriter._write, []
+
+    def failing(self, file, *arguments):
+        bucket.status = 500 if len(finished) == 2 else 200
+        records = write(self, file, *arguments)
+        finished.append(file)
+        return records
+
+    monkeypatch.setattr(writer.ShardWriter, "_write", failing)
+    with pytest.raises(ValueError, match="500"):
+        convert_maxtext("s3://runs/mine", tmp_path / "model", max_shard_size="20KB", verify=False)
+    assert not (tmp_path / "model").exists()
+    monkeypatch.setattr(writer.ShardWriter, "_write", write)
+    bucket.status = 200
+    report = convert_maxtext("s3://runs/mine", tmp_path / "model", max_shard_size="20KB", verify=False)
+    assert report.resumed_shards == 2
+
+
+def test_a_server_that_never_answers_is_given_up(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "_LIST_SECONDS", 0.5)
+    bucket.is_silent = True
+    with pytest.raises(TimeoutError, match="s3://runs/mine"):
+        convert_maxtext("s3://runs/mine", tmp_path / "model")
+
+
+def test_an_empty_place_in_a_bucket_is_named(bucket, tmp_path):
+    with pytest.raises(ValueError, match="s3://runs/nothing"):
+        convert_maxtext("s3://runs/nothing", tmp_path / "model")

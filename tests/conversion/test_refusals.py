@@ -1,0 +1,304 @@
+"""Damaged, incomplete and contradicting sources are refused, and nothing is left behind."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint, write_metadata
+from pax_arrays import PAX_CONFIG, PAX_MLP, pax_arrays
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from dcformer.conversion import convert_maxtext, convert_pax, convert_torch
+
+
+MLP = "params.decoder.layers.mlp_1.wi_0.kernel"
+QKW = "params.decoder.layers.self_attention_0.AttentionOp_0.dyn_w_proj.qkw"
+OUT = "params.decoder.layers.self_attention_1.out.kernel"
+NORM = "params.decoder.decoder_norm.scale"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """Valid checkpoints, copied for every test: src (zarr), ocdbt, hub and pax.npz."""
+    folder = tmp_path_factory.mktemp("originals")
+    leaves = maxtext_leaves(0, layers=2)
+    write_checkpoint(folder / "src" / "7" / "state", leaves)
+    write_checkpoint(folder / "ocdbt" / "7" / "state", leaves, layout="ocdbt")
+    tiny_model(num_hidden_layers=2).save_pretrained(folder / "hub")
+    np.savez(folder / "pax.npz", **pax_arrays())
+    (folder / "config.json").write_text(json.dumps(PAX_CONFIG))
+    return folder
+
+
+@pytest.fixture
+def work(originals, tmp_path):
+    shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def assert_refused(work, word, convert, source, **options):
+    """The call fails with a message that holds a word, and leaves nothing behind."""
+    before = sorted(path.relative_to(work) for path in work.rglob("*"))
+    with pytest.raises((ValueError, TypeError, OSError, SafetensorError)) as caught:
+        convert(source, work / "out", **options)
+    assert word in str(caught.value)
+    assert sorted(path.relative_to(work) for path in work.rglob("*")) == before
+
+
+def chunk(item, name):
+    return next(path for path in sorted((item / name).iterdir()) if path.name != ".zarray")
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def put(*changes, remove=()):
+    """Write arrays (name, values) anew and remove others, with `_METADATA` that lists what is there."""
+
+    def corrupt(item):
+        for name in [*remove, *dict(changes)]:
+            shutil.rmtree(item / name, ignore_errors=True)
+        write_checkpoint(item, dict(changes), metadata=False)
+        write_metadata(item, [path.name for path in item.iterdir() if path.is_dir()])
+
+    return corrupt
+
+
+def floats(*shape, bad=0.5):
+    values = np.full(shape, 0.5, np.float32)
+    values.flat[0] = bad
+    return values
+
+
+def declare_another(item):
+    names = [path.name for path in item.iterdir() if path.is_dir()]
+    write_metadata(item, [*names, "params.decoder.layers.lost.scale"])
+
+
+MAXTEXT = {
+    "chunk_truncated": (lambda item: cut(chunk(item, MLP)), MLP),
+    "chunk_missing": (lambda item: chunk(item, MLP).unlink(), MLP),
+    "array_missing": (lambda item: shutil.rmtree(item / MLP), MLP),
+    "array_missing_undeclared": (put(remove=[MLP]), "mlp.gate_proj"),
+    "embedding_missing": (put(remove=["params.token_embedder.embedding"]), "token_embedder.embedding"),
+    "norm_missing": (put(remove=[NORM]), "model.norm.weight"),
+    "metadata_of_an_array_truncated": (lambda item: cut(item / MLP / ".zarray"), MLP),
+    "array_unknown": (put(("params.decoder.layers.mlp_0.router.kernel", floats(16, 1, 4))), "router"),
+    "array_outside_the_root": (put(("other.weights", floats(4))), "other.weights"),
+    "array_declared_and_not_there": (declare_another, "params.decoder.layers.lost.scale"),
+    "sub_block_of_another_run": (put((MLP.replace("mlp_1", "mlp_2"), floats(16, 1, 24))), "3"),
+    "layer_count_differs": (put((MLP, floats(16, 2, 24))), MLP),
+    "width_differs": (put((MLP, floats(16, 1, 25))), MLP),
+    "extra_axis": (put((MLP, floats(16, 1, 24, 1))), MLP),
+    "odd_ranks": (put((QKW, np.zeros((1, 1, 4, 16, 3, 4), BFLOAT16))), "dyn_w_proj"),
+    "integers_for_weights": (put((MLP, np.zeros((16, 1, 24), np.int32))), MLP),
+    "stacked_and_unstacked": (put(("params.decoder.layers_0.mlp_0.wo.kernel", floats(24, 16))), "layers_0"),
+    "nan": (put((MLP, floats(16, 1, 24, bad=np.nan))), "model.layers.1.mlp.gate_proj.weight"),
+    "infinity": (put((OUT, floats(4, 1, 4, 16, bad=np.inf))), "[0, 0]"),
+}
+
+
+@pytest.mark.parametrize("case", MAXTEXT)
+def test_damaged_maxtext(work, case):
+    corrupt, word = MAXTEXT[case]
+    corrupt(work / "src" / "7" / "state")
+    assert_refused(work, word, convert_maxtext, work / "src")
+
+
+OCDBT = {
+    "manifest_truncated": lambda item: cut(item / "manifest.ocdbt"),
+    "data_missing": lambda item: shutil.rmtree(item / "d"),
+    "data_truncated": lambda item: [cut(path) for path in (item / "d").iterdir()],
+    "array_declared_and_not_there": lambda item: write_metadata(item, ["params.lost", *maxtext_leaves(0, layers=2)]),
+}
+
+
+@pytest.mark.parametrize("case", OCDBT)
+def test_damaged_ocdbt(work, case):
+    item = work / "ocdbt" / "7" / "state"
+    OCDBT[case](item)
+    assert_refused(work, "", convert_maxtext, work / "ocdbt")
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"step": 8}, "8"),
+        ({"dtype": "float8"}, "float8"),
+        ({"max_shard_size": "much"}, "size"),
+        ({"shard_size": "1GB"}, "shard_size"),
+    ],
+)
+def test_bad_options(work, options, word):
+    assert_refused(work, word, convert_maxtext, work / "src", **options)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "hub"])
+def test_sources_without_a_checkpoint(work, place):
+    assert_refused(work, place, convert_maxtext, work / place)
+
+
+def test_float16_overflow(work):
+    put((MLP, floats(16, 1, 24, bad=1e6)))(work / "src" / "7" / "state")
+    assert_refused(work, MLP, convert_maxtext, work / "src", dtype="float16")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"window_size": 256},
+        {"window_size": [0, None]},
+        {"window_size": [5]},
+        {"window_size": [5, 6]},
+        {"normalization_layer_epsilon": "small"},
+        {"base_emb_dim": 32},
+        {"base_num_decoder_layers": 3},
+        {"vocab_size": 33},
+        {"qk_norm": False},
+        {"num_layers_per_block": 4},
+        {"scan_layers": False},
+        {"decoder_block": "llama2"},
+        {"mlp_activations": ["gelu", "linear"]},
+        {"logits_via_embedding": True},
+        {"param_scan_axis": 0},
+    ],
+    ids=lambda values: " ".join(f"{key} {value}" for key, value in values.items()),
+)
+def test_a_training_yaml_of_another_run_is_refused(work, values):
+    (work / "train.yml").write_text(yaml.safe_dump(values))
+    word = {"normalization_layer_epsilon": "small", "param_scan_axis": "", "window_size": "window"}
+    (key,) = values
+    assert_refused(work, word.get(key, key), convert_maxtext, work / "src", train_config=work / "train.yml")
+
+
+def set_config(**changes):
+    def corrupt(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return corrupt
+
+
+def set_tensors(change, torch_file=False):
+    """Change the tensors of a folder; `torch_file` saves them as `pytorch_model.bin`."""
+
+    def corrupt(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        if torch_file:
+            (folder / "model.safetensors").unlink()
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return corrupt
+
+
+def save_object(values):
+    def corrupt(folder):
+        (folder / "model.safetensors").unlink()
+        torch.save(values, folder / "pytorch_model.bin")
+
+    return corrupt
+
+
+class Malicious:
+    def __reduce__(self):
+        return print, ("this code must not run",)
+
+
+def index(names):
+    def corrupt(folder):
+        (folder / "model.safetensors").rename(folder / "other.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    return corrupt
+
+
+def put_tensor(name, values):
+    return lambda tensors: tensors.update({name: values})
+
+
+HEAD = "lm_head.weight"
+TORCH = {
+    "weights_missing": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+    "weights_truncated": (lambda folder: cut(folder / "model.safetensors"), ""),
+    "tensor_missing": (set_tensors(lambda tensors: tensors.pop(HEAD)), HEAD),
+    "tensor_unknown": (set_tensors(put_tensor("router.weight", torch.ones(3))), "router.weight"),
+    "tensor_transposed": (set_tensors(put_tensor(HEAD, torch.ones(32, 67))), HEAD),
+    "tensor_quantised": (set_tensors(put_tensor(HEAD, torch.ones(67, 32, dtype=torch.int8))), HEAD),
+    "tensor_not_finite": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.nan))), HEAD),
+    "not_finite_in_a_torch_file": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.inf)), True), HEAD),
+    "not_tensors": (save_object({"model": {"a": torch.ones(1)}}), "pytorch_model.bin"),
+    "quantised": (set_config(quantization_config={"quant_method": "torchao"}), "quantization_config"),
+    "other_model": (set_config(model_type="llama"), "llama"),
+    "other_width": (set_config(hidden_size=64), "32"),
+    "more_layers": (set_config(num_hidden_layers=3, layer_types=None), "model.layers.2"),
+    "index_outside_the_folder": (index({"a": "../hub/other.safetensors"}), "../hub/other.safetensors"),
+    "index_of_a_missing_file": (index({"a": "lost.safetensors"}), "lost.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_damaged_torch_folder(work, case):
+    corrupt, word = TORCH[case]
+    corrupt(work / "hub")
+    assert_refused(work, word, convert_torch, work / "hub")
+
+
+def test_code_in_a_torch_file_is_not_run(work, capsys):
+    save_object({HEAD: Malicious()})(work / "hub")
+    with pytest.raises(Exception, match="weights_only"):
+        convert_torch(work / "hub", work / "out")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_same_tensor_in_two_files_is_refused(work):
+    shutil.copy(work / "hub" / "model.safetensors", work / "hub" / "b.safetensors")
+    index({"a": "other.safetensors", "b": "b.safetensors"})(work / "hub")
+    assert_refused(work, "other.safetensors", convert_torch, work / "hub")
+
+
+def set_arrays(change):
+    def corrupt(work):
+        arrays = pax_arrays()
+        change(arrays)
+        np.savez(work / "pax.npz", **arrays)
+
+    return corrupt
+
+
+PAX = {
+    "array_missing": (set_arrays(lambda arrays: arrays.pop(PAX_MLP)), "mlp.up_proj"),
+    "array_unknown": (set_arrays(lambda arrays: arrays.update({f"{PAX_MLP}.b": floats(1)})), f"{PAX_MLP}.b"),
+    "array_elsewhere": (set_arrays(lambda arrays: arrays.update(other=floats(1))), "other"),
+    "array_wider": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1, 16, 25)})), PAX_MLP),
+    "not_finite": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1, 16, 24, bad=np.nan)})), "up_proj"),
+    "vocabulary_longer": (set_config(vocab_size=40), "emb_var"),
+    "layers_do_not_divide": (set_config(n_layer=3), "3"),
+}
+
+
+@pytest.mark.parametrize("case", PAX)
+def test_damaged_pax(work, case):
+    corrupt, word = PAX[case]
+    corrupt(work)
+    assert_refused(work, word, convert_pax, work / "pax.npz", config=work / "config.json")
+
+
+def test_objects_in_npy_files_are_not_unpickled(work):
+    (work / "arrays").mkdir()
+    np.save(work / "arrays" / "a.npy", np.array([Malicious()]), allow_pickle=True)
+    assert_refused(work, "objects", convert_pax, work / "arrays", config=work / "config.json")
+
+
+def test_reference_logits_of_another_vocabulary_are_refused(work):
+    np.savez(work / "reference.npz", tokens=np.zeros((1, 3), np.int64), logits=np.zeros((1, 3, 66), np.float32))
+    assert_refused(work, "66", convert_torch, work / "hub", reference_logits=work / "reference.npz")

@@ -1,0 +1,224 @@
+"""Interrupted conversions go on from finished shards and end with the same bytes; replacing what is there."""
+
+import errno
+import json
+import random
+import time
+from pathlib import Path
+
+import killable
+import pytest
+from orbax_writer import maxtext_leaves, write_checkpoint
+from tiny_models import tiny_model
+
+from dcformer.common.files import LockHeldError, file_lock
+from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext, writer
+
+
+SHARDS = {"max_shard_size": "100KB", "verify": False}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    leaves = maxtext_leaves(0, layers=8, embed=32, heads=4, channels=8, mlp=64, vocab=64)
+    write_checkpoint(folder / "checkpoints" / "7" / "state", leaves)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ours")
+    jax = {"compose_activation": "gelu_pytorch_tanh", "norm_eps": 1e-5, "qk_norm_eps": 1e-5}
+    tiny_model("all_branches", num_hidden_layers=4, **jax).save_pretrained(folder)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def expected(run, tmp_path_factory):
+    destination = tmp_path_factory.mktemp("whole") / "model"
+    assert convert_maxtext(run, destination, **SHARDS).resumed_shards == 0
+    assert len(list(destination.glob("*.safetensors"))) > 4
+    return contents(destination)
+
+
+def partial_of(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.partial")
+
+
+def interrupt(monkeypatch, shards: int, error: BaseException):
+    """Let the saving of shards fail after so many."""
+    save, saved = writer.save_file, []
+
+    def failing(tensors, path, **options):
+        if len(saved) == shards:
+            raise error
+        save(tensors, path, **options)
+        saved.append(path)
+
+    monkeypatch.setattr(writer, "save_file", failing)
+
+
+@pytest.fixture
+def interrupted(run, tmp_path, monkeypatch):
+    """A destination with two finished shards beside it."""
+    destination = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert_maxtext(run, destination, **SHARDS)
+    assert not destination.exists()
+    return destination
+
+
+def test_resumes_from_finished_shards(run, expected, interrupted):
+    told = []
+    report = convert_maxtext(run, interrupted, progress=lambda total: (told.append(total), told.append)[1], **SHARDS)
+    assert report.resumed_shards == 2
+    assert told[0] == sum(told[1:]) == report.source_bytes
+    assert contents(interrupted) == expected
+    assert not partial_of(interrupted).exists()
+
+
+def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, interrupted):
+    shard = min(partial_of(interrupted).glob("model/*.safetensors"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
+    assert contents(interrupted) == expected
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"verify": True}])
+def test_other_options_start_anew(run, interrupted, options):
+    report = convert_maxtext(run, interrupted, **{**SHARDS, **options})
+    assert report.resumed_shards == 0
+    assert {record["dtype"] for record in report.tensors} <= {options.get("dtype", "float32"), "bfloat16"}
+
+
+def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, OSError(errno.ENOSPC, "full"))
+        with pytest.raises(OSError):
+            convert_maxtext(run, tmp_path / "model", **SHARDS)
+    assert len(list(partial_of(tmp_path / "model").glob("notes/*"))) == 2
+    leaves = maxtext_leaves(0, layers=2)
+    leaves["params.decoder.layers.mlp_1.wo.kernel"][0] = float("nan")
+    write_checkpoint(tmp_path / "bad", leaves)
+    with pytest.raises(ValueError, match="NaN"):
+        convert_maxtext(tmp_path / "bad", tmp_path / "other", max_shard_size="4KB")
+    assert not partial_of(tmp_path / "other").exists()
+
+
+def test_killed_at_a_random_moment(run, expected, tmp_path):
+    destination = tmp_path / "model"
+    process = killable.start(convert_maxtext, run, destination, **SHARDS)
+    deadline = time.monotonic() + 60
+    while not partial_of(destination).exists() and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(random.uniform(0, 0.15))
+    process.kill()
+    process.join()
+    assert partial_of(destination).exists() or destination.exists()
+    if not destination.exists():
+        convert_maxtext(run, destination, **SHARDS)
+    assert contents(destination) == expected
+
+
+@pytest.mark.parametrize("arrays", [0, 3])
+def test_the_way_back_resumes_from_finished_arrays(model, tmp_path, monkeypatch, arrays):
+    convert_to_maxtext(model, tmp_path / "whole")
+    create, created = to_maxtext._create_array, []
+
+    def failing(folder, *arguments):
+        if len(created) == arrays:
+            raise KeyboardInterrupt
+        created.append(folder.name)
+        return create(folder, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(to_maxtext, "_create_array", failing)
+        with pytest.raises(KeyboardInterrupt):
+            convert_to_maxtext(model, tmp_path / "back")
+    assert partial_of(tmp_path / "back").exists() == (arrays > 0)
+    written = []
+    monkeypatch.setattr(to_maxtext, "_create_array", lambda *a: (written.append(a[0].name), create(*a))[1])
+    convert_to_maxtext(model, tmp_path / "back")
+    assert not set(created) & set(written)
+    assert contents(tmp_path / "back") == contents(tmp_path / "whole")
+
+
+# --- Replacing --------------------------------------------------------------------------------------------------------
+
+
+def test_force_replaces_a_converted_model_and_nothing_else(model, tmp_path):
+    folder = tmp_path / "out"
+    convert_torch(model, folder, dtype="bfloat16", verify=False)
+    with pytest.raises(FileExistsError, match="--force"):
+        convert_torch(model, folder, verify=False)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"notes\.txt"):
+        convert_torch(model, folder, force=True, verify=False)
+    (folder / "notes.txt").unlink()
+    convert_torch(model, folder, force=True, verify=False)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "model.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError, match="conversion_report"):
+        convert_torch(model, tmp_path / "plain", force=True)
+
+
+def test_force_refuses_a_run_that_was_trained_on(model, tmp_path):
+    convert_to_maxtext(model, tmp_path / "run")
+    (tmp_path / "run" / "100" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "100" / "state" / "_METADATA").write_text("later")
+    with pytest.raises(FileExistsError, match="100/state"):
+        convert_to_maxtext(model, tmp_path / "run", force=True)
+
+
+def test_the_source_is_not_replaced(model, tmp_path):
+    convert_torch(model, tmp_path / "out", verify=False)
+    for destination in (tmp_path / "out", tmp_path):
+        with pytest.raises(ValueError, match="inside the destination"):
+            convert_torch(tmp_path / "out", destination, force=True)
+    with pytest.raises(ValueError, match="gs://"):
+        convert_torch(model, "gs://bucket/out")
+
+
+def test_a_kill_between_the_renames_loses_neither_model(model, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    convert_torch(model, folder, dtype="bfloat16", verify=False)
+    old = contents(folder)
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name == "model":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(KeyboardInterrupt):
+            convert_torch(model, folder, force=True, verify=False)
+    assert contents(partial_of(folder) / "replaced") == old
+    with pytest.raises(FileExistsError):
+        convert_torch(model, folder, verify=False)
+    assert contents(folder) == old
+    assert convert_torch(model, folder, force=True, verify=False).resumed_shards == 1
+    assert not partial_of(folder).exists()
+
+
+def test_two_conversions_to_one_place(model, tmp_path):
+    with file_lock(partial_of(tmp_path / "out") / "lock"), pytest.raises(LockHeldError):
+        convert_torch(model, tmp_path / "out")
+
+
+def test_a_link_stays_and_the_folder_lands_where_it_points(model, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "model")
+    convert_torch(model, tmp_path / "out", verify=False)
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "model" / "model.safetensors").is_file()

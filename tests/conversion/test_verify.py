@@ -1,0 +1,220 @@
+"""Hashes of a report, comparison of two checkpoints, inspection, formats, and the code beside the weights."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from orbax_writer import maxtext_leaves, write_checkpoint
+from pax_arrays import PAX_CONFIG, PAX_STATE, pax_arrays
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from dcformer.conversion import (
+    compare,
+    convert_maxtext,
+    convert_pax,
+    convert_to_maxtext,
+    convert_torch,
+    detect_format,
+    inspect_checkpoint,
+    open_weights,
+    verify_hashes,
+)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """A checkpoint of every format, and conversions."""
+    folder = tmp_path_factory.mktemp("originals")
+    write_checkpoint(folder / "maxtext" / "7" / "state", maxtext_leaves(0, layers=2, optimizer=True))
+    convert_maxtext(folder / "maxtext", folder / "model", max_shard_size="10KB")
+    convert_to_maxtext(folder / "model", folder / "back")
+    write_checkpoint(folder / "pax_zarr", {**pax_arrays(), **PAX_STATE})
+    np.savez(folder / "pax.npz", **pax_arrays(), **PAX_STATE)
+    (folder / "pax_npy").mkdir()
+    for name, values in pax_arrays().items():
+        np.save(folder / "pax_npy" / f"{name}.npy", values)
+    (folder / "config.json").write_text(json.dumps(PAX_CONFIG))
+    return folder
+
+
+@pytest.fixture
+def work(originals, tmp_path):
+    shutil.copytree(originals, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def last_shard(folder):
+    return max(folder.glob("model-*.safetensors"))
+
+
+def flip_last_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+CHANGES = {
+    "bit": lambda folder: flip_last_bit(last_shard(folder)),
+    "cut": lambda folder: last_shard(folder).write_bytes(last_shard(folder).read_bytes()[:-8]),
+    "missing": lambda folder: last_shard(folder).unlink(),
+    "another_file": lambda folder: save_file({"a": torch.ones(1)}, folder / "model.safetensors"),
+    "index": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+    "config": lambda folder: (folder / "config.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_every_change_is_found_and_the_changed_folder_refused(work, case):
+    assert verify_hashes(work / "model").same
+    files = {case: last_shard(work / "model").name for case in ("bit", "cut", "missing")}
+    files |= {"another_file": "model.safetensors", "index": "model.safetensors.index.json", "config": "config.json"}
+    CHANGES[case](work / "model")
+    assert list(verify_hashes(work / "model").problems) == [files[case]]
+    if case == "config":  # an edited configuration is the user's
+        return
+    for convert in (convert_torch, convert_to_maxtext):
+        with pytest.raises(ValueError, match=files[case]):
+            convert(work / "model", work / "out")
+    assert not (work / "out").exists()
+
+
+def test_changed_files_of_a_run_are_found_and_refused(work):
+    told = []
+    check = verify_hashes(work / "back", progress=lambda total: (told.append(total), told.append)[1])
+    assert check.same and told[0] == sum(told[1:]) == check.nbytes
+    array = work / "back" / "7" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
+    flip_last_bit(array / "0.0.0")
+    (array / "extra").write_text("")
+    assert [Path(file).name for file in verify_hashes(work / "back").problems] == ["0.0.0", "extra"]
+    with pytest.raises(ValueError, match="mlp_1"):
+        convert_maxtext(work / "back", work / "out")
+
+
+def test_a_folder_without_a_report_is_told_apart(work):
+    with pytest.raises(FileNotFoundError, match="conversion_report"):
+        verify_hashes(work / "maxtext")
+    (work / "model" / "conversion_report.json").unlink()
+    flip_last_bit(last_shard(work / "model"))
+    convert_torch(work / "model", work / "out", verify=False)
+
+
+@pytest.mark.parametrize("b", ["maxtext", "back"])
+def test_the_same_model_in_two_formats(originals, b):
+    found = compare(originals / "model", originals / b)
+    assert found.same and found.result == "identical" and found.logits.max_abs == 0
+
+
+def test_rounded_changed_and_broken_models_are_told_apart(work):
+    convert_torch(work / "model", work / "rounded", dtype="bfloat16")
+    assert compare(work / "model", work / "rounded").result == "same up to rounding"
+    path = work / "rounded" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = compare(work / "model", work / "rounded")
+    assert not found.same and found.tensors["model.norm.weight"] > 0.9 and found.logits.max_abs > 0
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = compare(work / "rounded", work / "rounded")
+    assert found.same and found.logits is None and "not finite" in found.note
+    assert not compare(work / "model", work / "rounded").same
+    tiny_model(hidden_size=64).save_pretrained(work / "wider")
+    found = compare(work / "model", work / "wider")
+    assert not found.same and found.shapes and found.config["hidden_size"] == [16, 64]
+
+
+def test_a_window_that_differs_is_a_difference(work):
+    shutil.copytree(work / "model", work / "other")
+    config = work / "other" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 5}))
+    found = compare(work / "model", work / "other")
+    assert not found.same and found.config == {"sliding_window": [256, 5]} and not found.tensors
+
+
+FORMATS = {
+    "maxtext": ("maxtext", "MaxText (zarr 2)"),
+    "maxtext/7/state": ("maxtext", "MaxText (zarr 2)"),
+    "pax_zarr": ("pax", "PAX (zarr 2)"),
+    "pax.npz": ("pax", "PAX (flat .npz)"),
+    "pax_npy": ("pax", "PAX (folder of .npy files)"),
+    "model": ("torch", "torch files, our names"),
+}
+
+
+@pytest.mark.parametrize("place", FORMATS)
+def test_formats_are_told_and_inspected(originals, place):
+    name, format = FORMATS[place]
+    assert detect_format(originals / place) == name
+    config = {"config": originals / "config.json"} if name == "pax" else {}
+    found = inspect_checkpoint(originals / place, **config)
+    assert found.format == format and not found.note
+    layers = next(origin.value for origin in found.architecture if origin.field == "num_hidden_layers")
+    assert layers == 2 and found.total_parameters > 0
+    assert found.total_bytes == sum(tensor.nbytes for tensor in found.tensors)
+    assert json.loads(json.dumps(found.to_dict(), default=str))["step"] == (7 if name == "maxtext" else None)
+    if place in ("pax_zarr", "pax.npz"):
+        assert (found.optimizer_arrays, found.state_arrays) == (1, ["step"])
+    if name == "maxtext":
+        assert found.optimizer_arrays == 2 * len(found.tensors) + 1 and found.state_arrays == ["step"]
+
+
+def test_the_training_state_of_pax_is_accounted_for(originals, tmp_path):
+    config = originals / "config.json"
+    report = convert_pax(originals / "pax.npz", tmp_path / "model", config=config, verify=False)
+    assert set(PAX_STATE) <= report.ignored.keys()
+
+
+def test_pax_without_its_configuration_is_listed(originals, tmp_path):
+    found = inspect_checkpoint(originals / "pax.npz")
+    assert "--config" in found.note and len(found.tensors) == len(pax_arrays()) and not found.architecture
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        detect_format(tmp_path / "nowhere")
+
+
+def test_weights_are_listed_without_reading_them(originals, tmp_path):
+    weights = open_weights(originals / "model")
+    assert weights["lm_head.weight"].shape == (32, 16) and weights["lm_head.weight"].read().shape == (32, 16)
+    torch.save({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}, tmp_path / "pytorch_model.bin")
+    weights = open_weights(tmp_path)
+    assert weights["b"].read() == 3 and weights["a"].read(((1, 2), (0, 2))).tolist() == [[3, 4]]
+
+
+def test_the_code_is_written_if_asked_and_not_passed_on(originals, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    convert_torch(originals / "model", folder, with_code=True, verify=False)
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    assert verify_hashes(folder).same
+    references = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert {"AutoConfig", "AutoModelForCausalLM"} <= references.keys()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    model_class = get_class_from_dynamic_module(references["AutoModelForCausalLM"], str(folder))
+    assert model_class.__module__.startswith("transformers_modules") and model_class.__name__ == "DCFormerForCausalLM"
+    assert not any(re.search(r"^\s*(from|import) dcformer", path.read_text(), re.M) for path in folder.glob("*.py"))
+    convert_torch(folder, tmp_path / "plain", verify=False)
+    assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_the_tokenizer_comes_along(originals, tokenizer_folder, tmp_path):
+    convert_torch(originals / "model", tmp_path / "model", tokenizer=tokenizer_folder, verify=False)
+    convert_torch(tmp_path / "model", tmp_path / "again", verify=False)
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == (tmp_path / "model" / "tokenizer.json").read_text()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_weights_that_are_not_finite_are_named_without_verification(originals, tmp_path):
+    shutil.copytree(originals / "model", tmp_path / "model")
+    (tmp_path / "model" / "conversion_report.json").unlink()
+    for path in (tmp_path / "model").glob("model-*.safetensors"):
+        tensors = load_file(path)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][0] = torch.inf
+            save_file(tensors, path, metadata={"format": "pt"})
+    report = convert_torch(tmp_path / "model", tmp_path / "out", verify=False)
+    assert "model.norm.weight" in report.verification["values"]
