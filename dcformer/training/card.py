@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import write_atomically
-from ..conversion.formats.transformers_folder import open_weights
-from ..conversion.pieces import dtype_name
 from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
 from .recipe import Recipe
 
@@ -21,37 +18,36 @@ def write_training_card(folder: Path, recipe: Recipe, records: list[dict[str, An
     Write the README.md of a trained model, unless somebody else has written or edited the one that is there.
 
     Args:
-        folder (`Path`): The model.
-        recipe (`Recipe`): What it was trained by.
-        records: The log of the run.
+        folder: Folder of the model.
+        recipe: Recipe that it was trained by.
+        records: Log of the run.
     """
     if users_card(folder) is not None:
         return
-    config, leaves = AutoConfig.from_pretrained(folder), open_weights(folder).values()
-    pretrained = recipe.model.get("pretrained") or ""
-    licence, base_model = known_origin(pretrained, recipe.name)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    licence, base_model = known_origin(recipe.model.get("pretrained") or "", recipe.name)
     text = write_card(
         recipe.name,
         config,
         class_name=(config.architectures or [""])[0],
-        parameters=sum(math.prod(leaf.shape) for leaf in leaves),
-        dtype=Counter(dtype_name(leaf.dtype) for leaf in leaves).most_common(1)[0][0],
+        parameters=parameters,
+        dtype="float32",
         licence=licence,
         base_model=base_model,
         sections=[("Training", table(("", ""), _rows(recipe, records)))],
     )
-    path = folder / CARD_FILE
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        write_atomically(path, text)
+    write_atomically(folder / CARD_FILE, text)
 
 
 def _rows(recipe: Recipe, records: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    training, source = recipe.training, recipe.data.source
+    training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained")
     rows: list[tuple[str, Any]] = [
-        ("started from", Path(recipe.model["pretrained"]).name if recipe.model.get("pretrained") else "random weights"),
+        ("started from", Path(pretrained).name if pretrained else "random weights"),
         ("data", Path(source).name if Path(source).exists() else source),
         ("steps", f"{training.steps:,}"),
-        ("optimiser", f"AdamW, highest learning rate {training.learning_rate:g}"),
+        ("optimiser", f"{training.optimizer}, highest learning rate of AdamW {training.learning_rate:g}"),
         ("seed", recipe.seed),
     ]
     for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):

@@ -1,5 +1,7 @@
-"""The order in which rows are read. It depends on the seed alone: not on the number of processes, nor on when a run
-stopped. Training reads passes over the data without end, so that every optimiser step has its full batch.
+"""
+The order in which rows are read: by the seed alone, whatever the number of processes and wherever a run stopped.
+
+Training reads passes over the data without end, so that every optimiser step has its full batch.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 class RowOrder(Sampler):
     """
-    Numbers of the rows that a run reads: one permutation of them all after the other, or always their own order.
+    Row numbers for a run, pass after pass.
 
     Args:
-        rows (`int`): Number of rows of the data.
-        total (`int`): Number of rows that the run reads, in as many passes as that takes.
-        seed (`int`, *optional*): Seed of the permutations; each pass has its own. Without it, rows keep their order.
+        rows: Number of rows of the data.
+        total: Number of rows that the run reads, in as many passes as that takes.
+        seed: Seed of the permutations, one for each pass; `None`: rows keep their order.
     """
 
     def __init__(self, rows: int, total: int, seed: int | None):
@@ -41,7 +43,7 @@ class RowOrder(Sampler):
 
 
 class EndlessStream(IterableDataset):
-    """Rows of a stream, from its beginning again whenever it ends; `set_epoch` lets it shuffle every pass anew."""
+    """Rows of a stream, from its beginning again whenever it ends; `set_epoch` shuffles every pass anew."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -50,22 +52,18 @@ class EndlessStream(IterableDataset):
         for number in itertools.count():
             if hasattr(self.rows, "set_epoch"):
                 self.rows.set_epoch(number)
-            row = None
-            for row in self.rows:
-                yield row
-            if row is None:
-                raise ValueError("The training data hold no rows; check data.source and data.split.")
+            yield from self.rows  # which raises if there are none
 
 
 class WholeBatches(Dataset):
     """
     Rows of an evaluation, filled up with rows without loss until they divide into batches of equal size.
 
-    Otherwise processes would be given rows twice to have as many batches as the others, and count them twice.
+    Otherwise processes would get rows twice to have as many batches as the others, and count them twice.
 
     Args:
-        rows (`Dataset`): Rows with `labels`.
-        multiple (`int`): Rows of one batch of all processes.
+        rows: Rows with `labels`.
+        multiple: Rows of one batch of all processes.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], multiple: int):
