@@ -9,13 +9,16 @@ predicted across documents either. Padding comes last, with positions of its own
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from torch.utils.data import Sampler
 
 from ..common.optional import import_optional
 from ..head_tasks import generate_documents, iterate_practice
@@ -30,10 +33,12 @@ Document = tuple[list[int], list[int]]  # token ids and labels
 
 IGNORED_LABEL = -100  # left out by the loss functions of torch and Transformers
 EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
+_COLUMNS = ("input_ids", "labels", "position_ids")
 _BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".csv": "csv"}
 _SHUFFLE_BUFFER = 10_000
 _DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
+_STAGE_DOCUMENTS = ("examples", "questions", "recurring_facts", "recurring_words")
 _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; raise it when the same documents pack differently
 
 
@@ -44,7 +49,6 @@ def build_datasets(
     Build the rows for training and, if the recipe has an evaluation, for it.
 
     Args:
-        recipe: Source and packing.
         tokenizer: Tokens that it adds to a text by itself (mostly a first one) begin every document; if there are
             none, its end-of-text token, if it has one, ends every document.
         seed: Seed of the order of the training documents and of generated ones.
@@ -56,9 +60,7 @@ def build_datasets(
         the same ones.
 
     Raises:
-        OSError, ValueError: if documents cannot be read, there are none, a column is missing, or no token would be
-            scored. A stream finds later faults of its data when it comes to them.
-        ImportError: without `datasets`.
+        OSError, ValueError: if documents cannot be read, there are none, a column is missing, or no token has a loss.
     """
     datasets = _import_datasets()
     try:
@@ -78,81 +80,43 @@ def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:
     There is no attention mask: Transformers finds packed documents by their position ids only without one.
     """
     rows = list(rows)
-    return {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "labels", "position_ids")}
+    return {key: torch.tensor([row[key] for row in rows]) for key in _COLUMNS}
 
 
 def pack(
     documents: Iterable[Document], sequence_length: int, packing: str, padding_token_id: int
 ) -> Iterator[dict[str, list[int]]]:
     """
-    Lay documents into rows.
-
-    Args:
-        documents: Token ids and labels of every document, lists of one length.
-        sequence_length: Tokens of a row.
-        packing: `"split"`, `"whole"` or `"none"`, as in [`DataRecipe`].
-        padding_token_id: Fills rows that end early.
+    Lay documents, each its token ids and labels, into rows of `sequence_length` tokens; `packing` as in [`DataRecipe`].
 
     Yields:
         `input_ids`, `labels` and `position_ids` of a row, each of `sequence_length` integers.
     """
-    if packing == "split":
-        rows = _filled_rows(documents, sequence_length)
-    elif packing == "whole":
-        rows = _fitted_rows(_cut(documents, sequence_length), sequence_length)
-    else:
-        rows = (_append(_empty_row(), *part) for part in _cut(documents, sequence_length))
-    for row in rows:
-        padding = sequence_length - len(row["input_ids"])
-        if padding > 0:
-            _append(row, [padding_token_id] * padding, [IGNORED_LABEL] * padding)
-        yield row
+    rows: list[dict[str, list[int]]] = []  # those that are not full yet
+    most_rows = _OPEN_ROWS if packing == "whole" else 1
 
+    def free(row: dict) -> int:
+        return sequence_length - len(row["input_ids"])
 
-def _filled_rows(documents: Iterable[Document], sequence_length: int) -> Iterator[dict]:
-    """Rows without a gap, but for the last; a document continues in the next row."""
-    row = _empty_row()
+    def padded(row: dict) -> dict:
+        return _append(row, [padding_token_id] * free(row), [IGNORED_LABEL] * free(row)) if free(row) else row
+
     for input_ids, labels in documents:
         start = 0
         while start < len(input_ids):
-            stop = start + sequence_length - len(row["input_ids"])
+            size = min(len(input_ids) - start, sequence_length)
+            needed = {"split": 1, "whole": size, "none": sequence_length}[packing]
+            fitting = [row for row in rows if free(row) >= needed]
+            if not fitting:
+                if len(rows) == most_rows:
+                    yield padded(rows.pop(rows.index(min(rows, key=free))))
+                rows.append({"input_ids": [], "labels": [], "position_ids": []})
+                fitting = rows[-1:]
+            row = min(fitting, key=free)  # the fullest
+            stop = start + min(size, free(row))
             _append(row, input_ids[start:stop], labels[start:stop])
             start = stop
-            if len(row["input_ids"]) == sequence_length:
-                yield row
-                row = _empty_row()
-    if row["input_ids"]:
-        yield row
-
-
-def _fitted_rows(documents: Iterable[Document], sequence_length: int) -> Iterator[dict]:
-    """Every document in the fullest of a few rows that has space for it; if none has, the fullest of all is done."""
-
-    def tokens(row: dict) -> int:
-        return len(row["input_ids"])
-
-    rows: list[dict] = []
-    for input_ids, labels in documents:
-        fitting = [row for row in rows if tokens(row) + len(input_ids) <= sequence_length]
-        if not fitting:
-            if len(rows) == _OPEN_ROWS:
-                yield rows.pop(rows.index(max(rows, key=tokens)))
-            rows.append(_empty_row())
-            fitting = rows[-1:]
-        _append(max(fitting, key=tokens), input_ids, labels)
-    yield from rows
-
-
-def _cut(documents: Iterable[Document], sequence_length: int) -> Iterator[Document]:
-    """Documents, those longer than a row in parts."""
-    for input_ids, labels in documents:
-        for start in range(0, len(input_ids), sequence_length):
-            stop = start + sequence_length
-            yield input_ids[start:stop], labels[start:stop]
-
-
-def _empty_row() -> dict[str, list[int]]:
-    return {"input_ids": [], "labels": [], "position_ids": []}
+    yield from map(padded, rows)
 
 
 def _append(row: dict[str, list[int]], input_ids: list[int], labels: list[int]) -> dict[str, list[int]]:
@@ -180,7 +144,7 @@ def _build_rows(
         documents = documents.shuffle(seed=seed, **({"buffer_size": _SHUFFLE_BUFFER} if recipe.streaming else {}))
     encoder = _Encoder(tokenizer, recipe)
     features = datasets.Features(
-        {key: datasets.Sequence(datasets.Value("int32"), length=recipe.sequence_length) for key in _empty_row()}
+        {key: datasets.Sequence(datasets.Value("int32"), length=recipe.sequence_length) for key in _COLUMNS}
     )
     arguments = {"generator": _rows, "features": features, "gen_kwargs": {"documents": documents, "encoder": encoder}}
     if recipe.streaming:
@@ -205,25 +169,23 @@ def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[d
 def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
     """Documents of head tasks, whose answers have the line feed behind them, so that generation learns to end there."""
 
-    def options(lines: list[int] | None) -> dict:
-        return {"split": recipe.split, **({} if lines is None else {"lines": tuple(lines)})}
+    def lines(given: list[int] | None) -> dict[str, tuple]:
+        return {} if given is None else {"lines": tuple(given)}
 
+    documents = []
     if recipe.stages is None:
-        documents = list(generate_documents(recipe.documents, seed, **options(recipe.lines)))
-    else:
-        documents = [
-            document
-            for place, stage in enumerate(recipe.stages)
-            for document in iterate_practice(
-                stage.documents,
-                f"{seed} {place}",
-                stage.mixture,
-                longest=recipe.sequence_length,
-                words=stage.words,
-                facts=stage.facts,
-                **options(stage.lines or recipe.lines),
-            )
-        ]
+        documents += generate_documents(recipe.documents, seed, recipe.split, **lines(recipe.lines))
+    for place, stage in enumerate(recipe.stages or ()):
+        documents += iterate_practice(
+            stage.documents,
+            f"{seed} {place}",
+            {kind: share for kind in _STAGE_DOCUMENTS if (share := getattr(stage, kind)) > 0},
+            recipe.split,
+            longest=recipe.sequence_length,
+            words=stage.words,
+            facts=stage.facts,
+            **lines(stage.lines or recipe.lines),
+        )
     for document in documents:
         document["answers"] = [[start, end + 1] for start, end in document["answers"]]
     dataset = _import_datasets().Dataset.from_list(documents)
@@ -248,6 +210,53 @@ def _read(recipe: DataRecipe) -> Dataset | IterableDataset:
     if path.is_file() and builder is not None:
         return datasets.load_dataset(builder, data_files=str(path), **options)
     return datasets.load_dataset(str(path), recipe.configuration, **options)
+
+
+class RowOrder(Sampler):
+    """
+    `total` numbers of `rows` rows, pass after pass, each in an order of its own by the seed, or without one in theirs.
+
+    The order depends neither on the number of processes nor on where a run stopped.
+    """
+
+    def __init__(self, rows: int, total: int, seed: int | None):
+        self.rows, self.total, self.seed = rows, total, seed
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(itertools.chain.from_iterable(map(self._order, itertools.count())), self.total)
+
+    def _order(self, number: int) -> Iterable[int]:
+        if self.seed is None:
+            return range(self.rows)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        return torch.randperm(self.rows, generator=generator).tolist()
+
+
+class EndlessStream(TorchIterableDataset):
+    """Rows of a stream, from its beginning again whenever it ends; `set_epoch` shuffles every pass anew."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for number in itertools.count():
+            if hasattr(self.rows, "set_epoch"):
+                self.rows.set_epoch(number)
+            yield from self.rows  # which raises if there are none
+
+
+def fill_batches(rows: Sequence[dict[str, list[int]]], multiple: int) -> list[dict[str, list[int]]]:
+    """
+    Append rows without loss until evaluation rows divide into batches of `multiple`, the rows of all processes.
+
+    Otherwise processes would get rows twice to have as many batches as the others, and count them twice.
+    """
+    rows = list(rows)
+    empty = {**rows[0], "labels": [IGNORED_LABEL] * len(rows[0]["labels"])}
+    return rows + [empty] * (-len(rows) % multiple)
 
 
 class _Encoder:
@@ -282,12 +291,17 @@ class _Encoder:
     def fingerprint(self, documents: str) -> str:
         """A name for the rows that this encoder makes of the documents of a fingerprint."""
         recipe, tokenizer = self.recipe, self.tokenizer
-        if tokenizer.is_fast:
-            vocabulary = tokenizer.backend_tokenizer.to_str()
-        else:
-            vocabulary = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        vocabulary = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
         settings = [_LAYOUT_VERSION, documents, recipe.text_column, recipe.sequence_length, recipe.packing]
-        settings += [recipe.loss_on, self.ending, self.padding_token_id, self.special_tokens, vocabulary]
+        settings += [
+            recipe.loss_on,
+            self.ending,
+            self.padding_token_id,
+            self.special_tokens,
+            type(tokenizer).__name__,
+            vocabulary,
+        ]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
 

@@ -1,8 +1,8 @@
-"""The optimizers of a recipe beside the AdamW of `transformers.Trainer`: rates of their own for some parameters."""
+"""The optimizers of a recipe: AdamW, with a rate of its own for composition, and Muon for matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +12,16 @@ from torch.optim import Optimizer
 from .recipe import TrainingRecipe
 
 
-def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterable[str]) -> Optimizer:
+def build_optimizer(model: nn.Module, training: TrainingRecipe) -> Optimizer:
     """
     Build AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms
     and biases. The weights of dynamic composition have a learning rate of their own if the recipe gives one.
 
-    Args:
-        model: Model to train.
-        training: Optimizer, learning rates, decay, and the constants of AdamW.
-        decaying: Names of the parameters that decay.
+    Matrices, embeddings and compose weights decay; norms and biases, which are vectors, do not. The authors' JAX code
+    (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of norms decay towards 0 as well.
 
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Not used in the paper.
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; not used in the paper.
     """
-    decaying = set(decaying)
     matrices: list[nn.Parameter] = []
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}  # by learning rate, and whether they decay
     tables = _embeddings(model)
@@ -35,7 +32,7 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterab
             matrices.append(parameter)
         else:
             own_rate = training.compose_learning_rate if _is_dynamic(name) else None
-            groups.setdefault((own_rate or training.learning_rate, name in decaying), []).append(parameter)
+            groups.setdefault((own_rate or training.learning_rate, parameter.dim() > 1), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
             {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}

@@ -17,22 +17,11 @@ from transformers import AutoModelForCausalLM, set_seed
 from ..common.files import file_lock, write_atomically
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import load_tokenizer
-from .card import write_training_card
-from .checkpoints import (
-    LOCK_FILE,
-    RECIPE_FILE,
-    checkpoint_folders,
-    newest_checkpoint,
-    read_records,
-    remove_checkpoint,
-    remove_incomplete,
-    step_of,
-    write_final,
-    write_log,
-)
+from . import checkpoints
+from .checkpoints import LOCK_FILE, RECIPE_FILE
 from .data import build_datasets
-from .plot import plot_losses
 from .recipe import HEAD_TASKS, Recipe, build_config, first_difference, load_recipe
+from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
 
 
@@ -58,7 +47,6 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     Under `torchrun` or `accelerate launch` every process calls it, and only the first one writes.
 
     Args:
-        recipe: Recipe to train.
         resume: Resume from the newest complete checkpoint in `recipe.output`. Otherwise the run removes the
             checkpoints there and starts over.
         on_progress: Called after every step with steps done, all steps, the last record of the log.
@@ -68,10 +56,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         an evaluation), `seconds` of this call, and `resumed_from` (step, 0 if from the start).
 
     Raises:
-        ValueError: if the batch does not divide, data hold nothing, the folder belongs to another recipe, or another
-            process is writing it.
-        FloatingPointError: if loss, gradients or weights are no longer finite; checkpoints stay as they are.
-        OSError: if files are missing or cannot be written; the checkpoint before stays.
+        ValueError: if the batch does not divide, data hold nothing, or the folder belongs to another recipe or process.
+        FloatingPointError: if a loss or the norm of gradients is no longer finite; checkpoints stay as they are.
     """
     started = time.monotonic()
     output = Path(recipe.output)
@@ -80,7 +66,6 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
     arguments = training_arguments(recipe, processes)
     set_seed(recipe.seed)
-    tokenizer = build_tokenizer(recipe.tokenizer)
     with contextlib.ExitStack() as stack:
 
         def open_folder() -> Path | None:
@@ -88,13 +73,12 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
             return _find_checkpoint(recipe, output, resume)
 
         checkpoint = _in_first_process(open_folder, arguments)
-        with arguments.main_process_first(desc="preparing data"):
-            train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
-            if evaluation_rows is not None and not hasattr(evaluation_rows, "__len__"):
-                evaluation_rows = list(evaluation_rows)
-        _in_first_process(lambda: _prepare_folder(recipe, output, resume), arguments)
-        trained = 0 if checkpoint is None else step_of(checkpoint)
+        trained = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
         if trained < recipe.training.steps:
+            tokenizer = build_tokenizer(recipe.tokenizer)
+            with arguments.main_process_first(desc="preparing data"):
+                train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
+            _in_first_process(lambda: _prepare_folder(recipe, output, resume), arguments)
             model = _build_model(recipe, tokenizer)
             trainer = RecipeTrainer(recipe, model, arguments, tokenizer, train_rows, evaluation_rows, on_progress)
             _log_for_tensorboard(trainer, trained)
@@ -103,7 +87,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
         assert checkpoint is not None  # there is one of the last step
-        records = read_records(checkpoint)
+        records = checkpoints.read_records(checkpoint)
         if arguments.process_index == 0:
             _finish(recipe, checkpoint, records)
 
@@ -146,13 +130,13 @@ def _in_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
 
 def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> Path | None:
     """The checkpoint to resume from; ValueError if the folder belongs to something else."""
-    folders, file = checkpoint_folders(output), output / RECIPE_FILE
+    folders, file = checkpoints.checkpoint_folders(output), output / RECIPE_FILE
     if folders and not file.is_file():
         raise ValueError(
             f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}, and the run would remove what is not its "
             "own; give another output."
         )
-    checkpoint = newest_checkpoint(output) if resume else None
+    checkpoint = checkpoints.newest_checkpoint(output) if resume else None
     if checkpoint is not None and (differs := first_difference(load_recipe(file), recipe, _MAY_CHANGE)):
         raise ValueError(
             f"{str(output)!r} is of another recipe: {differs}; give another output, or start over with --no-resume "
@@ -165,11 +149,11 @@ def _prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
     """Remove what a run that was stopped while saving left, or all unless it is resumed; and write the recipe."""
     from omegaconf import OmegaConf
 
-    for checkpoint in remove_incomplete(output):
+    for checkpoint in checkpoints.remove_incomplete(output):
         logger.warning(f"{str(checkpoint)!r} was not complete and is removed.")
     if not resume:
-        for checkpoint in checkpoint_folders(output):
-            remove_checkpoint(checkpoint)
+        for checkpoint in checkpoints.checkpoint_folders(output):
+            checkpoints.remove_checkpoint(checkpoint)
         shutil.rmtree(output / "final", ignore_errors=True)
     write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(OmegaConf.create(recipe.to_mapping())))
 
@@ -217,9 +201,9 @@ def _log_for_tensorboard(trainer: RecipeTrainer, trained: int) -> None:
 def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> None:
     """Write the final model, the log and the curves from the last checkpoint."""
     output = Path(recipe.output)
-    write_final(checkpoint, output / "final")
+    checkpoints.write_final(checkpoint, output / "final")
     write_training_card(output / "final", recipe, records)
-    write_log(output, records)
+    checkpoints.write_log(output, records)
     try:
         plot_losses(records, output / "losses.png")
     except ImportError as error:

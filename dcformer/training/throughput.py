@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import cache
 
 import torch
 
@@ -41,10 +40,6 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     gate, for each of query-wise and key-wise and each of pre- and post-composition that is on. Not counted: the
     embedding, norms, activations, the softmax, the optimiser. Packed documents count as one, and layers that gradient
     checkpointing computes again count once, as is the custom for MFU.
-
-    Args:
-        config: Configuration of the model, of any architecture.
-        sequence_length: Tokens of a row.
 
     Source: equation 11 of the paper, which counts a composition over all pairs but attention over causal ones; here
     both are over the pairs that are seen.
@@ -91,20 +86,18 @@ def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
 
 
 def peak_flops(precision: str) -> float | None:
-    """
-    Operations per second of this process's device at best: of a GPU by its data sheet, `None` if that is not known; of
-    a CPU as a matrix product reaches it with the threads in use, measured at the first call.
-
-    Args:
-        precision: `"bf16"`, or `"fp32"`, for which a GPU's TF32 counts.
-    """
-    if torch.cuda.is_available():
-        return gpu_peak_flops(torch.cuda.get_device_name(), precision)
-    return _measured_flops(torch.bfloat16 if precision == "bf16" else torch.float32, torch.get_num_threads())
+    """As `gpu_peak_flops`, of this process's GPU; `None` without one."""
+    return gpu_peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
 
 
 def gpu_peak_flops(name: str, precision: str) -> float | None:
-    """As `peak_flops`, of the GPU with this name, as torch reports it."""
+    """
+    Operations per second of a GPU at best, by its data sheet; `None` if that is not known.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it.
+        precision: `"bf16"`, or `"fp32"`, for which TF32 counts.
+    """
     words = name.replace("-", " ").split()
     if any(kind in words for kind in _SLOWER_KINDS):
         return None
@@ -112,18 +105,6 @@ def gpu_peak_flops(name: str, precision: str) -> float | None:
         if all(word in words for word in gpu.split()):
             return 1e12 * (bfloat16 if precision == "bf16" else tf32)
     return None
-
-
-@cache
-def _measured_flops(dtype: torch.dtype, threads: int) -> float:
-    size = 512
-    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        left @ right
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 class TrainingClock:

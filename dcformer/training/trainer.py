@@ -19,9 +19,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoints import LOG_FILE, mark_complete, remove_old, write_log
-from .data import IGNORED_LABEL, collate
+from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
 from .optimizer import build_optimizer
-from .order import EndlessStream, RowOrder, WholeBatches
 from .recipe import Recipe
 from .throughput import TrainingClock, flops_per_token, peak_flops
 
@@ -33,9 +32,7 @@ def count_answers(predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
     Count the answers, which are labels without a gap, and those of them that are predicted in all their tokens.
 
-    Args:
-        predicted: The most probable tokens, (batch, tokens).
-        labels: The right ones, (batch, tokens), -100 outside of answers.
+    `predicted` has the most probable tokens, `labels` the right ones or -100: both (batch, tokens).
     """
     scored = labels != IGNORED_LABEL  # (batch, tokens)
     begins = scored.clone()
@@ -59,10 +56,6 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": training.final_learning_rate_ratio},
         warmup_steps=int(training.steps * training.warmup_ratio),
-        adam_beta1=training.adam_beta1,
-        adam_beta2=training.adam_beta2,
-        adam_epsilon=training.adam_epsilon,
-        weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
         bf16=training.precision == "bf16",
         torch_compile=training.compile,
@@ -94,18 +87,7 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
 
 
 class RecipeTrainer(Trainer):
-    """
-    Trainer of a recipe.
-
-    Args:
-        recipe: Recipe to train.
-        model: Model with float32 parameters.
-        arguments: Result of `training_arguments`.
-        tokenizer: Saved with every checkpoint.
-        train_rows: Rows of equal length, as `build_datasets` makes them.
-        evaluation_rows: Such rows, or `None`.
-        on_progress: Called in the first process with steps done, all steps, the last record.
-    """
+    """Trainer of a recipe, for a model with float32 parameters and rows as `build_datasets` makes them."""
 
     def __init__(
         self,
@@ -122,7 +104,7 @@ class RecipeTrainer(Trainer):
         self.rows = len(train_rows) if hasattr(train_rows, "__len__") else None
         if evaluation_rows is not None:
             batch = arguments.per_device_eval_batch_size * arguments.world_size
-            evaluation_rows = WholeBatches(evaluation_rows, batch)
+            evaluation_rows = fill_batches(evaluation_rows, batch)
         super().__init__(
             model=model,
             args=arguments,
@@ -152,23 +134,10 @@ class RecipeTrainer(Trainer):
         self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = True
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """
-        Matrices, embeddings and compose weights; norms and biases are vectors and do not decay.
-
-        The authors' JAX code (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of
-        norms, which begin at 1, decay towards 0 as well.
-        """
-        return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
-
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As the base class, or by `build_optimizer` where the recipe asks for more than AdamW with one rate."""
-        training = self.recipe.training
-        is_plain = training.optimizer == "adamw" and training.compose_learning_rate is None
-        if is_plain or self.optimizer is not None:
-            return super().create_optimizer(model)
-        model = self.model if model is None else model
-        self.optimizer = build_optimizer(model, training, self.get_decay_parameter_names(model))
+        """Create the optimizer of `build_optimizer`."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self.model if model is None else model, self.recipe.training)
         return self.optimizer
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args, **kwargs):
@@ -181,14 +150,7 @@ class RecipeTrainer(Trainer):
         self.loss_since_log += loss
         return loss
 
-    def evaluation_loop(
-        self,
-        dataloader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """
         Mean loss per token of all rows, whatever the batches, and its exponential, the perplexity. Where the loss is on
         answers, also the accuracy: the share of answers of which every token is the most probable one.
@@ -230,10 +192,12 @@ class RecipeTrainer(Trainer):
             logs["tokens_per_second"] = speed
             if peak := peak_flops(self.recipe.training.precision):
                 logs["mfu"] = speed * self.flops_per_token / (peak * self.args.world_size)
-            self.clock.start()  # the peak of a CPU is measured once, which takes its time
         for key in ("loss", "grad_norm", "eval_loss"):
-            if key in logs:
-                self.check_finite(key, logs[key])
+            if not math.isfinite(logs.get(key, 0.0)):
+                raise FloatingPointError(
+                    f"{key} became {float(logs[key])} by step {step}; the last good checkpoint is {self.checkpoint}; "
+                    f"try a lower training.learning_rate than {self.recipe.training.learning_rate}, or precision fp32."
+                )
         logs |= {"seconds": round(self.clock.seconds, 3), "flops": float(step * batch_tokens * self.flops_per_token)}
         # The base class counts the whole run as one pass.
         self.state.epoch = None if self.rows is None else step * self.batch_rows / self.rows
@@ -241,15 +205,6 @@ class RecipeTrainer(Trainer):
         if self.is_world_process_zero():
             with open(Path(self.recipe.output, LOG_FILE), "a", encoding="utf-8") as log:
                 log.write(json.dumps(self.state.log_history[-1]) + "\n")
-
-    def check_finite(self, what: str, value: Tensor | float) -> None:
-        """Raise FloatingPointError, which names the step and the last good checkpoint, for NaN and infinity."""
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"The {what} became {float(value)} at step {self.state.global_step} or after the record before; the "
-                f"last good checkpoint is {self.checkpoint}; try a lower training.learning_rate than "
-                f"{self.recipe.training.learning_rate}, or precision fp32."
-            )
 
     def finish_checkpoint(self) -> None:
         """Mark the checkpoint that was just written as complete, and remove the oldest ones."""
