@@ -10,7 +10,7 @@ import yaml
 from tiny_recipes import tiny_mapping, tiny_recipe
 
 from dcformer.training import Recipe, TrainingRecipe, load_recipe, packaged_recipes
-from dcformer.training.recipe import merged
+from dcformer.training import merge_recipes as merged
 from dcformer.training.trainer import learning_rate_schedule
 
 
