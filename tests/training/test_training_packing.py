@@ -54,7 +54,7 @@ layouts = given(
 
 
 @layouts
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_token_is_in_the_rows_once_and_in_order(lengths, sequence_length, packing):
     rows = list(pack(numbered_documents(lengths), sequence_length, packing, padding_token_id=-1))
 
@@ -66,7 +66,7 @@ def test_every_token_is_in_the_rows_once_and_in_order(lengths, sequence_length, 
 
 
 @layouts
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_pieces_begin_without_a_label_and_belong_to_one_document(lengths, sequence_length, packing):
     documents = numbered_documents(lengths)
     labels = {token: label for document in documents for token, label in zip(*document)}
@@ -89,7 +89,7 @@ def test_pieces_begin_without_a_label_and_belong_to_one_document(lengths, sequen
 
 
 @layouts
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_layouts_cut_only_what_they_must(lengths, sequence_length, packing):
     rows = list(pack(numbered_documents(lengths), sequence_length, packing, padding_token_id=-1))
     found = [[len(piece["input_ids"]) for piece in pieces(row) if piece["input_ids"][0] != -1] for row in rows]

@@ -8,9 +8,9 @@ import signal
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
+from dcformer.training import merge_recipes as merged
 from dcformer.training import train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint, step_of
-from dcformer.training import merge_recipes as merged
 
 
 # Saving between records, evaluations and saves at different steps, accumulation over two passes, dropout.
