@@ -52,5 +52,5 @@ def tiny_recipe(output: Path | str, **sections: Any) -> Recipe:
 
 def deterministic(records: list[dict]) -> list[dict]:
     """Records of a log without what depends on the speed of the machine."""
-    timed = ("tokens_per_second", "mfu", "eval_runtime")
+    timed = ("tokens_per_second", "seconds", "mfu", "eval_runtime")
     return [{key: value for key, value in record.items() if key not in timed} for record in records]
