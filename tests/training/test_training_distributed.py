@@ -4,17 +4,16 @@ import json
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
+from tiny_recipes import deterministic, tiny_recipe
 from transformers import AutoModelForCausalLM
 
+from dcformer.cli import app
 from dcformer.training import train
 from dcformer.training.checkpoints import MARKER
 
@@ -31,7 +30,9 @@ def recipe_of(folder, name):
 
 
 def train_in_two_processes(recipe):
-    """As under torchrun, whose environment this is, but without importing torch twice again."""
+    """Run the command as torchrun does, whose environment this is, but without importing torch twice again."""
+    file = Path(recipe.output).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(recipe.to_mapping()))
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
@@ -39,8 +40,7 @@ def train_in_two_processes(recipe):
     def run(rank):
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-        train(recipe)
-        torch.distributed.destroy_process_group()
+        app(["train", str(file)])
 
     processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
     for process in processes:
@@ -93,28 +93,12 @@ def test_the_model_is_that_of_one_process(name, runs):
     for key, weight in expected.items():
         torch.testing.assert_close(found[key], weight, rtol=0, atol=1e-5)
     assert (runs / name / "checkpoint-6" / "pytorch_model_fsdp.bin").exists() == (name == "fsdp")
+    assert (runs / name / "checkpoint-6" / "rng_state_1.pth").exists()
 
 
 def test_all_processes_end_with_the_error_of_the_first(runs):
     recipe = tiny_recipe(runs / "ddp", data=DATA, training=TRAINING, seed=1)
     assert train_in_two_processes(recipe) == [1, 1]
-
-
-def test_torchrun_starts_the_command(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_mapping(tmp_path / "run", training={"max_steps": 1})))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = subprocess.run(
-        [sys.executable, "-m", *launcher, "-m", "dcformer.cli", "train", str(recipe)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("1 steps") == 1 and finished.stderr.count("step 1 of 1: loss") == 1
-    assert (tmp_path / "run" / "checkpoint-1" / "rng_state_1.pth").is_file()
 
 
 def test_sharded_parameters_need_several_processes(tmp_path):

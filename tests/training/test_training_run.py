@@ -28,7 +28,7 @@ MUON = {"optimizer": "muon", "muon_learning_rate": 0.02}
 def run(tmp_path_factory):
     """A finished run: its recipe, its folder and what it returned."""
     folder = tmp_path_factory.mktemp("run")
-    recipe = tiny_recipe(folder, training={**RUN, "tensorboard": True})
+    recipe = tiny_recipe(folder, data={"loss_on": "answers"}, training={**RUN, "tensorboard": True})
     return recipe, folder, train(recipe)
 
 
@@ -120,14 +120,6 @@ def test_a_run_can_start_from_weights(run, tmp_path):
     assert train(recipe)["evaluation_loss"] == pytest.approx(run[2]["evaluation_loss"], abs=1e-5)
 
 
-def test_the_seed_decides_initialisation_and_order(tmp_path):
-    first, again, other = (
-        train(tiny_recipe(tmp_path / name, seed=seed, training={"max_steps": 1}))["loss"]
-        for name, seed in (("first", 3), ("again", 3), ("other", 4))
-    )
-    assert first == again != other
-
-
 @pytest.mark.parametrize("variant", ["all_branches", "dcpythia", "plain_transformer_with_learned_positions"])
 def test_norms_and_biases_do_not_decay_and_the_rest_does(variant):
     model = tiny_model(variant)
@@ -154,11 +146,6 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     labels = torch.tensor([[-100, 5, 6, -100, 7, -100], [8, -100, -100, 9, 9, 9]])
     predicted = torch.tensor([[0, 5, 6, 0, 0, 0], [8, 8, 0, 9, 0, 9]])
     assert [count.item() for count in count_answers(predicted, labels)] == [4, 2]
-
-
-def test_the_accuracy_of_an_evaluation_is_in_the_log(tmp_path):
-    train(tiny_recipe(tmp_path, data={"loss_on": "answers"}, training={"max_steps": 1}))
-    assert 0 <= records(tmp_path)[-1]["eval_accuracy"] < 0.5
 
 
 def test_the_command_trains_and_says_where_the_model_is(tmp_path, monkeypatch):
