@@ -6,7 +6,7 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig
-from dcformer.training import flops_per_token, gpu_peak_flops, throughput, visible_pairs
+from dcformer.training import flops_per_token, gpu_peak_flops, visible_pairs
 
 
 @pytest.mark.parametrize(
@@ -70,28 +70,10 @@ def test_windows_spare_the_keys_outside_them():
         assert visible_pairs(10, window) == sum(min(query + 1, window or 10) for query in range(10))
 
 
-def test_the_clock_leaves_out_what_is_not_training(monkeypatch):
-    times = iter([0.0, 10.0, 12.0, 13.0, 15.0, 16.0])
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(times))
-    clock = throughput.TrainingClock()  # at 0
-    clock.start()  # at 10
-    clock.lap()  # at 12
-    clock.lap()  # at 13
-    clock.start()  # at 15, after an evaluation
-    clock.lap()  # at 16
-    assert clock.seconds == 2 + 1 + 1
-
-
-@pytest.mark.parametrize(
-    ("name", "bf16", "fp32"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5e12, 494.5e12),
-        ("NVIDIA H100 PCIe", 756e12, 378e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 156e12),
-        ("NVIDIA L4", 121e12, 60e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
-    ],
-)
-def test_gpus_are_known_by_their_names(name, bf16, fp32):
-    assert (gpu_peak_flops(name, "bf16"), gpu_peak_flops(name, "fp32")) == (bf16, fp32)
+def test_gpus_are_known_by_their_names():
+    assert gpu_peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert gpu_peak_flops("NVIDIA H100 PCIe", "fp32") == 378e12
+    assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+    # Slower GPUs, and parts of one, that have the same words in their names.
+    assert gpu_peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16") is None
+    assert gpu_peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16") is None

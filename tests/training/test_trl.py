@@ -71,11 +71,12 @@ def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
 def test_only_an_adapter_is_trained_with_lora(model, fit):
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     arguments = {"peft_config": LoraConfig(r=4)}
-    losses = fit(SFTTrainer, SFTConfig, model, {"text": TEXTS}, arguments=arguments, gradient_checkpointing=True)
-    assert losses[1] < losses[0]
+    fit(SFTTrainer, SFTConfig, model, {"text": TEXTS}, arguments=arguments, gradient_checkpointing=True)
     after = {name.replace("base_layer.", ""): weight for name, weight in model.named_parameters()}
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    assert {name.split(".")[-4] for name in after if "lora_" in name} == {"qkv_proj"}
+    adapters = {name: weight for name, weight in after.items() if "lora_B" in name}  # which begin at 0
+    assert {name.split(".")[-4] for name in adapters} == {"qkv_proj"}
+    assert all(weight.abs().max() > 0 for weight in adapters.values())
 
 
 @pytest.mark.parametrize("source", ["path", "with_a_reference", "adapter"])
