@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from dcformer.training import Recipe
-from dcformer.training.recipe import merged
+from dcformer.training import Recipe, merge_recipes
 
 
 TINY_RECIPE = {
@@ -38,13 +37,13 @@ def without_curves(request):
     """Drawing the losses takes longer than most runs of these tests; a module with DRAWS_CURVES looks at the file."""
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "DRAWS_CURVES", False):
-            patch.setattr("dcformer.training.final._plot", lambda *_: None)
+            patch.setattr("dcformer.training.run.plot_losses", lambda *_: None)
         yield
 
 
 def tiny_mapping(output: Path | str, **sections: Any) -> dict:
     """The mapping of a tiny recipe, with sections such as `training={"max_steps": 9}` merged into it."""
-    return merged(TINY_RECIPE, {"output": str(output), **sections})
+    return merge_recipes(TINY_RECIPE, {"output": str(output), **sections})
 
 
 def tiny_recipe(output: Path | str, **sections: Any) -> Recipe:
@@ -53,5 +52,5 @@ def tiny_recipe(output: Path | str, **sections: Any) -> Recipe:
 
 def deterministic(records: list[dict]) -> list[dict]:
     """Records of a log without what depends on the speed of the machine."""
-    timed = ("tokens_per_second", "mfu", "eval_runtime")
+    timed = ("tokens_per_second", "seconds", "mfu", "eval_runtime")
     return [{key: value for key, value in record.items() if key not in timed} for record in records]

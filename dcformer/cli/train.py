@@ -1,4 +1,4 @@
-"""`dcformer train`; `python -m dcformer.training` is the same, for several processes."""
+"""`dcformer train`; for several processes `torchrun -m dcformer.cli train`."""
 
 from __future__ import annotations
 
@@ -24,40 +24,38 @@ def train_command(
         typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled."),
     ],
     output: Annotated[
-        str | None, typer.Option(help="The folder to write the run to, instead of the one that the recipe names.")
+        str | None, typer.Option(help="Folder to write the run to.", show_default="as the recipe says")
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a value of the recipe, such as training.max_steps=20; may be given several times.",
+            help="Replace a value of the recipe, such as training.max_steps=20. May be given several times.",
         ),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume/--no-resume",
-            help="Resume from the last checkpoint in the folder, or remove what is there and start over.",
+            help="Resume from the last complete checkpoint in the folder, or remove what is there and start over.",
         ),
     ] = True,
     debug: Debug = False,
 ) -> None:
-    """Train a model, or a sweep of several, as a recipe says; resume where an earlier run was stopped."""
+    """Train the model or the sweep of a recipe; the same command resumes it after a stop."""
     is_first = is_first_process()
     with running_command(debug, _INTERRUPTED, is_first), leaving_process_group():
-        from ..training.recipe import load_recipe
+        from ..training import load_recipe, train
 
         loaded = load_recipe(recipe, overrides or ())
         if output is not None:
             loaded = replace(loaded, output=output)
         if loaded.sweep is not None:
-            from ..experiments.runner import run_sweep
+            from ..experiments import run_sweep
 
             run_sweep(loaded, resume=resume)
             return
-        from ..training.run import train
-
         with quiet_libraries(messages=False, datasets=True), _progress(loaded.name, is_first) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
         if is_first:
@@ -107,10 +105,3 @@ def _record(record: dict[str, float]) -> str:
         if record.get(key) is not None:
             parts.append(f"{name} {record[key]:{layout}}")
     return ", ".join(parts)
-
-
-def main() -> None:
-    """Entry point of `python -m dcformer.training`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(train_command)
-    app(prog_name="python -m dcformer.training")

@@ -1,7 +1,17 @@
-"""Experiments: many runs of one recipe, their results over seeds, and what these say."""
+"""Experiments: many runs of one recipe, and their results over seeds."""
 
 from .recipe import Run, SweepRecipe, plan_sweep
+from .report import compare_variants, plot_sweep, print_report, summarise
 from .runner import run_sweep
 
 
-__all__ = ["Run", "SweepRecipe", "plan_sweep", "run_sweep"]
+__all__ = [
+    "Run",
+    "SweepRecipe",
+    "compare_variants",
+    "plan_sweep",
+    "plot_sweep",
+    "print_report",
+    "run_sweep",
+    "summarise",
+]

@@ -1,14 +1,13 @@
-"""Sweeps: every variant of a recipe with every seed, each a run of `train`, with results that a stopped sweep keeps.
+"""
+Sweeps: every variant of a recipe with every seed, each a run of `train`, with results that a stopped sweep keeps.
 
-<output>/<variant>/seed-<seed>/                as `train` leaves it
-<output>/<variant>/seed-<seed>/result.json     what was measured, written last
-<output>/results.json                          all of these, written anew after every run
-<output>/sweep.png                             means and intervals over the seeds
-<output>/curves.png, pairs.csv, take_offs.csv  of pairs: loss and accuracy by what was spent; costs of equal quality,
-                                               and of reaching blind choice and 90 %
+    <output>/<variant>/seed-<seed>/               as `train` leaves it
+    <output>/<variant>/seed-<seed>/evaluation/    records of the tasks
+    <output>/<variant>/seed-<seed>/result.json    figures of the run, written last
+    <output>/results.json                         all of these, written anew after every run
+    <output>/sweep.png                            means and intervals over the seeds
 
-Runs follow one another in this process. Seeds are the outer loop, so that a sweep which is stopped has comparable rows
-of every variant.
+Runs follow one another in this process.
 """
 
 from __future__ import annotations
@@ -17,153 +16,81 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..common.files import write_atomically
+from ..common.files import file_lock, write_atomically
 from ..common.quiet import quiet_libraries
-from ..common.renamed import with_current_names
 from ..common.terminal import make_console, progress_bar
-from ..head_tasks import suite
-from ..training.checkpoints import DamagedCheckpointError
-from ..training.fields import first_difference
-from ..training.recipe import Recipe
-from ..training.run import train
-from ..training.run_folder import locked_folder
-from ..training.throughput import flops_per_token
-from .claim import compare_pairs
-from .claim_report import write_costs, write_take_offs
-from .curves import evaluation_curve, read_log, training_seconds
-from .plot import plot_sweep
-from .plot_curves import plot_curves
-from .recipe import Run, SweepRecipe, make_run, plan_sweep
-from .reference_lines import evaluation_references, scored_sets, suite_references
-from .report import print_report
+from ..training import Recipe, first_difference, train
+from .recipe import Run, SweepRecipe, plan_sweep
+from .report import plot_sweep, print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
-CURVES, COSTS, TAKE_OFFS = "curves.png", "pairs.csv", "take_offs.csv"
-# Of a recipe, what moves no number of a result.
-_MOVES_NO_RESULT = (
-    "name",
-    "output",
-    "sweep",
-    "model.attn_implementation",  # this and compiling move it by rounding alone
-    "training.compile",
-    "training.save_steps",
-    "training.keep_checkpoints",
-    "training.tensorboard",
+# Keys of a recipe that move no figure of a result; implementations and compiling move it by rounding alone.
+_MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
+    f"training.{key}" for key in ("tokens", "max_steps", "compile", "save_steps", "keep_checkpoints", "tensorboard")
 )
-# Of `sweep:`, what says how it was run and not what was measured.
-_NOT_MEASURED = ("only", "data_dir")
-# One run may fail by these; anything else, such as data that are missing, stops the sweep.
-_RUN_FAILURES = (FloatingPointError, RuntimeError, DamagedCheckpointError)
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Scoring:
-    """How a trained model is scored: on so many held-out documents, and maybe on the authors' texts; 0: not at all."""
-
-    documents: int
-    with_authors: bool
-    data_dir: str | None
-
-    def is_done_in(self, result: dict[str, Any]) -> bool:
-        """Whether a result holds these scores, and the curve that older versions left out."""
-        if "curve" not in result["run"]:
-            return False
-        if self.documents == 0:
-            return True
-        evaluation = result["run"]["evaluation"]
-        if evaluation is None or result["evaluation_documents"] != self.documents:
-            return False
-        return evaluation["authors"] is not None or not self.with_authors
-
-
-def run_sweep(
-    recipe: Recipe, data_dir: str | None = None, on_progress: OnProgress | None = None, resume: bool = True
-) -> dict[str, Any]:
+def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = None) -> dict[str, Any]:
     """
     Train and score every variant with every seed, or resume a sweep that was stopped.
 
-    Finished runs in `recipe.output` are reused and unfinished ones are resumed from their last checkpoint. Unless
-    `on_progress` is given, a bar is shown on stderr and a table printed at the end.
+    Finished runs in `recipe.output` are reused and unfinished ones are resumed from their last checkpoint. Without
+    `on_progress`, a bar is shown on stderr and a table printed at the end.
 
     Args:
-        recipe (`Recipe`): A recipe with a `sweep` mapping, see [`SweepRecipe`].
-        data_dir (`str`, *optional*): Folder of the authors' texts, instead of the recipe's `sweep.data_dir`.
-        on_progress (`Callable`, *optional*): Called with the name of a run, steps done, all steps and the last record
-            of its log; with 0 steps when a run begins.
-        resume (`bool`, defaults to `True`): Otherwise all the runs start over.
+        recipe: A recipe with a `sweep` mapping, see [`SweepRecipe`].
+        resume: `False` starts all the runs over.
+        on_progress: Called with the name of a run, steps done, all steps and the last record of its log.
 
     Returns:
-        What `results.json` holds: `recipe`; `references`, what is reached without reading the question, of the
-        evaluation and of the scored sets; `runs`, a list of `variant`, `seed`, `parameters`, `training` (`steps`,
-        `tokens`, `flops`, `seconds`, `train_loss` and `evaluation_loss` in nats per token, `device`), `curve` (`step`,
-        `tokens`, `flops`, `seconds`, `loss` and `accuracy`, lists with a value per evaluation) and `evaluation`
-        (`held_out` and `authors`, summaries of scores, or `None`), in the order of the recipe; `failures`, of runs
-        that failed.
+        The content of `results.json`: `recipe`; `runs`, a list of `variant`, `seed`, `parameters`, `training` (`steps`,
+        `tokens`, `flops`, `seconds`, `train_loss`, `evaluation_loss` and `evaluation_accuracy`, `device`) and
+        `evaluation` (task -> metric -> value); `failures`, a list of `variant`, `seed`, `error`.
 
     Raises:
         ValueError: for a wrong recipe, or a folder whose runs are of another one or that another process is writing.
-        FileNotFoundError: if data are missing.
-        RuntimeError: if runs failed, such as by a loss that is no longer finite; all others are finished first.
+        RuntimeError: if runs diverged; all others are finished first.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("The runs of a sweep follow one another in one process; run it without torchrun.")
     sweep, runs = plan_sweep(recipe)
-    scoring = _scoring(sweep, data_dir if data_dir is not None else sweep.data_dir)
-    with locked_folder(Path(recipe.output)):
-        return _run_all(recipe, sweep, runs, scoring, on_progress, resume)
-
-
-def _run_all(
-    recipe: Recipe,
-    sweep: SweepRecipe,
-    runs: Sequence[Run],
-    scoring: _Scoring,
-    on_progress: OnProgress | None,
-    resume: bool,
-) -> dict[str, Any]:
     output = Path(recipe.output)
-    chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
-    if not resume:
-        for run in chosen:
-            (run.folder / RESULT).unlink(missing_ok=True)
-    found = _finished(recipe, sweep)
-    waiting = [run for run in chosen if (r := found.get((run.variant, run.seed))) is None or not scoring.is_done_in(r)]
-    rows = {key: result["run"] for key, result in found.items()}
+    rows: dict[str, dict[str, Any]] = {}
     failures: list[dict[str, Any]] = []
-    references = _references(recipe, scoring)
-    if scoring.documents > 0 and not scoring.with_authors:
-        references |= _recorded_references(output, rows)
-
-    results = _results(recipe, references, rows, failures)
-    _write_json(output / RESULTS, results)
-    with contextlib.ExitStack() as stack:
-        is_shown = on_progress is None
-        if on_progress is None:
-            on_progress = stack.enter_context(_progress(len(waiting)))
+    with file_lock(output / ".lock"), contextlib.ExitStack() as stack:
+        for run in runs:
+            if (row := _finished(run, sweep)) is not None:
+                rows[run.name] = row
+        chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
+        waiting = [run for run in chosen if not resume or run.name not in rows]
+        report = on_progress or stack.enter_context(_progress(len(waiting)))
+        results = _write_results(recipe, runs, rows, failures)
         for run in waiting:
             try:
-                rows[run.variant, run.seed] = _train_and_score(run, scoring, resume, on_progress)
-            except _RUN_FAILURES as error:
-                failures.append({"variant": run.variant, "seed": run.seed, "error": _sentence(error)})
-            results = _results(recipe, references, rows, failures)
-            _write_json(output / RESULTS, results)
+                rows[run.name] = _train_and_score(run, sweep, resume, report)
+            except FloatingPointError as error:
+                rows.pop(run.name, None)
+                failures.append({"variant": run.variant, "seed": run.seed, "error": str(error)})
+            results = _write_results(recipe, runs, rows, failures)
     if rows:
-        _plot(results, output)
-        if is_shown:
+        try:
+            plot_sweep(results, output / PLOT)
+        except ImportError as error:
+            logger.warning(f"No plot is drawn: {error}")
+        if on_progress is None:
             print_report(results, make_console(pipe_width=160))
     if failures:
         sentences = " ".join(f"{item['variant']}, seed {item['seed']}: {item['error']}" for item in failures)
@@ -171,156 +98,79 @@ def _run_all(
     return results
 
 
-def _scoring(sweep: SweepRecipe, data_dir: str | None) -> _Scoring:
-    if sweep.evaluation is None:
-        return _Scoring(0, False, None)
-    try:
-        suite.authors_documents(data_dir)
-    except OSError as error:
-        if data_dir is not None:
-            raise
-        logger.warning(f"The authors' texts are left out: {error}")
-        return _Scoring(sweep.evaluation_documents, False, None)
-    return _Scoring(sweep.evaluation_documents, True, data_dir)
-
-
-def _finished(recipe: Recipe, sweep: SweepRecipe) -> dict[tuple[str, int], dict[str, Any]]:
-    """Results on the disk of all variants, also with seeds that are not asked for now; they must fit the recipe."""
-    found = {}
-    for variant in sweep.variants:
-        for file in (Path(recipe.output) / variant).glob(f"seed-*/{RESULT}"):
-            result = _read_result(file)
-            seed = result["run"]["seed"]
-            _check_same(
-                file, with_current_names(result["recipe"]), make_run(recipe, sweep, variant, seed).recipe.to_mapping()
-            )
-            found[variant, seed] = result
-    return found
-
-
-def _read_result(file: Path) -> dict[str, Any]:
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-        _ = result["recipe"], result["evaluation_documents"], result["run"]["seed"], result["run"]["evaluation"]
-        return result
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{str(file)!r} is no result of a sweep; remove it, and the run is scored again.") from error
-
-
-def _check_same(file: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    if differs := first_difference(found, wanted, _MOVES_NO_RESULT):
+def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
+    """The figures of a run that is done; `None` if it must be trained or scored."""
+    file = run.folder / RESULT
+    if not file.is_file():
+        return None
+    result = json.loads(file.read_text(encoding="utf-8"))
+    if differs := first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, _MOVES_NO_RESULT):
         raise ValueError(
             f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
         )
+    is_scored = not sweep.tasks or (result["tasks"], result["limit"]) == (sweep.tasks, sweep.limit)
+    return result["run"] if is_scored else None
 
 
-def _references(recipe: Recipe, scoring: _Scoring) -> dict[str, Any]:
-    """By `evaluation`, and by the name of each scored set."""
-    sets = scored_sets(scoring.documents, scoring.with_authors, scoring.data_dir)
-    of_evaluation = evaluation_references(recipe)
-    return {**({} if of_evaluation is None else {"evaluation": of_evaluation}), **suite_references(sets)}
-
-
-def _recorded_references(output: Path, rows: dict[tuple[str, int], dict]) -> dict[str, Any]:
-    """Of the authors' texts, which are not within reach now, if a run has scores of them."""
-    try:
-        found = json.loads((output / RESULTS).read_text(encoding="utf-8"))["references"] or {}
-    except (OSError, ValueError, KeyError):  # written anew
-        return {}
-    is_scored = any((row["evaluation"] or {}).get(suite.AUTHORS) for row in rows.values())
-    return {suite.AUTHORS: found[suite.AUTHORS]} if is_scored and suite.AUTHORS in found else {}
-
-
-def _results(
-    recipe: Recipe, references: dict[str, Any], rows: dict[tuple[str, int], dict], failures: list[dict]
-) -> dict[str, Any]:
-    values = recipe.to_mapping()
-    del values["output"]
-    values["sweep"] = {key: value for key, value in values["sweep"].items() if key not in _NOT_MEASURED}
-    values["sweep"]["seeds"] = sorted({*values["sweep"]["seeds"], *(seed for _, seed in rows)})
-    order = list(values["sweep"]["variants"])
-    keys = sorted(rows, key=lambda key: (order.index(key[0]), key[1]))
-    runs = [rows[key] for key in keys]
-    return {"recipe": values, "references": references, "runs": runs, "failures": list(failures)}
-
-
-def _train_and_score(run: Run, scoring: _Scoring, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
-    """A row of the results, which is on the disk when this returns."""
-    on_progress(run.name, 0, run.recipe.training.steps, {})
+def _train_and_score(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
+    """The figures of a run, which are on the disk when this returns."""
+    recipe = run.recipe
+    on_progress(run.name, 0, recipe.training.steps, {})
+    if not resume:
+        (run.folder / RESULT).unlink(missing_ok=True)
     with quiet_libraries(messages=False, datasets=True):
-        trained = train(run.recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(trained["folder"], dtype=torch.float32).to(device).eval()
-        evaluation = None
-        if scoring.documents > 0:
-            evaluation = suite.evaluate_head_tasks(
-                model,
-                AutoTokenizer.from_pretrained(trained["folder"]),
-                data_dir=scoring.data_dir,
-                documents=scoring.documents,
-                with_authors=scoring.with_authors,
+        trained = train(recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained["folder"]))
+        scores: dict[str, dict[str, float]] | None = None
+        if sweep.tasks:
+            from ..eval import evaluate
+
+            records = evaluate(
+                trained["folder"],
+                output=run.folder / "evaluation",
+                tasks=sweep.tasks,
+                limit=sweep.limit,
+                dtype="float32",
             )
-    records, batch_tokens = read_log(run.folder), run.recipe.training.batch_tokens
-    flops = flops_per_token(model.config, run.recipe.data.sequence_length)
+            scores = {r.task: {name: metric["value"] for name, metric in r.metrics.items()} for r in records}
+    log = [json.loads(line) for line in (run.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    accuracies = [record["eval_accuracy"] for record in log if "eval_accuracy" in record]
     row = {
         "variant": run.variant,
         "seed": run.seed,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": model.num_parameters(),
         "training": {
             "steps": trained["steps"],
-            "tokens": trained["steps"] * batch_tokens,
-            "flops": float(trained["steps"] * batch_tokens * flops),
-            "seconds": round(training_seconds(records, batch_tokens), 1),
+            "tokens": trained["steps"] * recipe.training.batch_tokens,
+            "flops": log[-1]["flops"],
+            "seconds": log[-1]["seconds"],
             "train_loss": trained["loss"],
             "evaluation_loss": trained["evaluation_loss"],
-            "device": _device_name(),
+            "evaluation_accuracy": accuracies[-1] if accuracies else None,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         },
-        "curve": evaluation_curve(records, batch_tokens, flops),
-        "evaluation": evaluation,
+        "evaluation": scores,
     }
-    recipe = run.recipe.to_mapping()
-    _write_json(run.folder / RESULT, {"recipe": recipe, "evaluation_documents": scoring.documents, "run": row})
+    _write_json(
+        run.folder / RESULT,
+        {"recipe": recipe.to_mapping(), "tasks": sweep.tasks, "limit": sweep.limit, "run": row},
+    )
     return row
 
 
-def _device_name() -> str:
-    """What the seconds of a run hold for."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
-
-
-def _sentence(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _write_results(recipe: Recipe, runs: list[Run], rows: dict[str, dict], failures: list[dict]) -> dict[str, Any]:
+    values = recipe.to_mapping()
+    del values["output"]
+    variants = list(dict.fromkeys(run.variant for run in runs))
+    done = [rows[run.name] for variant in variants for run in runs if run.variant == variant and run.name in rows]
+    results = {"recipe": values, "runs": done, "failures": failures}
+    _write_json(Path(recipe.output) / RESULTS, results)
+    return results
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A run a line: its scores by task are hundreds of numbers.
-    members = [f"{json.dumps(key)}: {_lines(value)}" for key, value in values.items()]
-    write_atomically(path, "{" + ",\n".join(members) + "}\n")
-
-
-def _lines(value: Any) -> str:
-    """JSON in which every item of a list has a line."""
-    if not isinstance(value, list) or not value:
-        return json.dumps(value, ensure_ascii=False)
-    return "[\n" + ",\n".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n]"
-
-
-def _plot(results: dict[str, Any], output: Path) -> None:
-    """The pictures of a sweep, and of its pairs a table besides."""
-    has_pairs = bool(compare_pairs(results))
-    if has_pairs:
-        write_costs(results, output / COSTS)
-        write_take_offs(results, output / TAKE_OFFS)
-    try:
-        plot_sweep(results, output / PLOT)
-        if has_pairs:
-            plot_curves(results, output / CURVES)
-    except ImportError as error:
-        logger.warning(f"No plot is drawn: {error}")
+    write_atomically(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,31 @@
 """Training: recipes in YAML, a thin layer over `transformers.Trainer`, and runs that can be stopped at any moment."""
 
-from .recipe import Recipe, TrainingRecipe, load_recipe, packaged_recipes
+from .recipe import (
+    DataRecipe,
+    Recipe,
+    StageRecipe,
+    TrainingRecipe,
+    first_difference,
+    load_recipe,
+    merge_recipes,
+    packaged_recipes,
+)
 from .run import train
+from .throughput import flops_per_token, gpu_peak_flops, peak_flops, visible_pairs
 
 
-__all__ = ["Recipe", "TrainingRecipe", "load_recipe", "packaged_recipes", "train"]
+__all__ = [
+    "DataRecipe",
+    "Recipe",
+    "StageRecipe",
+    "TrainingRecipe",
+    "first_difference",
+    "flops_per_token",
+    "gpu_peak_flops",
+    "load_recipe",
+    "merge_recipes",
+    "packaged_recipes",
+    "peak_flops",
+    "train",
+    "visible_pairs",
+]

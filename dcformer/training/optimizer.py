@@ -1,8 +1,8 @@
-"""The optimizers of a recipe beside the AdamW of `transformers.Trainer`: rates of their own for some parameters."""
+"""The optimizers of a recipe: AdamW, with a rate of its own for composition, and Muon for matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,35 +12,27 @@ from torch.optim import Optimizer
 from .recipe import TrainingRecipe
 
 
-def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterable[str]) -> Optimizer:
+def build_optimizer(model: nn.Module, training: TrainingRecipe) -> Optimizer:
     """
-    AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms and
-    biases; with a learning rate of their own for the weights of dynamic composition if the recipe has one.
+    Build AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms
+    and biases. The weights of dynamic composition have a learning rate of their own if the recipe gives one.
 
-    All learning rates rise and fall together.
+    Matrices, embeddings and compose weights decay; norms and biases, which are vectors, do not. The authors' JAX code
+    (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of norms decay towards 0 as well.
 
-    Args:
-        model (`nn.Module`): Model to train.
-        training (`TrainingRecipe`): Optimizer, learning rates, decay, and the constants of AdamW.
-        decaying (`Iterable[str]`): Names of the parameters that decay.
-
-    Raises:
-        ValueError: if this torch has no Muon, or the model no matrix for it.
-
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Not used in the paper.
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; not used in the paper.
     """
-    decaying = set(decaying)
     matrices: list[nn.Parameter] = []
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}  # by learning rate, and whether they decay
-    tables = _embeddings(model) if training.optimizer == "muon" else None
+    tables = _embeddings(model)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if tables is not None and parameter.dim() == 2 and id(parameter) not in tables:
+        if training.optimizer == "muon" and parameter.dim() == 2 and id(parameter) not in tables:
             matrices.append(parameter)
         else:
             own_rate = training.compose_learning_rate if _is_dynamic(name) else None
-            groups.setdefault((own_rate or training.learning_rate, name in decaying), []).append(parameter)
+            groups.setdefault((own_rate or training.learning_rate, parameter.dim() > 1), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
             {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}
@@ -51,18 +43,10 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe, decaying: Iterab
         eps=training.adam_epsilon,
         fused=True,
     )
-    return adamw if tables is None else JoinedOptimizer([_muon(matrices, training), adamw])
-
-
-def _muon(matrices: list[nn.Parameter], training: TrainingRecipe) -> Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(
-            f"training.optimizer 'muon' needs torch 2.9 or newer, found {torch.__version__}; update torch, or use "
-            "'adamw'."
-        )
-    if not matrices:
-        raise ValueError("training.optimizer 'muon' found no matrix in the model's layers; use 'adamw'.")
-    return torch.optim.Muon(matrices, lr=training.muon_learning_rate, weight_decay=training.weight_decay)
+    if training.muon_learning_rate is None:
+        return adamw
+    muon = torch.optim.Muon(matrices, lr=training.muon_learning_rate, weight_decay=training.weight_decay)
+    return JoinedOptimizer([muon, adamw])
 
 
 def _embeddings(model: nn.Module) -> set[int]:
@@ -79,12 +63,7 @@ def _is_dynamic(name: str) -> bool:
 
 
 class JoinedOptimizer(Optimizer):
-    """
-    Several optimizers, each with parameters of its own, that schedules, checkpoints and Trainer see as one.
-
-    Args:
-        parts (`list[Optimizer]`): The optimizers. Their parameter groups are shared with this one.
-    """
+    """Several optimizers, each with parameters of its own, that schedules, checkpoints and Trainer see as one."""
 
     def __init__(self, parts: list[Optimizer]):
         self.parts = parts
@@ -94,7 +73,7 @@ class JoinedOptimizer(Optimizer):
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """A step of every part."""
+        """Take a step of every part."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for part in self.parts:
             part.step()
@@ -105,7 +84,7 @@ class JoinedOptimizer(Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` returned for the same parts."""
+        """Load the `state_dict` of the same parts."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = self._groups()  # loading makes new ones

@@ -1,238 +1,194 @@
-"""Recipes: what a training run is made of, as a YAML file.
+"""
+Recipes: training runs as YAML files, read, merged and type-checked by OmegaConf.
 
-A recipe may extend another one: mappings merge key by key, all other values replace. References such as
-`${training.batch_tokens}` are resolved in what is left at the end, and that is checked as a whole, so that a wrong key
-or value stops a run before anything is loaded.
+A recipe may extend another one: mappings merge key by key, other values replace. `${...}` refers to another key.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..common.quoting import quoted, shortened
-from ..common.renamed import refuse_old_name
-from ..common.yaml_text import read_yaml
+from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .data_recipe import DataRecipe
-from .fields import check_keys, check_mapping, check_range, full_key, merge_mappings, read_fields
 
 
+HEAD_TASKS = "head_tasks"  # the generated data, and their tokenizer
 _PACKAGED = Path(__file__).parent / "recipes"
-# Keys of which one excludes the other: a recipe that gives one takes away the other of the recipe that it extends.
+# Keys that exclude each other: a recipe that gives one removes the other from the recipe that it extends.
 _ALTERNATIVES = {"training": ("tokens", "max_steps"), "model": ("preset", "pretrained")}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
-_LONGEST_FILE = 2**17  # bytes, of which a recipe has a few thousand
-_MOST_TOKENS = 10**18  # of a whole run
-# The largest integers of `training:`; larger ones are slips of the pen, and nothing could count so far.
-_LARGEST = {
-    **dict.fromkeys(("max_steps", "logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints"), 10**12),
-    **dict.fromkeys(("batch_tokens", "per_device_batch_size"), 10**9),
-    "tokens": _MOST_TOKENS,
-}
-# What its other numbers must be, in words, and how that is found.
-_BOUNDS: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
-    ("positive and finite", lambda value: 0 < value < math.inf, ("learning_rate", "adam_epsilon", "max_grad_norm")),
-    ("in [0, 1)", lambda value: 0 <= value < 1, ("adam_beta1", "adam_beta2", "warmup_ratio")),
-    ("in [0, 1]", lambda value: 0 <= value <= 1, ("final_learning_rate_ratio",)),
-    ("finite and not negative", lambda value: 0 <= value < math.inf, ("weight_decay",)),
-)
-_MOST_LAYERS = 10_000
-_LARGEST_MODEL_INTEGER = 2**31 - 1
-LARGEST_SEED = 2**32 - 1  # of NumPy
 # Keys of `model:` besides the fields of the configuration.
 _MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation", "output_initializer_range")
 
 
 @dataclass(frozen=True)
+class StageRecipe:
+    """A stage of head-task documents, an item of `data.stages`; see [`~head_tasks.iterate_practice`]."""
+
+    documents: int  #: number of documents
+    examples: float = 0.0  #: share of documents as the tasks have them
+    questions: float = 0.0  #: share of documents that ask for a few facts, each by its person and by its content
+    recurring_facts: float = 0.0  #: share of documents that say a few facts again and again
+    recurring_words: float = 0.0  #: share of documents with a few words over and over
+    lines: list[int] | None = None  #: least and most examples in a document; `None`: as `data.lines`
+    words: int | None = None  #: draw recurring words from the first so many; `None`: from all
+    facts: int = 3  #: facts that questions are about, 1 to 3
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """The `data:` mapping of a recipe: the source of documents and how they become rows."""
+
+    source: str  #: `"head_tasks"`; a file (.jsonl, .json, .txt, .parquet, .csv) or a folder; or a name on the Hub
+    configuration: str | None = None  #: configuration of a data set on the Hub
+    split: str = "train"  #: also as `"train[:90%]"`; a file has `"train"` only
+    text_column: str = "text"  #: column that holds the documents
+    streaming: bool = False  #: read and pack while training, shuffled within a buffer of 10,000 documents
+    sequence_length: int = 2048  #: tokens of a row, as in section 4.1 of the paper
+    #: `"split"` fills rows and continues a document in the next row, as a sequence of its own; `"whole"` puts every
+    #: document where it fits and pads the rest; `"none"` gives each a row. All cut documents longer than a row.
+    packing: Literal["split", "whole", "none"] = "split"
+    loss_on: Literal["all", "answers"] = "all"  #: tokens, or those in the character ranges of the column `answers`
+    documents: int | None = None  #: number of head-task documents to generate, or the most to take of a source
+    lines: list[int] | None = None  #: least and most examples in a document of head tasks; `None`: `[1, 8]`
+    stages: list[StageRecipe] | None = None  #: head tasks in stages, read in this order, instead of `documents`
+    #: Data of the evaluation loss, read in order. Keys that it lacks are those of the training data, but for the split
+    #: of head tasks, which is `"validation"`.
+    evaluation: DataRecipe | None = None
+
+    def __post_init__(self):
+        if self.sequence_length < 2:
+            raise ValueError(f"data.sequence_length must be at least 2, got {self.sequence_length}.")
+        generates = self.source == HEAD_TASKS
+        if not generates and (self.lines or self.stages):
+            raise ValueError(f"data.lines and data.stages are for source {HEAD_TASKS!r} alone, got {self.source!r}.")
+        if generates and not self.stages and self.documents is None:
+            raise ValueError(f"data.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
+        if self.evaluation is not None and self.evaluation._origin == self._origin:
+            raise ValueError(
+                f"data.evaluation would read the training data, {self.source!r}, split {self.split!r}; give it "
+                "another source or split."
+            )
+
+    @property
+    def _origin(self) -> tuple:
+        return self.source, self.configuration, self.split
+
+
+@dataclass(frozen=True)
 class TrainingRecipe:
-    """
-    The `training:` mapping of a recipe. Defaults are the paper's where it names them (section 4).
+    """The `training:` mapping of a recipe. Defaults are the paper's where it names them (section 4, appendix C)."""
 
-    Attributes:
-        tokens (`int`, *optional*): Tokens to train on, rounded up to whole steps; either this or `max_steps`.
-        max_steps (`int`, *optional*): Optimiser steps to train for.
-        batch_tokens (`int`): Tokens in one optimiser step, over all processes and accumulated passes.
-        per_device_batch_size (`int`, defaults to 1): Rows in one forward pass on one device.
-        optimizer (`str`, defaults to `"adamw"`): `"muon"` for Muon on the matrices of layers and AdamW on all else; it
-            needs torch 2.9, and takes no part in the paper.
-        muon_learning_rate (`float`, *optional*): Highest learning rate of Muon, which is the length of a step along
-            every singular direction of a square matrix; 0.02 is usual.
-        learning_rate (`float`, defaults to 3e-4): Highest learning rate, right after the warm-up.
-        compose_learning_rate (`float`, *optional*): Highest learning rate of the weights of dynamic composition (the
-            low-rank projections and gates), by AdamW; `learning_rate` if not given, as in the paper. Their deviations
-            are far below those of other weights, and so are good rates where `learning_rate` is high.
-        final_learning_rate_ratio (`float`, defaults to 0.1): Where the cosine ends, as a share of the highest.
-        warmup_ratio (`float`, defaults to 0.01): Share of the steps, rounded down, over which the rate rises linearly;
-            the first of them has rate 0. [`~training.trainer.learning_rate_schedule`] has the formula.
-        adam_beta1, adam_beta2, adam_epsilon (`float`, default to 0.9, 0.95 and 1e-8): The constants of AdamW.
-        weight_decay (`float`, defaults to 0.1): Decay of matrices, embeddings and compose weights. Norms and biases do
-            not decay; in the authors' JAX code all parameters do.
-        max_grad_norm (`float`, defaults to 1.0): Gradients of a larger norm are scaled down to it.
-        precision (`str`, defaults to `"fp32"`): `"bf16"` for autocast to bfloat16; parameters stay float32.
-        gradient_checkpointing (`bool`, defaults to `False`): Recompute layers in the backward pass.
-        compile (`bool`, defaults to `False`): Compile the model with `torch.compile`.
-        logging_steps (`int`, defaults to 10): Steps between records of the log.
-        evaluation_steps (`int`, defaults to 1000): Steps between evaluations; there is one at the end too.
-        save_steps (`int`, defaults to 1000): Steps between checkpoints; there is one at the end too.
-        keep_checkpoints (`int`, defaults to 2): Checkpoints that are kept, the newest.
-        fsdp (`bool`, defaults to `False`): Divide parameters and optimiser state among the processes (FSDP2).
-        tensorboard (`bool`, defaults to `True`): Log for TensorBoard as well, if it is installed.
-    """
-
-    batch_tokens: int
-    tokens: int | None = None
-    max_steps: int | None = None
-    per_device_batch_size: int = 1
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    muon_learning_rate: float | None = None
-    learning_rate: float = 3e-4
+    batch_tokens: int  #: tokens in one optimiser step, over all processes and accumulated passes
+    tokens: int | None = None  #: length of the run, rounded up to whole steps; either this or `max_steps`
+    max_steps: int | None = None  #: length of the run in optimiser steps
+    per_device_batch_size: int = 1  #: rows in one forward pass on one device
+    optimizer: Literal["adamw", "muon"] = "adamw"  #: Muon is for the matrices of layers, AdamW for all else
+    muon_learning_rate: float | None = None  #: highest learning rate of Muon; 0.02 is usual
+    learning_rate: float = 3e-4  #: highest learning rate of AdamW, right after the warm-up
+    #: highest learning rate of the low-rank projections and gates of composition; `None`: `learning_rate`
     compose_learning_rate: float | None = None
-    final_learning_rate_ratio: float = 0.1
-    warmup_ratio: float = 0.01
-    adam_beta1: float = 0.9
+    final_learning_rate_ratio: float = 0.1  #: end of the cosine, as a share of the highest rate
+    warmup_ratio: float = 0.01  #: share of the steps, rounded down, over which the rate rises linearly from 0
+    adam_beta1: float = 0.9  #: of AdamW, as the next two
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    precision: Literal["bf16", "fp32"] = "fp32"
-    gradient_checkpointing: bool = False
-    compile: bool = False
-    logging_steps: int = 10
-    evaluation_steps: int = 1000
-    save_steps: int = 1000
-    keep_checkpoints: int = 2
-    fsdp: bool = False
-    tensorboard: bool = True
+    weight_decay: float = 0.1  #: of matrices, embeddings and compose weights; norms and biases do not decay
+    max_grad_norm: float = 1.0  #: gradients of a larger norm are scaled down to it
+    precision: Literal["bf16", "fp32"] = "fp32"  #: bf16 for autocast; parameters stay float32
+    gradient_checkpointing: bool = False  #: recompute layers in the backward pass
+    compile: bool = False  #: use `torch.compile`
+    logging_steps: int = 10  #: steps between records of the log; there is one before every checkpoint too
+    evaluation_steps: int = 1000  #: steps between evaluations; there is one at the end too
+    save_steps: int = 1000  #: steps between checkpoints; there is one at the end too
+    keep_checkpoints: int = 2  #: checkpoints to keep, the newest
+    fsdp: bool = False  #: divide parameters and optimiser state among the processes (FSDP2)
+    tensorboard: bool = True  #: log for TensorBoard as well, if it is installed
 
     def __post_init__(self):
         if (self.tokens is None) == (self.max_steps is None):
             raise ValueError(
                 f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
             )
-        for name, most in _LARGEST.items():
-            value = getattr(self, name)
-            if value is not None:
-                check_range(f"training.{name}", value, 1, most)
-        if self.steps * self.batch_tokens > _MOST_TOKENS:
-            raise ValueError(
-                f"training.max_steps {self.steps:,} x training.batch_tokens {self.batch_tokens:,} must be at most "
-                f"{_MOST_TOKENS:,} tokens; lower one."
-            )
+        # Trainer would take these for something else; other numbers are refused by torch.
+        counts = ("tokens", "max_steps", "batch_tokens", "per_device_batch_size", "save_steps", "keep_checkpoints")
+        for name in counts:
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ValueError(f"training.{name} must be at least 1, got {count}.")
+        for name in ("warmup_ratio", "final_learning_rate_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"training.{name} must be in [0, 1], got {getattr(self, name)}.")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"training.max_grad_norm must be positive, got {self.max_grad_norm}.")
         if (self.optimizer == "muon") != (self.muon_learning_rate is not None):
             raise ValueError(
-                f"training.muon_learning_rate belongs to training.optimizer 'muon', such as 0.02, got "
-                f"{self.muon_learning_rate} with {self.optimizer!r}."
+                f"training.muon_learning_rate belongs to training.optimizer 'muon', got {self.muon_learning_rate} "
+                f"with {self.optimizer!r}; give both or neither."
             )
-        for name in ("muon_learning_rate", "compose_learning_rate"):
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < math.inf:
-                raise ValueError(f"training.{name} must be positive and finite, got {rate}.")
         if self.optimizer == "muon" and self.fsdp:
-            raise ValueError(
-                "training.optimizer 'muon' needs whole matrices, which training.fsdp divides; turn one of them off."
-            )
-        for bound, is_within, names in _BOUNDS:
-            for name in names:
-                if not is_within(getattr(self, name)):
-                    raise ValueError(f"training.{name} must be {bound}, got {getattr(self, name)}.")
+            raise ValueError("training.optimizer 'muon' needs whole matrices, which training.fsdp divides; drop one.")
 
     @property
     def steps(self) -> int:
         """Optimiser steps of the whole run."""
-        if self.max_steps is not None:
-            return self.max_steps
-        assert self.tokens is not None  # one of the two is given
-        return -(-self.tokens // self.batch_tokens)
+        return self.max_steps or -(-self.tokens // self.batch_tokens)  # type: ignore[operator]
 
     def accumulation_steps(self, sequence_length: int, processes: int) -> int:
-        """
-        Forward passes of every process in an optimiser step.
-
-        Raises:
-            ValueError: if `batch_tokens` is no multiple of the tokens of one pass over all processes.
-        """
+        """Forward passes of every process in an optimiser step; ValueError if the batch does not divide into them."""
         tokens = sequence_length * self.per_device_batch_size * processes
         if self.batch_tokens % tokens != 0:
-            near = sorted({max(tokens, self.batch_tokens // tokens * tokens), -(-self.batch_tokens // tokens) * tokens})
             raise ValueError(
                 f"training.batch_tokens must be a multiple of {tokens} (data.sequence_length {sequence_length} x "
-                f"training.per_device_batch_size {self.per_device_batch_size} x {processes} "
-                f"process{'' if processes == 1 else 'es'}), got {self.batch_tokens}; "
-                f"take {' or '.join(map(str, near))}."
+                f"training.per_device_batch_size {self.per_device_batch_size} x {processes} processes), got "
+                f"{self.batch_tokens}."
             )
         return self.batch_tokens // tokens
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """
-    A checked recipe.
+    """A checked recipe."""
 
-    Attributes:
-        name (`str`): Name of the run, for logs and plots.
-        output (`str`): Folder of the run.
-        model (`dict`): `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
-            `output_initializer_range`: standard deviation of the new weights whose results are added to the residual
-            stream (of attention and MLP the last ones), if it is not `initializer_range` as for all others.
-        tokenizer (`str`): Folder or name on the Hub; `"head_tasks"` for the tokenizer of the head tasks.
-        data (`DataRecipe`): Training and evaluation data.
-        training (`TrainingRecipe`): Optimiser, schedule, precision, and what is logged and kept.
-        seed (`int`, defaults to 0): Seed of the initialisation and of the order of the data.
-        sweep (`dict`, *optional*): Variants and seeds to train, if the recipe is of many runs.
-    """
-
-    name: str
-    output: str
-    model: dict
-    tokenizer: str
+    tokenizer: str  #: folder or name on the Hub; `"head_tasks"` for that of the head tasks
     data: DataRecipe
     training: TrainingRecipe
-    seed: int = 0
-    sweep: dict | None = None
+    #: `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
+    #: `output_initializer_range`: standard deviation of new weights whose results are added to the residual stream
+    #: (`o_proj`, `down_proj`), if it is not `initializer_range`
+    model: dict[str, Any] = field(default_factory=dict)
+    name: str = "run"  #: of the run, for logs and plots
+    output: str = "runs/${name}"  #: folder of the run; OmegaConf fills in the name
+    seed: int = 0  #: seed of the initialisation and of the order of the data
+    sweep: dict[str, Any] | None = None  #: variants and seeds to train, see [`~experiments.SweepRecipe`]
 
-    @classmethod
-    def from_mapping(cls, values: dict) -> Recipe:
-        """
-        The recipe of a mapping as YAML gives it, without `extends`.
-
-        Raises:
-            ValueError: for unknown or missing keys and for wrong values, of which the message quotes the first.
-        """
-        check_mapping(values, "")
-        check_keys(values, [field.name for field in fields(cls)], "")
-        values = dict(values)
-        name = values.setdefault("name", "run")
-        values.setdefault("output", f"runs/{name}")
-        values.setdefault("model", {})
-        if "data" in values:
-            values["data"] = DataRecipe.from_mapping(values["data"])
-        values["training"] = read_fields(TrainingRecipe, values.get("training", {}), "training")
-        recipe = read_fields(cls, values, "")
-        refuse_old_name("tokenizer", recipe.tokenizer)
-        check_range("seed", recipe.seed, 0, LARGEST_SEED)
-        _check_model(recipe.model)
-        attention = recipe.model.get("attn_implementation") or ""
-        if "flash" in attention and recipe.data.packing != "none" and recipe.training.per_device_batch_size > 1:
-            # It knows documents by their position ids in a batch of one row alone, and would say nothing.
+    def __post_init__(self):
+        _check_model(self.model)
+        attention = self.model.get("attn_implementation") or ""
+        if "flash" in attention and self.data.packing != "none" and self.training.per_device_batch_size > 1:
+            # It finds documents by their position ids in a batch of one row alone, and would not complain.
             raise ValueError(
                 f"model.attn_implementation {attention!r} keeps packed documents apart only in batches of one row, got "
-                f"training.per_device_batch_size {recipe.training.per_device_batch_size}; set it to 1, or take sdpa."
+                f"training.per_device_batch_size {self.training.per_device_batch_size}; set it to 1, or use sdpa."
             )
-        return recipe
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Recipe:
+        """Read a recipe from a mapping like that of a YAML file without `extends`; errors as of `load_recipe`."""
+        omegaconf = _import_omegaconf()
+        values = dict(values)
+        if isinstance(values.get("data"), Mapping):
+            values["data"] = _with_evaluation(values["data"])
+        return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
 
     def to_mapping(self) -> dict[str, Any]:
-        """What `from_mapping` reads, with every default filled in."""
-        values = asdict(self)
-        absent = "tokens" if self.training.tokens is None else "max_steps"
-        del values["training"][absent]
-        return {key: value for key, value in values.items() if value is not None}
+        """The mapping that `from_mapping` reads, with every default filled in."""
+        return asdict(self)
 
 
 def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
@@ -241,22 +197,20 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
 
     Args:
         recipe: YAML file, or the name of a packaged recipe such as `"dcformer++-405m"`.
-        overrides (`Sequence[str]`): Values that replace the file's: `"training.max_steps=20"`, read as YAML.
+        overrides: Values that replace those of the file, such as `"training.max_steps=20"`, read as YAML.
 
     Raises:
         FileNotFoundError: if there is neither such a file nor such a packaged recipe.
-        ValueError: if a file is no YAML, recipes extend each other in a circle, a key or value is wrong, or the name is
-            that of a recipe that is called otherwise now.
-        OSError: if a file cannot be read.
+        ValueError: for a wrong value, or recipes that extend each other in a circle.
+        yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: if a file is not YAML, or a key or type is wrong.
     """
-    values = _read_extended(_find(recipe, None), ())
-    updates = [_override(text) for text in overrides]
-    try:
-        for update in updates:
-            values = merged(values, update)
-        return Recipe.from_mapping(merge_mappings({}, values, resolve=True))
-    except ValueError as error:
-        raise ValueError(shortened(f"Recipe {str(recipe)!r}: {error}")) from error
+    omegaconf = _import_omegaconf()
+    for text in overrides:
+        if "=" not in text:
+            raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {text!r}.")
+    updates = omegaconf.to_container(omegaconf.from_dotlist(list(overrides)))
+    values = merge_recipes(_read_extended(recipe), updates)
+    return Recipe.from_mapping(omegaconf.to_container(omegaconf.create(values), resolve=True))
 
 
 def packaged_recipes() -> list[str]:
@@ -264,149 +218,115 @@ def packaged_recipes() -> list[str]:
     return sorted(file.stem for file in _PACKAGED.glob("*.yaml"))
 
 
-def merged(base: Mapping, update: Mapping) -> dict[str, Any]:
-    """`base` with the values of `update`: mappings merge, else the new value replaces, and takes away alternatives."""
-    for section, names in _ALTERNATIVES.items():
-        old, new = base.get(section), update.get(section)
-        given = [name for name in names if isinstance(new, Mapping) and new.get(name) is not None]
-        if isinstance(old, Mapping) and len(given) == 1:
-            base = {**base, section: {key: value for key, value in old.items() if key in given or key not in names}}
-    return merge_mappings(base, update)
-
-
-def _override(text: str) -> dict[str, Any]:
-    """The mapping that a `key=value` of the command line stands for."""
-    key, found, value = text.partition("=")
-    if not found or not key:
-        raise ValueError(f"--set must be key=value, such as training.max_steps=20; got {quoted(text)}.")
-    update = read_yaml(value, f"the value of {key}")
-    for part in reversed(key.strip().split(".")):
-        update = {part: update}
-    return update
-
-
-def _read_extended(file: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    file = file.resolve()
-    if file in extending:
-        names = " extends ".join(item.name for item in (*extending[extending.index(file) :], file))
-        raise ValueError(f"Recipes extend each other in a circle: {names}; remove one of the extends.")
-    values = read_yaml(_read_text(file), repr(str(file)))
-    if values is None:
-        raise ValueError(f"{str(file)!r} is empty; a recipe is a mapping of keys to values.")
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} must hold a mapping of keys to values, got {quoted(values)}.")
-    base = values.pop("extends", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ValueError(f"extends must name one recipe, got {quoted(base)} in {str(file)!r}.")
-    extended = _read_extended(_find(base, file.parent), (*extending, file))
-    try:
-        return merged(extended, values)
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r}: {error}") from error
-
-
-def _read_text(file: Path) -> str:
-    try:
-        size = file.stat().st_size
-        if size > _LONGEST_FILE:
-            raise ValueError(f"{str(file)!r} has {size:,} bytes, too many for a recipe; name its YAML file.")
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(file)!r} is no text in UTF-8 ({error.reason}); save it as such.") from error
-    except OSError as error:
-        raise OSError(f"{str(file)!r} cannot be read: {error.strerror or error}; correct its permissions.") from error
-
-
-def _find(recipe: str | os.PathLike, folder: Path | None) -> Path:
-    """A file (beside the one that extends it, if one does), or else a packaged recipe."""
-    file = Path(recipe) if folder is None else folder / recipe
-    if file.is_file():
-        return file
-    packaged = _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
-    if packaged.parent == _PACKAGED and packaged.is_file():
-        return packaged
-    refuse_old_name("recipe", packaged.stem, _recipe_of_preset(packaged.stem))
-    if file.is_dir():
-        raise FileNotFoundError(f"{str(file)!r} is a folder; name the YAML file of a recipe.")
-    raise FileNotFoundError(
-        f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
-    )
-
-
-def _recipe_of_preset(name: str) -> str:
-    """Which recipe trains a preset whose name a recipe of another model had, as the end of a sentence."""
-    improved = name.replace("dcformer-", "dcformer++-")
-    return f"; the preset {name!r} is trained by {improved!r}" if name in DCFormerConfig.presets() else ""
-
-
-def _check_model(model: dict) -> None:
-    check_keys(model, [*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))], "model")
-    if "preset" in model and "pretrained" in model:
-        raise ValueError(
-            f"Give model.preset ({quoted(model['preset'])}) or model.pretrained ({quoted(model['pretrained'])}), not "
-            "both."
-        )
-    presets = [name for cls in _CONFIG_CLASSES.values() for name in cls.presets()]
-    if model.get("preset") not in (None, *presets):
-        raise ValueError(f"model.preset must be one of {', '.join(presets)}, got {quoted(model['preset'])}.")
-    if model.get("model_type") not in (None, *_CONFIG_CLASSES):
-        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {quoted(model['model_type'])}.")
-    _check_integers(model, "model")
-    _check_output_deviation(model)
-    if "pretrained" not in model:  # weights bring a configuration of their own, which is read when they are
-        build_config(model)
-
-
-def _check_output_deviation(model: dict) -> None:
-    value = model.get("output_initializer_range")
-    if value is None:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf:
-        raise ValueError(
-            f"model.output_initializer_range must be a number, finite and not negative, got {quoted(value)}."
-        )
-    if "pretrained" in model:
-        raise ValueError(
-            f"model.output_initializer_range is for new weights, got {value} with model.pretrained "
-            f"{quoted(model['pretrained'])}; set it to null."
-        )
-
-
-def _check_integers(values: Any, name: str) -> None:
-    """Refuse integers that no model can have before anything is made in such a number."""
-    if isinstance(values, dict | list):
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            _check_integers(value, full_key(name, key))
-    elif isinstance(values, int) and abs(values) > _LARGEST_MODEL_INTEGER:
-        check_range(name, values, -_LARGEST_MODEL_INTEGER, _LARGEST_MODEL_INTEGER)
-    elif name == "model.num_hidden_layers" and isinstance(values, int):
-        check_range(name, values, 1, _MOST_LAYERS)
-
-
-def build_config(model: dict, **defaults: Any) -> PreTrainedConfig:
+def merge_recipes(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The configuration that the `model:` mapping of a recipe describes.
+    Merge the mappings of two recipes key by key; other values of `update`, lists as a whole, replace those of `base`.
 
-    Args:
-        model (`dict`): The `model:` mapping of a recipe that was checked.
-        **defaults: Fields for a model without preset or weights, where the mapping leaves them out; `bos_token_id`,
-            `eos_token_id` and `pad_token_id` hold for presets as well.
+    `training.tokens` replaces `training.max_steps`, `model.preset` replaces `model.pretrained`, and vice versa.
+    """
+    omegaconf = _import_omegaconf()
+    for section, names in _ALTERNATIVES.items():
+        old, new = base.get(section) or {}, update.get(section) or {}
+        given = [name for name in names if new.get(name) is not None]
+        if len(given) == 1:
+            base = {**base, section: {key: old[key] for key in old if key in given or key not in names}}
+    return omegaconf.to_container(omegaconf.merge(base, update))
 
-    Raises:
-        ValueError: for a value that no model can have.
+
+def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
+    """
+    Build the configuration that the `model:` mapping of a recipe describes.
+
+    `defaults` are fields of a model without preset or weights, where the mapping leaves them out; the ids of special
+    tokens among them hold for presets as well.
     """
     values = {key: value for key, value in model.items() if key not in _MODEL_KEYS}
     preset = model.get("preset")
-    special = {key: value for key, value in defaults.items() if key.endswith("_token_id")}
-    try:
-        if "pretrained" in model:
-            return AutoConfig.from_pretrained(model["pretrained"], **values)
-        if preset is not None:
-            cls = next(cls for cls in _CONFIG_CLASSES.values() if preset in cls.presets())
-            return cls.from_preset(preset, **{**special, **values})
-        return _CONFIG_CLASSES[model.get("model_type", DCFormerConfig.model_type)](**{**defaults, **values})
-    except (ValueError, TypeError) as error:
-        raise ValueError(shortened(f"model: {error}")) from error
+    if model.get("pretrained") is not None:
+        return AutoConfig.from_pretrained(model["pretrained"], **values)
+    if preset is not None:
+        cls = DCPythiaConfig if preset in DCPythiaConfig.presets() else DCFormerConfig
+        special = {key: value for key, value in defaults.items() if key.endswith("_token_id")}
+        return cls.from_preset(preset, **{**special, **values})
+    return _CONFIG_CLASSES[model.get("model_type", DCFormerConfig.model_type)](**{**defaults, **values})
+
+
+def first_difference(there: Recipe, here: Recipe, ignored: tuple[str, ...]) -> str | None:
+    """Name the first key in which two recipes differ, with its values; `ignored` has beginnings of keys that may."""
+    found, wanted = (
+        _flattened(recipe.to_mapping()) | {"training.steps": recipe.training.steps} for recipe in (there, here)
+    )
+    for key in sorted({*found, *wanted}):
+        if not key.startswith(ignored) and found.get(key) != wanted.get(key):
+            return f"{key} is {found.get(key)!r} there and {wanted.get(key)!r} here"
+    return None
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with keys such as `training.max_steps`."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result |= _flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return result
+
+
+def _import_omegaconf() -> Any:
+    return import_optional("omegaconf", 'Recipes need OmegaConf: pip install "dcformer[train]".').OmegaConf
+
+
+def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:
+    """The mapping of a recipe, merged into those that it extends."""
+    omegaconf = _import_omegaconf()
+    chain: dict[Path, dict[str, Any]] = {}
+    name, folder = recipe, Path()
+    while name is not None:
+        file = _find(name, folder).resolve()
+        if file in chain:
+            raise ValueError(f"Recipes extend each other in a circle: {' extends '.join(f.name for f in chain)}.")
+        chain[file] = omegaconf.to_container(omegaconf.load(file))
+        name, folder = chain[file].pop("extends", None), file.parent
+    values: dict[str, Any] = {}
+    for update in reversed(chain.values()):
+        values = merge_recipes(values, update)
+    return values
+
+
+def _find(recipe: str | os.PathLike, folder: Path) -> Path:
+    """A file (beside the one that extends it), or else a packaged recipe."""
+    file, packaged = folder / recipe, _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
+    found = next((path for path in (file, packaged) if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
+        )
+    return found
+
+
+def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`data:` whose evaluation has the keys of the training data that it lacks."""
+    evaluation = data.get("evaluation")
+    if not isinstance(evaluation, Mapping):
+        return data
+    inherited = {key: value for key, value in data.items() if key not in ("evaluation", "stages")}
+    if evaluation.get("source", data.get("source")) == HEAD_TASKS:
+        inherited["split"] = "validation"
+    else:
+        inherited.pop("lines", None)
+    return {**data, "evaluation": {**inherited, **evaluation}}
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys and values that Transformers would ignore, or find only after reading data."""
+    allowed = {*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))}
+    for key in model:
+        if key not in allowed:
+            raise ValueError(f"'model.{key}' is not a key of a recipe; see the fields of DCFormerConfig.")
+    preset, pretrained = model.get("preset"), model.get("pretrained")
+    if preset is not None and pretrained is not None:
+        raise ValueError(f"Give model.preset ({preset!r}) or model.pretrained ({pretrained!r}), not both.")
+    if model.get("model_type") not in (None, *_CONFIG_CLASSES):
+        raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {model['model_type']!r}.")
+    if pretrained is not None and model.get("output_initializer_range") is not None:
+        raise ValueError(f"model.output_initializer_range is for new weights, got model.pretrained {pretrained!r}.")
+    if pretrained is None:  # weights bring a configuration of their own
+        build_config(model)

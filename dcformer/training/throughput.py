@@ -1,17 +1,14 @@
-"""Operations of training per token, and with them tokens per second as a share of what the hardware could do (MFU)."""
+"""Operations of training per token, and the share that training reaches of what the hardware could do (MFU)."""
 
 from __future__ import annotations
 
 import time
-from functools import cache
 
 import torch
 
 from ..configuration_dcformer import DCFormerConfig
 
 
-_MATMUL_SIZES = (128, 1024)
-_LONG_SECONDS = 2e-3
 # Dense matrix products in Tflop/s by the makers' data sheets: bfloat16 (with float32 sums), and TF32, which float32
 # training is measured against whether or not it uses it. The first entry whose words are all in a GPU's name counts.
 _TERAFLOPS = {
@@ -35,21 +32,14 @@ _SLOWER_KINDS = ("Laptop", "MIG", "D")  # a slower GPU, or a part of one, under 
 
 def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     """
-    Floating-point operations of training on one token: forward, and twice as many backward.
+    Count the floating-point operations of training on one token: forward, and twice as many backward.
 
-    Matrix products count two operations per multiplication; scores and weighted values count the keys that a query
-    sees, causally and within its layer's window, on average over a row. A composition counts as in the paper: making
-    its weights from the hidden states, and per pair of query and key 4 R operations per head for a low-rank projection
-    and 2 for a gate, for each side and for each of the two places that are in use. The embedding's look-up, norms,
-    activations, the softmax and the optimiser are left out. Packed documents count as one, and layers that gradient
+    Matrix products count two operations per multiplication. Scores and weighted values count the keys that a query
+    sees, causally and within the window of its layer, on average over a row. A composition counts making its weights
+    from the hidden states, and per pair of query and key 4 R operations per head for a low-rank projection and 2 for a
+    gate, for each of query-wise and key-wise and each of pre- and post-composition that is on. Not counted: the
+    embedding, norms, activations, the softmax, the optimiser. Packed documents count as one, and layers that gradient
     checkpointing computes again count once, as is the custom for MFU.
-
-    Args:
-        config (`DCFormerConfig`): Configuration of the model, of any architecture.
-        sequence_length (`int`): Tokens of a row.
-
-    Returns:
-        `int`: Operations per token.
 
     Source: equation 11 of the paper, which counts a composition over all pairs but attention over causal ones; here
     both are over the pairs that are seen.
@@ -69,7 +59,7 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
 
 
 def visible_pairs(length: int, sliding_window: int | None) -> int:
-    """Pairs of a query and a key that it sees, causally and within the window, its own position included."""
+    """Count the pairs of a query and a key that it sees, causally and within the window, itself included."""
     window = min(length, sliding_window or length)
     return window * (window + 1) // 2 + (length - window) * window
 
@@ -95,57 +85,19 @@ def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
     return per_token, per_pair
 
 
-class Throughput:
-    """
-    Tokens per second between two reports.
-
-    Args:
-        config (`DCFormerConfig`): Configuration of the model that is trained.
-        sequence_length (`int`): Tokens of a row.
-        precision (`str`): `"bf16"` or `"fp32"`, which the peak of the hardware depends on.
-    """
-
-    def __init__(self, config: DCFormerConfig, sequence_length: int, precision: str):
-        self.flops_per_token = flops_per_token(config, sequence_length)
-        self.precision = precision
-        self.start()
-
-    def start(self) -> None:
-        """Count time from now on."""
-        self._since = time.perf_counter()
-
-    def report(self, tokens: int, devices: int) -> dict[str, float | None]:
-        """
-        Args:
-            tokens (`int`): Tokens that all devices have trained on since the start or the last report.
-            devices (`int`): Processes, each with a device of its own.
-
-        Returns:
-            `tokens_per_second` of all devices, and `mfu`, the share of their peak; `None` where that is not known.
-        """
-        now = time.perf_counter()
-        tokens_per_second = tokens / max(now - self._since, 1e-9)
-        peak = peak_flops(self.precision)
-        self._since = time.perf_counter()  # the peak of a CPU is measured once, which takes its time
-        mfu = None if peak is None else tokens_per_second * self.flops_per_token / (peak * devices)
-        return {"tokens_per_second": tokens_per_second, "mfu": mfu}
-
-
 def peak_flops(precision: str) -> float | None:
-    """
-    Operations per second of this process's device at best: of a GPU by its data sheet, `None` if that is not known; of
-    a CPU as a matrix product reaches it with the threads in use, measured at the first call.
-
-    Args:
-        precision (`str`): `"bf16"`, or `"fp32"`, for which a GPU's TF32 counts.
-    """
-    if torch.cuda.is_available():
-        return gpu_peak_flops(torch.cuda.get_device_name(), precision)
-    return _measured_flops(torch.bfloat16 if precision == "bf16" else torch.float32, torch.get_num_threads())
+    """As `gpu_peak_flops`, of this process's GPU; `None` without one."""
+    return gpu_peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
 
 
 def gpu_peak_flops(name: str, precision: str) -> float | None:
-    """As `peak_flops`, of the GPU of a name as torch reports it."""
+    """
+    Operations per second of a GPU at best, by its data sheet; `None` if that is not known.
+
+    Args:
+        name: As `torch.cuda.get_device_name` gives it.
+        precision: `"bf16"`, or `"fp32"`, for which TF32 counts.
+    """
     words = name.replace("-", " ").split()
     if any(kind in words for kind in _SLOWER_KINDS):
         return None
@@ -155,19 +107,21 @@ def gpu_peak_flops(name: str, precision: str) -> float | None:
     return None
 
 
-@cache
-def _measured_flops(dtype: torch.dtype, threads: int) -> float:
-    # A CPU without bfloat16 products takes seconds for what others do in milliseconds, and needs no larger ones.
-    for size in _MATMUL_SIZES:
-        left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        seconds = []
-        for _ in range(10):
-            start = time.perf_counter()
-            left @ right
-            seconds.append(time.perf_counter() - start)
-        if min(seconds) > _LONG_SECONDS:
-            break
-    return 2 * size**3 / min(seconds)
+class TrainingClock:
+    """Seconds of training, without evaluations and saving: `start` after these, `lap` before them."""
 
+    def __init__(self):
+        self.seconds = 0.0
+        self.start()
 
-__all__ = ["Throughput", "flops_per_token", "gpu_peak_flops", "peak_flops", "visible_pairs"]
+    def start(self) -> None:
+        """Leave out the time since the last lap."""
+        self._since = time.perf_counter()
+
+    def lap(self) -> None:
+        """Add the time since the last lap or start."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self._since = now

@@ -17,17 +17,6 @@ TINY = pretrained_path("dcformer-tiny")
 TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
 LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]
-# Marks what the assistant says, without which TRL cannot leave out the rest.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-)
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture
@@ -36,10 +25,10 @@ def model():
 
 
 @pytest.fixture
-def fit(tokenizer, tmp_path):
-    """Trains for two steps and returns the trainer; its configuration takes the options."""
+def fit(tmp_path):
+    """Trains for two steps and returns the losses; the configuration takes the options."""
 
-    def train(trainer_class, config_class, model, dataset, *, peft_config=None, arguments=None, **options):
+    def train(trainer_class, config_class, model, dataset, *, arguments=None, **options):
         values = {
             "output_dir": str(tmp_path),
             "max_steps": 2,
@@ -56,29 +45,13 @@ def fit(tokenizer, tmp_path):
             model=model,
             args=config_class(**{**values, **options}),
             train_dataset=Dataset.from_dict(dataset),
-            processing_class=tokenizer,
-            peft_config=peft_config,
+            processing_class=AutoTokenizer.from_pretrained(TINY),
             **(arguments or {}),
         )
         trainer.train()
-        return trainer
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     return train
-
-
-def losses(trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"packing": True, "max_length": 64}],
-    ids=["padded", "packed"],
-)
-def test_supervised_training_lowers_the_loss(options, model, fit):
-    trainer = fit(SFTTrainer, SFTConfig, model, {"text": [TEXTS[0]] * 4}, learning_rate=1e-2, **options)
-    first, second = losses(trainer)
-    assert second < first
 
 
 @pytest.mark.parametrize(
@@ -88,65 +61,39 @@ def test_supervised_training_lowers_the_loss(options, model, fit):
 )
 def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
     """A trainer that is given a path loads the model itself."""
-    batch = {"per_device_train_batch_size": len(TEXTS), "max_steps": 1}
+    batch = {"per_device_train_batch_size": len(TEXTS)}
     padded = fit(SFTTrainer, SFTConfig, TINY, {"text": TEXTS}, **batch)
     joined = fit(SFTTrainer, SFTConfig, TINY, {"text": TEXTS}, **batch, **options)
-    assert losses(joined) == pytest.approx(losses(padded), abs=1e-4)  # losses of about 10 in float32
+    assert padded[1] < padded[0]
+    assert joined == pytest.approx(padded, abs=1e-4)  # losses of about 10 in float32
 
 
 def test_only_an_adapter_is_trained_with_lora(model, fit):
-    trainer = fit(
-        SFTTrainer, SFTConfig, model, {"text": TEXTS}, peft_config=LoraConfig(r=4), gradient_checkpointing=True
-    )
-    trained = {name.split(".")[-4] for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    assert trained == {"qkv_proj"}
-    assert all(math.isfinite(loss) for loss in losses(trainer))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    arguments = {"peft_config": LoraConfig(r=4)}
+    fit(SFTTrainer, SFTConfig, model, {"text": TEXTS}, arguments=arguments, gradient_checkpointing=True)
+    after = {name.replace("base_layer.", ""): weight for name, weight in model.named_parameters()}
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    adapters = {name: weight for name, weight in after.items() if "lora_B" in name}  # which begin at 0
+    assert {name.split(".")[-4] for name in adapters} == {"qkv_proj"}
+    assert all(weight.abs().max() > 0 for weight in adapters.values())
 
 
-def test_the_loss_can_be_that_of_the_assistants_tokens(model, tokenizer, fit):
-    tokenizer.chat_template = CHAT_TEMPLATE
-    chats = [
-        [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        for prompt, completion in zip(PROMPTS, COMPLETIONS)
-    ]
-    trainer = fit(SFTTrainer, SFTConfig, model, {"messages": chats}, assistant_only_loss=True)
-    batch = next(iter(trainer.get_train_dataloader()))
-    for row, labels in zip(batch["input_ids"], batch["labels"]):
-        scored = tokenizer.decode(row[labels != -100])
-        assert scored in tokenizer.decode(row) and scored.split() != tokenizer.decode(row).split()
-
-
-PREFERENCES = {"prompt": PROMPTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
-
-
-@pytest.mark.parametrize("road", ["path", "model", "with_a_reference", "adapter"])
-def test_preferences_train_on_every_road(road, model, fit):
+@pytest.mark.parametrize("source", ["path", "with_a_reference", "adapter"])
+def test_preferences_train(source, model, fit):
     """Without a reference model TRL loads one from the path by the name of the class in config.json."""
     arguments = {}
-    if road == "with_a_reference":
+    if source == "with_a_reference":
         arguments["ref_model"] = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    trainer = fit(
-        DPOTrainer,
-        DPOConfig,
-        TINY if road == "path" else model,
-        PREFERENCES,
-        peft_config=LoraConfig(r=4) if road == "adapter" else None,
-        arguments=arguments,
-    )
-    first, second = losses(trainer)
+    elif source == "adapter":
+        arguments["peft_config"] = LoraConfig(r=4)
+    preferences = {"prompt": PROMPTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
+    first, second = fit(DPOTrainer, DPOConfig, TINY if source == "path" else model, preferences, arguments=arguments)
     assert first == pytest.approx(math.log(2), abs=1e-5)  # the model is still its own reference
     assert second != first
 
 
 def test_group_relative_training_runs(fit):
-    trainer = fit(
-        GRPOTrainer,
-        GRPOConfig,
-        TINY,
-        {"prompt": PROMPTS},
-        arguments={"reward_funcs": lambda completions, **rest: [float(len(text)) for text in completions]},
-        num_generations=2,
-        max_completion_length=5,
-        max_steps=1,
-    )
-    assert all(math.isfinite(loss) for loss in losses(trainer))
+    rewards = {"reward_funcs": lambda completions, **rest: [float(len(text)) for text in completions]}
+    options = {"num_generations": 2, "max_completion_length": 5, "max_steps": 1}
+    assert math.isfinite(*fit(GRPOTrainer, GRPOConfig, TINY, {"prompt": PROMPTS}, arguments=rewards, **options))

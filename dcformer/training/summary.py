@@ -1,0 +1,75 @@
+"""The figures of a finished run for people: curves of its losses, and the model card."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..common.files import write_atomically
+from ..common.plotting import check_plot_path, draw_grid, picture
+from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
+from .recipe import Recipe
+
+
+def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+    """
+    Plot the training loss (line) and the evaluation loss (markers) over the steps, and the learning rate below them.
+
+    Raises:
+        ValueError: unless the path ends in `.png`, `.svg` or `.pdf`.
+        ImportError: without matplotlib.
+    """
+    losses, evaluations, rates = (
+        [(record["step"], record[key]) for record in records if key in record]
+        for key in ("loss", "eval_loss", "learning_rate")
+    )
+    with picture(check_plot_path(path), (6.4, 5.0), "train") as figure:
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        top.plot(*zip(*losses), "-", color="0.45", linewidth=1.2, label="training")
+        if evaluations:
+            top.plot(*zip(*evaluations), "-o", color="black", linewidth=0.8, markersize=4, label="evaluation")
+        top.set_ylabel("loss (nats per token)")
+        top.legend(frameon=False)
+        bottom.plot(*zip(*rates), "-", color="black", linewidth=1.2)
+        bottom.set_ylabel("learning rate")
+        bottom.set_xlabel("step")
+        bottom.set_ylim(bottom=0)
+        for axis in (top, bottom):
+            draw_grid(axis)
+
+
+def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the README.md of a trained model, unless somebody else has written or edited the one that is there."""
+    if users_card(folder) is not None:
+        return
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained")
+    rows = [
+        ("started from", Path(pretrained).name if pretrained else "random weights"),
+        ("data", Path(source).name if Path(source).exists() else source),
+        ("steps", f"{training.steps:,}"),
+        ("optimiser", f"{training.optimizer}, highest learning rate of AdamW {training.learning_rate:g}"),
+        ("seed", recipe.seed),
+    ]
+    for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
+        values = [record[key] for record in records if key in record]
+        rows += [(f"{title}, nats per token", f"{value:.4f}") for value in values[-1:]]
+    licence, base_model = known_origin(pretrained or "", recipe.name)
+    text = write_card(
+        recipe.name,
+        config,
+        class_name=(config.architectures or [""])[0],
+        parameters=parameters,
+        dtype="float32",
+        licence=licence,
+        base_model=base_model,
+        sections=[("Training", table(("", ""), rows))],
+    )
+    write_atomically(folder / CARD_FILE, text)
