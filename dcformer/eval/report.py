@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from .stats import (
     metric_and_stderr,
     paired_difference,
     paired_mean_difference,
-    sign_test_error,
 )
 from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
 
@@ -59,7 +58,6 @@ _TITLES = {
 # What must be the same for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
 _TICKS = {True: "✓", False: "✗"}
-_GROUPS = ("shots", "subject", "pattern", "transformation")
 
 
 @dataclass
@@ -131,7 +129,7 @@ class Report:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_json(self) -> str:
-        """An object of the sentences, the numbers as in CSV, and the breakdown of head tasks; what is not there is null."""
+        """An object of the sentences, the numbers as in CSV, and the breakdown of head tasks."""
         content = {
             **{name: getattr(self, name) for name in ("banners", "notes", "baseline", "correction")},
             "numbers": json.loads(self.frame.to_json(orient="records", double_precision=15)),
@@ -238,7 +236,6 @@ class _Builder:
         self.samples: dict[tuple, list[dict]] = {}
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
-        self.incomparable: dict[tuple[str, str], list[str]] = {}  # (model, reason) -> tasks
 
     def build(self) -> Report:
         for model in self.models:
@@ -252,68 +249,51 @@ class _Builder:
                 self._add_authors_all(model, shots)
         if self.correction == "holm":
             self._correct_p_values()
-        for row in self.rows:
-            row["undecided"] = "undecided" if row["delta"] is not None and not _is_decided(row) else ""
-        frame = _pandas().DataFrame(self.rows).drop(columns=["difference", "is_other"])
-        frame = frame.astype(dict.fromkeys(("only_here", "only_there"), "Int64"))
-        return Report(
-            frame,
-            self.models,
-            self.names,
-            self.paper_rows,
-            self.baseline,
-            self.correction,
-            [*self._control(), *self._partial()],
-            [*self._legend(), *self.notes],
-            self._breakdown(),
-        )
+        frame = _pandas().DataFrame(self.rows)
+        p_values = frame.p_corrected.fillna(frame.p).astype(float)
+        is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= SIGNIFICANCE)
+        frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
+        frame = frame.astype({"delta": float, **dict.fromkeys(("only_here", "only_there"), "Int64")})
+        banners, notes = [*self._control(), *self._partial()], [*self._legend(frame), *self.notes]
+        settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
+        return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
 
     def _add(
         self,
-        model: str,
-        task: str,
-        shots: int,
-        metric: str,
+        place: tuple[str, str, int, str],
         value: float,
         stderr: float | None,
         counts: tuple[int, int],
         delta: Difference | None,
-        paper: float | None = None,
+        paper: float | None,
         held: published.Control | None = None,
         is_other: bool = False,
     ) -> None:
-        own_stderr = None if stderr is None or not math.isfinite(stderr) else stderr
+        """One number, with what it is held against; `place` is its model, task, shots and metric."""
+        _, task, _, metric = place
+        stderr = None if stderr is None or not math.isfinite(stderr) else stderr
         verdict = ""
-        if paper is not None and own_stderr is not None:
+        if paper is not None and stderr is not None:
             # A few documents that are all right, or all wrong, have no standard error themselves.
             least = accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
-            is_within = abs(value - paper) <= 2 * max(own_stderr, least)
-            verdict = "within 2 stderr" if is_within else "outside 2 stderr"
-        agrees = held is not None and held.agrees(value)
+            verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
+        names = {"delta": "value", "p": "p_value"}
+        of_delta = ("delta", "low", "high", "only_here", "only_there", "p", "excludes_zero")
         self.rows.append(
             {
-                "model": model,
-                "task": task,
-                "shots": shots,
-                "metric": metric,
+                **dict(zip(("model", "task", "shots", "metric"), place)),
                 "value": value,
-                "stderr": own_stderr,
+                "stderr": stderr,
                 "n": counts[0],
-                "delta": delta and delta.value,
-                "low": delta and delta.low,
-                "high": delta and delta.high,
-                "only_here": delta and delta.only_here,
-                "only_there": delta and delta.only_there,
-                "p": delta and delta.p_value,
+                **{name: delta and getattr(delta, names.get(name, name)) for name in of_delta},
                 "p_corrected": None,
                 "undecided": "",
                 "paper": paper,
                 "verdict": verdict,
                 "published": held and held.published,
                 "tolerance": held and held.tolerance,
-                "control": "" if held is None else "within tolerance" if agrees else "outside tolerance",
+                "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
                 "partial": f"PARTIAL: {counts[0]} of {counts[1]} documents" if counts[0] < counts[1] else "",
-                "difference": delta,
                 "is_other": is_other,
             }
         )
@@ -323,11 +303,10 @@ class _Builder:
         counts, other = (record.num_samples, record.num_documents), self._comparable(record)
         documents = record.observed.get("documents", {})
         for metric, measured in record.metrics.items():
-            delta = None
-            if other is not None:
+            delta = paper = held = None
+            if other is not None and metric in other.metrics:
                 pair = (by_text(self._samples(each)) for each in (record, other))
                 delta = paired_difference(*pair, metric, task=task, **self.bootstrap)
-            paper = held = None
             if metric == "acc":
                 paper = published.paper_accuracies(row, shots).get(task)
                 if "stands_in_for" not in documents:
@@ -335,62 +314,54 @@ class _Builder:
             elif metric == "token_perplexity" and record.settings.get("max_length", PAPER_WINDOW) == PAPER_WINDOW:
                 paper = published.paper_perplexities(row).get(task)
             is_other = documents.get("as_known") is False or (held and published.published_count(task) != counts[1])
-            self._add(
-                model, task, shots, metric, measured["value"], measured["stderr"], counts, delta, paper, held, is_other
-            )
+            place = (model, task, shots, metric)
+            self._add(place, measured["value"], measured["stderr"], counts, delta, paper, held, bool(is_other))
 
     def _add_average(self, model: str, shots: int) -> None:
         """Unweighted mean of the eleven accuracies; the baseline must be there, and comparable, on all of them."""
-        cells = [row for row in self.rows if (row["model"], row["shots"], row["metric"]) == (model, shots, "acc")]
-        cells = [row for row in cells if row["task"] in TABLE4_COLUMNS]
-        name = f"No average for {self.names[model]}, {shots}-shot"
-        if missing := [task for task in TABLE4_COLUMNS if task not in {row["task"] for row in cells}]:
+        cells = {r["task"]: r for r in self.rows if (r["model"], r["shots"], r["metric"]) == (model, shots, "acc")}
+        cells = {task: cells[task] for task in TABLE4_COLUMNS if task in cells}
+        records = [self.records[model, task, shots] for task in cells]
+        missing = [f"{task} missing" for task in TABLE4_COLUMNS if task not in cells]
+        mixed = [f"other {n}" for n in ("dtype", "oov_policy") if len({str(r.settings.get(n)) for r in records}) > 1]
+        if missing or mixed:
             if cells:
-                self.notes.append(f"{name}: {', '.join(missing)} missing.")
+                name = f"{self.names[model]}, {shots}-shot"
+                self.notes.append(f"No average for {name}: {', '.join(missing + mixed)}.")
             return
-        records = [self.records[model, task, shots] for task in TABLE4_COLUMNS]
-        mixed = [each for each in ("dtype", "oov_policy") if len({str(r.settings.get(each)) for r in records}) > 1]
-        if mixed:
-            self.notes.append(f"{name}: its tasks were run with different {' and '.join(mixed)}.")
-            return
-        delta, stderrs = None, [row["stderr"] for row in cells]
-        if all(row["delta"] is not None for row in cells):
-            others = [self.records[self.baseline, task, shots] for task in TABLE4_COLUMNS]
+        delta, stderrs = None, [cell["stderr"] for cell in cells.values()]
+        if all(cell["delta"] is not None for cell in cells.values()):
+            others = [self.records[self.baseline, task, shots] for task in cells]
             pairs = {r.task: (self._samples(r), self._samples(other)) for r, other in zip(records, others)}
             delta = paired_mean_difference(pairs, "acc", **self.bootstrap)
-        row = self.paper_rows.get(model)
-        of_columns = {r.task: (r.num_samples, r.num_documents) for r in records}
+        row, of_columns = self.paper_rows.get(model), {r.task: (r.num_samples, r.num_documents) for r in records}
+        is_held = all(cell["published"] is not None for cell in cells.values())
         self._add(
-            model,
-            AVERAGE,
-            shots,
-            "acc",
-            sum(cell["value"] for cell in cells) / len(cells),
+            (model, AVERAGE, shots, "acc"),
+            sum(cell["value"] for cell in cells.values()) / len(cells),
             None if None in stderrs else mean_stderr(stderrs),
             (sum(r.num_samples for r in records), sum(r.num_documents for r in records)),
             delta,
             published.paper_accuracies(row, shots).get(AVERAGE),
-            published.control_of_average(row, shots, of_columns) if all(c["published"] for c in cells) else None,
+            published.control_of_average(row, shots, of_columns) if is_held else None,
         )
 
     def _add_authors_all(self, model: str, shots: int) -> None:
         """Table 5's mixture of 2 to 7 shots, over all answers; texts are resampled whole, with their six answers."""
-        records = [self.records.get((model, task, shots)) for task in AUTHORS_TASKS]
-        if None in records:
-            return
-        if len({frozenset(each["doc_id"] for each in self._samples(record)) for record in records}) > 1:
-            self.notes.append(f"No result of the authors' texts over all K for {self.names[model]}: other texts.")
+        records = [self.records[model, task, shots] for task in AUTHORS_TASKS if (model, task, shots) in self.records]
+        texts = {frozenset(each["fields"]["document"] for each in self._samples(record)) for record in records}
+        if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
             return
         others = [self._comparable(record, notes=False) for record in records]
         counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
-        for metric in records[0].metrics:
+        for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
             value, stderr = metric_and_stderr(self._pooled(records), metric)
             delta = None
-            if None not in others:
+            if None not in others and all(metric in other.metrics for other in others):
                 pair = self._pooled(records), self._pooled(others)
                 delta = paired_difference(*pair, metric, task=AUTHORS_ALL, **self.bootstrap)
             paper = published.paper_authors_texts(self.paper_rows.get(model)).get(metric)
-            self._add(model, AUTHORS_ALL, shots, metric, value, stderr, counts, delta, paper)
+            self._add((model, AUTHORS_ALL, shots, metric), value, stderr, counts, delta, paper)
 
     def _pooled(self, records: Sequence[Record]) -> Sequence[Mapping]:
         return by_text([sample for record in records for sample in self._samples(record)])
@@ -402,23 +373,18 @@ class _Builder:
         other = self.records.get((self.baseline, record.task, record.num_fewshot))
         reason = "the latter has no result" if other is None else self._reason_against(record, other)
         if reason and notes:
-            tasks = self.incomparable.setdefault((record.model, reason), [])
-            tasks.append(f"{record.task} ({record.num_fewshot}-shot)")
+            names = f"{self.names[record.model]} and {self.names[self.baseline]}"
+            self.notes.append(f"{names} are not compared on {record.task} ({record.num_fewshot}-shot): {reason}.")
         return None if reason else other
 
     def _reason_against(self, record: Record, other: Record) -> str:
-        names = [*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])]
-        for name in names:
+        for name in (*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])):
             first, second = (each.settings.get(name) for each in (record, other))
             # A model whose embedding has every id needs no policy.
             if first != second and not (name == "oov_policy" and None in (first, second)):
                 return f"{name} is {first} for the former and {second} for the latter"
-        if record.num_samples != other.num_samples:
-            return f"the former has {record.num_samples} documents and the latter {other.num_samples}"
-        if record.metrics.keys() != other.metrics.keys():
-            return "they have other metrics"
         if not have_same_documents(self._samples(record), self._samples(other)):
-            return "they were scored on different documents (other data, or a tokenizer that packs text otherwise)"
+            return "they were scored on different documents (other data or limit, or a tokenizer that packs otherwise)"
         return ""
 
     def _samples(self, record: Record) -> list[dict]:
@@ -442,15 +408,18 @@ class _Builder:
 
     def _control(self) -> Iterator[str]:
         """How every Pythia model and number of shots compares with what was published of it."""
-        held = {(row["model"], row["shots"]): None for row in self.rows if row["published"] is not None}
-        for model, shots in held:
-            rows = [r for r in self.rows if (r["model"], r["shots"]) == (model, shots) and r["published"] is not None]
+        held: dict[tuple[str, int], list[dict]] = {}
+        for row in self.rows:
+            if row["published"] is not None:
+                held.setdefault((row["model"], row["shots"]), []).append(row)
+        for (model, shots), rows in held.items():
+            name, tasks = f"{self.names[model]}, {shots}-shot", {row["task"] for row in rows}
             missed = [row for row in rows if row["control"] == "outside tolerance"]
-            name = f"{self.names[model]}, {shots}-shot"
             if missed:
                 cells = "; ".join(
-                    f"{row['task']} {100 * row['value']:.2f} instead of {100 * row['published']:.2f} "
-                    f"± {100 * row['tolerance']:.2f}"
+                    "{} {:.2f} instead of {:.2f} ± {:.2f}".format(
+                        row["task"], *(100 * row[name] for name in ("value", "published", "tolerance"))
+                    )
                     for row in missed
                 )
                 yield (
@@ -458,7 +427,6 @@ class _Builder:
                     f"{self.paper_rows[model]}: {cells}. Trust no other number in these tables until this is explained."
                 )
                 continue
-            tasks = {row["task"] for row in rows}
             doubts = {
                 "limited": [row["task"] for row in rows if row["partial"]],
                 "of other documents": [row["task"] for row in rows if row["is_other"]],
@@ -466,7 +434,7 @@ class _Builder:
             }
             parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
             if shots:
-                parts.append("results with examples tell neighbouring checkpoints apart no better than chance")
+                parts.append("results with examples do not tell neighbouring checkpoints apart")
             state, rest = ("INCOMPLETE", f" ({'; '.join(parts)})") if parts else ("PASSED", "")
             yield f"CONTROL {state}: {name}, agrees with {len(rows)} published accuracies{rest}."
         if not held and any(row["paper"] is not None and row["task"] in TABLE4_COLUMNS for row in self.rows):
@@ -479,7 +447,7 @@ class _Builder:
             models = dict.fromkeys(self.names[record.model] for record in partial)
             yield f"PARTIAL: {', '.join(tasks)} ({', '.join(models)})"
 
-    def _legend(self) -> Iterator[str]:
+    def _legend(self, frame: pandas.DataFrame) -> Iterator[str]:
         yield "± is one standard error."
         for model in self.models:
             own = [record for record in self.records.values() if record.model == model]
@@ -490,8 +458,7 @@ class _Builder:
                 counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in own}
                 if found := [f"{count:,} of {task}" for task, count in counts.items() if count]:
                     yield f"{self.names[model]}: documents {what}: {', '.join(found)}."
-        compared = [row for row in self.rows if row["delta"] is not None]
-        if compared:
+        if frame.delta.notna().any():
             yield (
                 f"Differences to {self.names[self.baseline or '']}: 95 % percentiles of a paired bootstrap "
                 f"({self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}), of "
@@ -499,77 +466,56 @@ class _Builder:
                 "model has right; p-values of single accuracies are of the exact sign test over these (McNemar's), all "
                 "others of the bootstrap. A difference is undecided (?) if its interval contains 0 or p is above 0.05."
             )
-            yield from self._chance([row for row in compared if row["task"] not in SUMMARIES])
         windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
         for window in sorted(windows - {PAPER_WINDOW, None}):
             yield f"Perplexities in windows of {window:,} tokens compare with no others, nor with the paper's."
-        for (model, reason), tasks in self.incomparable.items():
-            names = f"{self.names[model]} and {self.names[self.baseline or '']}"
-            yield f"{names} are not compared on {', '.join(tasks)}: {reason}."
 
-    def _chance(self, rows: Sequence[Mapping]) -> Iterator[str]:
-        """How many differences are decided, and how many chance would decide."""
-        if not rows:
-            return
-        decided = f"{sum(map(_is_decided, rows))} of {len(rows)} differences are decided"
-        if self.correction == "holm":
-            yield f"{decided}, by p-values corrected for the number in a table by Holm's rule."
-            return
-        differences = [row["difference"] for row in rows]
-        errors = [sign_test_error(d.only_here + d.only_there) if d.by_sign_test else SIGNIFICANCE for d in differences]
-        yield f"{decided}; if no model differed, chance alone would decide {sum(errors):.1f} on average."
-
-    def _breakdown(self) -> dict[str, Any]:
+    def _breakdown(self) -> dict[str, pandas.DataFrame]:
         """Accuracies of head tasks in percent, by what the questions are."""
         tables = {}
         for title, tasks in (("generated texts", ("head_tasks",)), ("the authors' texts", AUTHORS_TASKS)):
-            samples = {
-                self.names[model]: [
-                    sample
-                    for task in tasks
-                    if (model, task, 0) in self.records
-                    for sample in self._samples(self.records[model, task, 0])
-                ]
-                for model in self.models
-            }
-            columns = {name: head_task_summary(own) for name, own in samples.items() if own}
-            if not columns:
+            samples: dict[str, list] = {}
+            for (model, task, _), record in self.records.items():
+                if task in tasks:
+                    samples.setdefault(self.names[model], []).extend(self._samples(record))
+            if not samples:
                 continue
-            own = next(own for own in samples.values() if own)
-            chances = [_reference(sample) for sample in own]
+            questions = next(iter(samples.values()))
+            chances = [_chances(sample) for sample in questions]
             for rule, label in REFERENCES.items():
-                of_rule = [
+                samples[label] = [
                     {**sample, "metrics": {**sample["metrics"], "acc": chance[rule]}}
-                    for sample, chance in zip(own, chances)
+                    for sample, chance in zip(questions, chances)
                 ]
-                columns[label] = head_task_summary(of_rule)
-            first = next(iter(columns.values()))
-            rows = [{"questions": "all", "answers": first["answers"], **{c: _percent(s) for c, s in columns.items()}}]
-            for group in _GROUPS:
-                for value, part in first[f"by_{group}"].items():
-                    cells = {column: _percent(s[f"by_{group}"].get(value)) for column, s in columns.items()}
-                    rows.append({"questions": f"{group} {value}", "answers": part["answers"], **cells})
-            tables[f"Head tasks by questions, {title}, accuracy in percent"] = _pandas().DataFrame(rows).astype(str)
+            summaries = {column: head_task_summary(own) for column, own in samples.items()}
+            first, rows = next(iter(summaries.values())), []
+            groups = [("all", lambda summary: summary)]
+            for group in ("shots", "subject", "pattern", "transformation"):
+                for value in first[f"by_{group}"]:
+                    groups.append((f"{group} {value}", lambda s, g=group, v=value: s[f"by_{g}"].get(v)))
+            for name, part_of in groups:
+                parts = {column: part_of(summary) for column, summary in summaries.items()}
+                cells = {column: f"{100 * part['accuracy']:.1f}" if part else "-" for column, part in parts.items()}
+                rows.append({"questions": name, "answers": str(part_of(first)["answers"]), **cells})
+            tables[f"Head tasks by questions, {title}, accuracy in percent"] = _pandas().DataFrame(rows)
         return tables
 
 
-def _reference(sample: Mapping) -> dict[str, float]:
+def _chances(sample: Mapping) -> dict[str, float]:
+    """How probably each rule that never reads the question is right."""
     request = sample["requests"][0]
-    question = {"context": request["context"], "answer": request["continuation"], **sample["fields"]}
-    return reference_answers(question)
+    return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})
 
 
-def short_names(models: Iterable[str]) -> dict[str, str]:
+def short_names(models: Sequence[str]) -> dict[str, str]:
     """What tables call models: paths lose the folders that no other model needs to be told apart."""
-    models = list(models)
     names = {}
     for model in models:
-        parts = [part for part in re.split(r"[/\\]", model) if part]
-        is_path = bool(re.match(r"[/\\.~]|[A-Za-z]:", model)) or len(parts) > 2
+        parts = [part for part in model.split("/") if part]
+        is_path = model.startswith(("/", ".", "~")) or len(parts) > 2
         candidates = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)] if is_path else []
-        others = [other.rstrip("/") for other in models if other != model]
-        unique = (name for name in candidates if not any(f"/{other}".endswith(f"/{name}") for other in others))
-        names[model] = next(unique, model)
+        others = [f"/{other.rstrip('/')}" for other in models if other != model]
+        names[model] = next((c for c in candidates if not any(o.endswith(f"/{c}") for o in others)), model)
     return names
 
 
@@ -579,11 +525,6 @@ def _kind(task: str, metric: str) -> str:
     if task in HEAD_TASK_HEADINGS:
         return "head"
     return "perplexity" if task in PERPLEXITY_TASKS else "other"
-
-
-def _is_decided(row: Mapping) -> bool:
-    p_value = row["p"] if row["p_corrected"] is None else row["p_corrected"]
-    return row["difference"].excludes_zero and p_value <= SIGNIFICANCE
 
 
 def _words(metric: str) -> str:
@@ -602,38 +543,35 @@ def _number(value: float, metric: str, sign: str = "") -> str:
 
 
 def _value(row: Any) -> str:
-    stderr = "" if math.isnan(row.stderr) else f"±{_number(row.stderr, row.metric)}"
+    stderr = "" if _pandas().isna(row.stderr) else f"±{_number(row.stderr, row.metric)}"
     return _number(row.value, row.metric) + stderr + (" PARTIAL" if row.partial else "")
 
 
 def _delta(row: Any) -> str:
-    if row.delta is None or math.isnan(row.delta):
+    if math.isnan(row.delta):
         return ""
     value, low, high = (_number(each, row.metric, "+") for each in (row.delta, row.low, row.high))
-    interval = "" if math.isnan(row.low) else f" [{low}, {high}]"
+    interval = "" if _pandas().isna(row.low) else f" [{low}, {high}]"
     return f"{value}{interval}{' ?' if row.undecided else ''}"
 
 
 def _documents(row: Any) -> str:
-    if row.delta is None or math.isnan(row.delta):
+    if math.isnan(row.delta):
         return ""
-    p_value = row.p if row.p_corrected is None or math.isnan(row.p_corrected) else row.p_corrected
-    p = "" if math.isnan(p_value) else "p<0.001" if p_value < 0.001 else f"p={p_value:.3f}"
-    is_counted = not _pandas().isna(row.only_here)
+    isna = _pandas().isna
+    p_value = row.p if isna(row.p_corrected) else row.p_corrected
+    p = "" if isna(p_value) else "p<0.001" if p_value < 0.001 else f"p={p_value:.3f}"
+    is_counted = not isna(row.only_here)
     return f"{row.only_here:,} : {row.only_there:,}, {p}" if is_counted else p
 
 
 def _paper(row: Any) -> str:
-    """The paper's number and the difference to it, ticked if a Pythia's control, or else two standard errors, hold it."""
-    if row.paper is None or math.isnan(row.paper):
+    """The paper's number and the difference to it, ticked if the control, or else two standard errors, allow it."""
+    if _pandas().isna(row.paper):
         return ""
     is_within = row.control == "within tolerance" if row.control else row.verdict == "within 2 stderr"
     tick = f" {_TICKS[is_within]}" if row.control or row.verdict else ""
     return f"{_number(row.paper, row.metric)}, {_number(row.value - row.paper, row.metric, '+')}{tick}"
-
-
-def _percent(summary: Mapping | None) -> str:
-    return "-" if summary is None else f"{100 * summary['accuracy']:.1f}"
 
 
 def _escaped(text: Any) -> str:
