@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -182,7 +182,11 @@ def origin_of(rows: Dataset) -> dict[str, Any]:
 
 
 def load_documents(
-    column: str, data_dir: str | os.PathLike | None = None, data_hash: str | None = None, **_: Any
+    column: str,
+    data_dir: str | os.PathLike | None = None,
+    data_hash: str | None = None,
+    process: Callable[[Dataset], Dataset] | None = None,
+    **_: Any,
 ) -> dict[str, Dataset]:
     """
     The documents of a column of Table 4, as lm-eval's `custom_dataset` wants them.
@@ -193,6 +197,7 @@ def load_documents(
             `None` to fetch the data.
         data_hash (*optional*): The hash that the scored documents must have, or `"any"`; `None`: of data that are
             fetched, the hash that is known.
+        process (*optional*): Makes of rows what the prompts read; lm-eval's `process_docs` would do it at every access.
 
     Returns:
         `{"scored": Dataset, "examples": Dataset}`: the documents to score, and those from which few-shot examples are
@@ -213,9 +218,9 @@ def load_documents(
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
+    if process is not None:
+        documents = {split: process(rows) for split, rows in documents.items()}
     remember(documents[scored], {**origin, **extra})
-    if examples != scored:
-        remember(documents[examples], {**origin, "hash": _hash_of(column, documents[examples]), "as_known": None})
     return {"scored": documents[scored], "examples": documents[examples]}
 
 

@@ -120,7 +120,7 @@ def _as_test(
                 "continuations": list(dict.fromkeys((question["answer"], first))),
                 "n_tokens": len(ids),
                 "n_unscored": n_unscored,
-                "has_first_token": continuation_ids(tokenizer, question["context"], first) == ids[:1],
+                "has_first_token": len(ids) == 1 or continuation_ids(tokenizer, question["context"], first) == ids[:1],
             }
         )
     if not all(row["has_first_token"] for row in rows):

@@ -371,7 +371,6 @@ def _score(
     observed = {
         **{f"{key}_documents": len(set().union(*(counts[key] for counts in counted))) for key in ("oov", "truncated")},
         "documents": origin_of(scored),
-        **({"examples": origin_of(task.fewshot_docs())} if job.num_fewshot else {}),
         **({"artificial_ends": scored[0]["n_artificial_ends"]} if "n_artificial_ends" in scored.column_names else {}),
     }
     is_gpu = scorer.device.type == "cuda"

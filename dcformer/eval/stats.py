@@ -149,12 +149,6 @@ def sign_test(only_here: int, only_there: int) -> float:
     return float(_scipy_stats().binomtest(only_here, discordant).pvalue) if discordant else 1.0
 
 
-def sign_test_error(discordant: int) -> float:
-    """How often the sign test finds a difference at 5 % although there is none, of so many discordant documents."""
-    p_values = 2 * _scipy_stats().binom.cdf(np.arange((discordant + 1) // 2), discordant, 0.5)
-    return float(max(p_values[p_values <= SIGNIFICANCE], default=0.0))
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """
     P-values corrected for their number by Holm's step-down rule (1979): where nothing differs, the probability that any

@@ -163,6 +163,7 @@ class VLLMLM(LogLikelihoods):
             for each in inputs
             for start in range(0, len(each.targets), most)
         ]
+        self.input_tokens += sum(len(each.ids) for each in pieces) - sum(len(each.ids) for each in inputs)
         # Inputs that begin alike follow each other, so that the blocks they share are still there.
         ordered = sorted(pieces, key=lambda each: each.ids)
         # So that what is read does not depend on what was scored before, and the rules above hold.
