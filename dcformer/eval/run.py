@@ -232,10 +232,10 @@ def _settings(
             task,
             number,
             {
+                "max_length": _longest_input(model, task, max_length),
                 "task_version": versions[task],
                 "data": data_fingerprint(data_dir, task),
                 "num_fewshot": number,
-                "max_length": _longest_input(model, task, max_length),
                 **settings,
             },
         )

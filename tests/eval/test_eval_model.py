@@ -168,7 +168,9 @@ def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch
     monkeypatch.setattr(prefixes, "MOST_CACHED", 1)
     sizes, run = [], prefixes.Scorer._run
     monkeypatch.setattr(
-        prefixes.Scorer, "_run", lambda self, rows, *given, **named: sizes.append(len(rows)) or run(self, rows, *given, **named)
+        prefixes.Scorer,
+        "_run",
+        lambda self, rows, *given, **named: sizes.append(len(rows)) or run(self, rows, *given, **named),
     )
     found = values(language_model(folder).loglikelihood(instances(PAIRS)))
     assert found == pytest.approx(expected, abs=1e-4) and max(sizes) == 1

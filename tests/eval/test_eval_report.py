@@ -73,8 +73,8 @@ def write_authors(output, model, seed, texts=60):
     generator = np.random.default_rng(seed)
     log_likelihoods = -generator.gamma(2.0, 1.0, size=(6, texts))
     tokens = np.where(np.arange(6 * texts).reshape(6, texts) % 4, 1, 2)
-    question = {"subject": "persons", "pattern": "p", "transformation": "copy", "task": "task0"}
-    context = "\n< Ann has a cat. Bob has a dog. Eve has a hat. >. Ann has a"
+    question = {"subject": "persons", "pattern": "p", "transformation": "object->superclass", "task": "task0"}
+    context = "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
     for row, shots in enumerate(range(2, 8)):
         samples = [
             {
@@ -85,7 +85,7 @@ def write_authors(output, model, seed, texts=60):
                     "token_perplexity": [value, int(count)],
                     "answer_perplexity": [value, 1],
                 },
-                "requests": [{"context": context, "continuation": " cat"}],
+                "requests": [{"context": context, "continuation": " vehicle"}],
                 "fields": {"document": text, "shots": shots, **question},
             }
             for text, (value, count) in enumerate(zip(log_likelihoods[row].tolist(), tokens[row]))
@@ -173,7 +173,8 @@ def test_documents_are_matched_by_hash_and_occurrence_and_must_be_the_same():
         samples[7]["doc_hash"] = samples[50]["doc_hash"]  # the same document twice
     straight = paired_difference(first, second, "acc", task="x", resamples=RESAMPLES)
     assert paired_difference(first, second[::-1], "acc", task="x", resamples=RESAMPLES) == straight
-    assert paired_difference(first, second, "acc", task="x", seed=1, resamples=RESAMPLES) != straight
+    # Pairing takes away what is common: unpaired, the interval would be as wide as two independent errors.
+    assert straight.high - straight.low < 2 * 1.96 * math.sqrt(2) * accuracy_stderr(0.5, 60)
     with pytest.raises(ValueError, match="'piqa'.*0 in both"):
         paired_difference(as_samples(hits(0.5)), as_samples(hits(0.5), name="other"), "acc", task="piqa")
 
@@ -206,7 +207,9 @@ def test_intervals_and_tests_over_seeds_are_students():
     assert math.isnan(seed_interval([0.5])[1])
     b, c = compare_seeds(values)
     expected = stats.ttest_rel(list(values["b"].values()), list(values["a"].values())).pvalue
-    assert (b.difference, b.p, b.corrected_p) == pytest.approx((0.1 / 3, expected, max(2 * expected, c.corrected_p)), rel=1)
+    assert (b.difference, b.p, b.corrected_p) == pytest.approx(
+        (0.1 / 3, expected, max(2 * expected, c.corrected_p)), rel=1
+    )
     assert b.p == pytest.approx(expected) and c.p == 0.25  # all seeds differ by the same: two signs in four
     low, high = further_share_interval(list(values["a"].values()), 100)
     assert 0 < low < 0.9 < 0.92 < high < 1
@@ -238,7 +241,9 @@ def test_published_numbers_are_those_of_the_sources(fixtures):
         found = published.eleuther_accuracies(published.paper_row(model), int(shots))
         assert found == {task: score["acc"] for task, score in scores.items() if task != "_path"}
         for task, value in found.items():
-            assert value == pytest.approx(published.paper_accuracies(published.paper_row(model), int(shots))[task], abs=5.1e-4)
+            assert value == pytest.approx(
+                published.paper_accuracies(published.paper_row(model), int(shots))[task], abs=5.1e-4
+            )
 
 
 def test_a_model_is_found_by_the_last_part_of_its_name():
@@ -269,8 +274,7 @@ def test_published_accuracies_pass_the_control_and_those_of_others_do_not(row, t
     for shots in (0, 5):
         write_table4(right, ROWS[row], published_of(row, shots), count=None, shots=shots)
     zero, five = build_report(right).banners
-    assert zero == f"CONTROL PASSED: {ROWS[row].split('/')[-1] if 'models' in ROWS[row] else ROWS[row]}, 0-shot, " \
-        "agrees with 12 published accuracies."
+    assert zero == f"CONTROL PASSED: {ROWS[row]}, 0-shot, agrees with 12 published accuracies."
     assert five.startswith("CONTROL INCOMPLETE")  # which examples cannot tell
     other = next(each for each in ROWS if each != row)
     write_table4(wrong, ROWS[row], published_of(other), count=None)
@@ -348,7 +352,7 @@ def test_the_authors_texts_are_pooled_and_resampled_whole(compared):
     per_text = (theirs - ours).sum(axis=0)
     half = 1.96 * per_text.std(ddof=1) * math.sqrt(60) / tokens.sum()
     assert (pooled.high - pooled.low) / 2 == pytest.approx(half, rel=0.1)
-    (title, table), = report.breakdown.items()
+    ((title, table),) = report.breakdown.items()
     assert "authors" in title and list(table.questions[:3]) == ["all", "shots 2", "shots 3"]
     assert table[report.names[DCPYTHIA]][0] == f"{100 * (ours > -1).mean():.1f}" and table["blind choice"][0] == "33.3"
 
@@ -372,7 +376,11 @@ def test_every_format_holds_the_same_numbers_and_sentences(compared):
     assert len(rows) == len(numbers) == len(report.frame)
     for row, number in zip(rows, numbers):
         for name, value in number.items():
-            assert row[name] == "" if value is None else str(value) == row[name] or float(row[name]) == pytest.approx(value)
+            assert (
+                row[name] == ""
+                if value is None
+                else str(value) == row[name] or float(row[name]) == pytest.approx(value)
+            )
     cell = report.tables()["Accuracy in percent, 0-shot"]["piqa"][0]
     console = rich.Console(width=90, file=io.StringIO(), color_system=None)
     report.print(console)

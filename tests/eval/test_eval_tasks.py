@@ -72,7 +72,11 @@ def task_of(name, splits):
     """A task of ours by its definition, but on other documents."""
     from lm_eval.api.task import ConfigurableTask
 
-    config = {key: value for key, value in yaml_of(tasks_folder() / f"dcformer_{name}.yaml").items() if key != "dataset_kwargs"}
+    config = {
+        key: value
+        for key, value in yaml_of(tasks_folder() / f"dcformer_{name}.yaml").items()
+        if key != "dataset_kwargs"
+    }
     return ConfigurableTask(config={**config, "custom_dataset": lambda **_: splits})
 
 
@@ -204,7 +208,12 @@ def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
     (tmp_path / "logiqa").mkdir()
     (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\n{text}")
     (first, _) = data.load_documents("logiqa", tmp_path)["scored"]
-    assert first == {"label": "b", "context": "Tom runs. He sits.", "question": "Who?", "options": ["Tom", "Ann", "Bob", "Eve"]}
+    assert first == {
+        "label": "b",
+        "context": "Tom runs. He sits.",
+        "question": "Who?",
+        "options": ["Tom", "Ann", "Bob", "Eve"],
+    }
     (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\nb\nonly two lines")
     with pytest.raises(ValueError, match="Block 2"):
         data.load_documents("logiqa", tmp_path)
@@ -318,7 +327,9 @@ def test_head_tasks_score_what_plain_forward_passes_do():
     found = output["results"]["dcformer_head_tasks"]
     assert found["answer_perplexity,none"] == pytest.approx(summary["perplexity"])
     # A text is computed once for its eight answers.
-    longest = [len(tokenizer(row["context"] + row["answer"])["input_ids"]) - 1 for row in questions if row["shots"] == 7]
+    longest = [
+        len(tokenizer(row["context"] + row["answer"])["input_ids"]) - 1 for row in questions if row["shots"] == 7
+    ]
     assert scorer.computed_tokens == sum(longest)
 
 

@@ -1,0 +1,149 @@
+"""Perplexities as lm-eval measures them, against plain loops over windows and against hand-made data."""
+
+import json
+import math
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+
+from dcformer.eval import DCFormerLM, perplexity, task_manager
+
+
+WINDOW = 64
+END_OF_TEXT = 0
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocab_size=50304, max_position_embeddings=WINDOW)
+
+
+def write_lines(folder, name, rows):
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def evaluate(model, tokenizer, task, metadata):
+    metadata = {"tokenizer": tokenizer, "max_length": WINDOW, "window": WINDOW, **metadata}
+    return lm_eval.simple_evaluate(
+        DCFormerLM(model, tokenizer=tokenizer, batch_size=4, max_length=WINDOW, on_progress=lambda *_: None),
+        tasks=[task],
+        task_manager=task_manager(metadata),
+        bootstrap_iters=0,  # standard errors are not looked at here
+    )
+
+
+def loss(model, given, targets):
+    """Sum of the negative log-probabilities of targets, each after all that is given before it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([given])).logits[0, -len(targets) :]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum").item()
+
+
+def pile(folder, tokenizer, **options):
+    return perplexity.load_pile(str(folder), tokenizer=tokenizer, **{"max_length": 2048, **options})["test"]
+
+
+def test_streams_have_the_tokens_of_their_documents_also_of_compressed_files(tokenizer, tmp_path):
+    import pyarrow
+
+    texts = ["One line.\n", "", "Größe, 日本語,\u2028and a  gap", "The end\n\n", "a" * 40]
+    file = write_lines(tmp_path, "pile/val.jsonl", [{"text": text} for text in texts])
+    (stream,) = plain = pile(tmp_path, tokenizer)
+    ids = tokenizer(stream["text"])["input_ids"]
+    assert ids == [token for text in texts for token in [*tokenizer(text)["input_ids"], END_OF_TEXT]]
+    assert (stream["n_tokens"], stream["n_documents"]) == (len(ids), 5)
+    assert stream["n_bytes"] == sum(len(text.encode()) for text in texts)
+    drawn = [pile(tmp_path, tokenizer, subset=3, seed=seed)[0]["text"].split("<|endoftext|>")[:-1] for seed in range(4)]
+    assert all(len(sample) == 3 and sorted(sample, key=texts.index) == sample for sample in drawn)
+    assert len(set(map(tuple, drawn))) > 1
+    lines = file.read_bytes().splitlines(keepends=True)
+    parts = [pyarrow.compress(b"".join(part), codec="zstd", asbytes=True) for part in (lines[:2], lines[2:])]
+    (tmp_path / "pile" / "val.jsonl.zst").write_bytes(b"".join(parts))
+    file.unlink()
+    assert list(pile(tmp_path, tokenizer)) == list(plain)
+
+
+def test_streams_of_the_sample_have_about_64_windows(data_dir, tokenizer):
+    streams = pile(data_dir, tokenizer, max_length=WINDOW, window=WINDOW)
+    assert sum(streams["n_documents"]) == 20
+    assert all(n_tokens >= 64 * WINDOW for n_tokens in streams["n_tokens"][:-1])
+    assert sum(streams["n_tokens"]) == 354_678 + 20  # and one end-of-text token for each document
+
+
+@pytest.mark.parametrize("task", ["dcformer_pile_ppl", "dcformer_wikitext2_ppl"])
+def test_perplexity_equals_a_plain_loop_over_windows(task, model, tokenizer, data_dir):
+    output = evaluate(model, tokenizer, task, {"data_dir": data_dir, "subset": 2, "windows": 5})
+    (sample,) = output["samples"][task]
+    ids = tokenizer(sample["doc"]["text"])["input_ids"]
+    assert len(ids) == 5 * WINDOW
+    total = 0.0
+    for start in range(0, len(ids), WINDOW):
+        targets = ids[start : start + WINDOW]
+        given = [END_OF_TEXT if start == 0 else ids[start - 1], *targets[:-1]]
+        total += loss(model, given, targets)
+    found = output["results"][task]
+    n_bytes = len(sample["doc"]["text"].replace("<|endoftext|>", "").encode())
+    assert math.log(found["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
+    assert found["bits_per_byte,none"] == pytest.approx(total / n_bytes / math.log(2), abs=1e-4)
+
+
+def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
+    examples = [
+        {"inputs": "Is water wet? Answer:\n", "targets": "Yes, it is."},
+        {"inputs": "Count.  " + "one two three four " * 30, "targets": " five"},
+        {"inputs": "No answer", "targets": "  "},
+        {"inputs": "Too long", "targets": "word " * (WINDOW + 1)},
+    ]
+    write_lines(tmp_path, "flan/part.jsonl", examples)
+    output = evaluate(model, tokenizer, "dcformer_flan_ppl", {"data_dir": str(tmp_path)})
+    total = count = 0
+    for example in examples[:2]:
+        context = tokenizer(example["inputs"].strip())["input_ids"]
+        targets = tokenizer(" " + example["targets"].strip())["input_ids"]
+        total += loss(model, (context + targets)[-WINDOW - 1 : -1], targets)
+        count += len(targets)
+    found = output["results"]["dcformer_flan_ppl"]
+    assert math.log(found["token_perplexity,none"]) == pytest.approx(total / count, abs=1e-4)
+    assert [sample["doc"]["n_tokens"] for sample in output["samples"]["dcformer_flan_ppl"]] == [5, 1]
+    assert "leaves out 2 of 4 examples" in caplog.text
+
+
+def test_windows_are_of_documents_spread_over_all_and_the_last_is_cut(tmp_path, tokenizer):
+    write_lines(tmp_path, "pile/val.jsonl", [{"text": f"{place} " + "word " * 40} for place in range(16)])
+
+    def taken(windows):
+        (stream,) = pile(tmp_path, tokenizer, max_length=WINDOW, window=WINDOW, windows=windows)
+        return stream, [text.split()[0] for text in stream["text"].split("<|endoftext|>")[:-1]]
+
+    stream, places = taken(2)
+    assert stream["n_tokens"] == 2 * WINDOW and stream["n_unscored"] == 1
+    assert places == ["0", "4", "8"] and stream["n_artificial_ends"] == 1
+    whole, places = taken(100)
+    assert places == [str(place) for place in range(16)]
+    assert whole["n_artificial_ends"] == whole["n_unscored"] == 0 and whole == taken(None)[0]
+
+
+def test_wikitext_articles_are_the_text_again(fixtures):
+    text = (fixtures / "benchdata" / "wikitext2" / "wikitext2_test.txt").read_text(encoding="utf-8")
+    articles = perplexity.wikitext_articles(text)
+    assert "".join(articles) == text and len(articles) == 62
+    assert articles[0].startswith(" \n = Robert Boulter = \n")
+
+
+def test_other_windows_and_unknown_tokenizers_are_refused(tmp_path, tokenizer, tokenizer_folder, data_dir):
+    with pytest.raises(ValueError, match="512"):
+        perplexity.load_pile(data_dir, pretrained=tokenizer_folder)
+    with pytest.raises(ValueError, match="None"):
+        perplexity.load_wikitext2(data_dir, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="tokenizer"):
+        perplexity.load_flan(data_dir, max_length=2048)
+    write_lines(tmp_path, "pile/val.jsonl", [{"texts": "a"}])
+    with pytest.raises(ValueError, match="Line 1"):
+        pile(tmp_path, tokenizer)
