@@ -1,7 +1,7 @@
 r"""
 Head tasks (section 4.3): generated questions, and the authors' 888 texts of Table 5 and Figure 6, for lm-eval.
 
-A text of the authors has eight lines, each an example of the same task, and the answers of lines 3 to 8 are in brackets:
+A text of the authors has eight lines, each an example of one task, and the answers of lines 3 to 8 are in brackets:
 
     < Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of [ vehicle ]
 

@@ -1,8 +1,8 @@
 """Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
 
-[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in three points: logits
-are computed, and their log-softmax taken in float32, only at the positions whose next token is scored; what several
-inputs begin with is computed once; and a token id without an embedding row is handled by a named policy.
+[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in three points:
+logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored; what
+several inputs begin with is computed once; and a token id without an embedding row is handled by a named policy.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ class LogLikelihoods(TemplateLM):
 class DCFormerLM(LogLikelihoods, HFLM):
     """
     Args:
-        pretrained: A name as [`dcformer.loading.find_model`] takes it, what that returns, or a loaded model, which stays
-            where it is.
+        pretrained: A name as [`dcformer.loading.find_model`] takes it, what that returns, or a loaded model, which
+            stays where it is.
         tokenizer (*optional*): Of a name as `find_model` takes it; with a loaded model its tokenizer.
         device (*optional*): As [`dcformer.loading.choose_device`] takes it.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.

@@ -204,12 +204,7 @@ def wikitext_articles(text: str) -> list[str]:
 
 
 def check_window(window: int, max_length: int | None = None, pretrained: Any = None, **options: Any) -> None:
-    """
-    Refuse to score windows of another length than the task says: lm-eval takes those of the model's `max_length`.
-
-    Raises:
-        ValueError: if the length is not known or is not `window`.
-    """
+    """Refuse to score windows of another length than the task says: lm-eval takes those of the model's `max_length`."""
     if max_length is None and isinstance(pretrained, str):
         from lm_eval.models.utils import resolve_max_length
         from transformers import AutoConfig
@@ -231,12 +226,7 @@ def task_tokenizer(
     trust_remote_code: bool | None = None,
     **_: Any,
 ) -> PreTrainedTokenizerBase:
-    """
-    The tokenizer of the model under test, from the model's arguments: `tokenizer` if given, else `pretrained`'s own.
-
-    Raises:
-        ValueError: if neither names a tokenizer.
-    """
+    """The tokenizer of the model under test, from the model's arguments: `tokenizer` if given, else its own."""
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     source = tokenizer or pretrained

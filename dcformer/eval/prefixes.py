@@ -249,7 +249,7 @@ class Scorer:
     def _run(
         self, rows: list[_Row], past: DynamicCache | None = None, keeps: bool = False
     ) -> tuple[list[tuple[int, float, bool]], DynamicCache]:
-        """(request, log-probability, whether it is the largest) of every query, and keys and values if they are kept."""
+        """(request, log-probability, whether it is the largest) of every query, and keys and values."""
         places = {(index, query.column) for index, row in enumerate(rows) for query in row.queries}
         if not places and not keeps:
             return [], past

@@ -1,8 +1,8 @@
 """Prompts of Table 4 that lm-eval 0.4.13 asks otherwise than the harness of 2023 (lm-eval 0.3).
 
-The published scores of Pythia, which the paper repeats and the control compares with, were made with that harness. PIQA,
-WinoGrande, ARC, LogiQA, BoolQ and HellaSwag are asked in the same words by both, so their YAML files in `tasks/` name
-lm-eval's own functions and templates. A prompt function takes a document, which is one row of the data.
+The published scores of Pythia, which the paper repeats and the control compares with, were made with that harness.
+PIQA, WinoGrande, ARC, LogiQA, BoolQ and HellaSwag are asked in the same words by both, so their YAML files in `tasks/`
+name lm-eval's own functions and templates. A prompt function takes a document, which is one row of the data.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def evaluate(
         shared_prefixes (defaults to `True`): As [`dcformer.eval.DCFormerLM`] takes it; vLLM always shares.
         seed (defaults to 1234): Seed of the choice of few-shot examples, and of all generators.
         revision, tokenizer, trust_remote_code: Of all models, as `find_model` takes them.
-        data_hash (*optional*): Task -> the hash that its documents must have, `"sha256:..."` as in a record, or `"any"`.
+        data_hash (*optional*): Task -> hash that its documents must have, `"sha256:..."` as in a record, or `"any"`.
             `None`: what is fetched must have the known hash, and files of `data_dir` may have any.
         on_progress (*optional*): Called in the first process with what is running, and the numbers of requests done
             and in all.
@@ -347,7 +347,7 @@ def _score(
     scorer.start_counting(on_progress)
     start = time.perf_counter()
     is_cut = job.task in (*HEAD_TASKS, *PERPLEXITY_TASKS) and job.task != "flan_ppl"  # when it was loaded
-    places = None if limit is None or is_cut else _Places(spread_places(len(task.eval_docs), limit))
+    places = None if limit is None or is_cut else spread_places(len(task.eval_docs), limit)
     is_rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     with scorer.whole_documents() if is_rolling else contextlib.nullcontext():
         # lm-eval would draw 100,000 bootstrap samples for a perplexity.
@@ -385,17 +385,6 @@ def _score(
     n_documents = results["n-samples"][name]["original"] + scored[0].get("n_unscored", 0)
     own = (len(samples), n_documents, limit, job.settings, observed, timings)
     return Record(job.model.name, job.task, job.num_fewshot, metrics, *own), samples
-
-
-class _Places(list):
-    """Places of documents, in which the harness looks up every document that there is."""
-
-    def __init__(self, places: list[int]):
-        super().__init__(places)
-        self._known = frozenset(places)
-
-    def __contains__(self, place: object) -> bool:
-        return place in self._known
 
 
 def _as_sample(sample: dict) -> dict:

@@ -8,7 +8,9 @@ import torch
 from tiny_models import tiny_model
 
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
+
+import lm_eval
 
 from dcformer.eval import DCFormerLM, perplexity, task_manager
 
@@ -133,7 +135,7 @@ def test_windows_are_of_documents_spread_over_all_and_the_last_is_cut(tmp_path, 
 def test_wikitext_articles_are_the_text_again(fixtures):
     text = (fixtures / "benchdata" / "wikitext2" / "wikitext2_test.txt").read_text(encoding="utf-8")
     articles = perplexity.wikitext_articles(text)
-    assert "".join(articles) == text and len(articles) == 62
+    assert "".join(articles) == text and len(articles) == 60
     assert articles[0].startswith(" \n = Robert Boulter = \n")
 
 

@@ -182,7 +182,7 @@ def test_models_without_some_weights_or_with_nan_are_refused(model, tmp_path, st
 
 
 def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, model, tmp_path):
-    (record,) = start(tasks="piqa")
+    start(tasks="piqa")
     path = records.record_path(tmp_path / "out", model, "piqa", 0)
     with file_lock(path.parent / ".lock"), pytest.raises(ValueError, match=r"\.lock"):
         start(tasks="piqa")

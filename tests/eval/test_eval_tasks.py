@@ -1,7 +1,7 @@
 """The tasks: documents, prompts word for word, where examples come from, and what is said of other data.
 
-`data/eval_prompts_table4.json` holds what the first document of every column must render to: hashes and the ends of each
-text, since the licences of the data forbid more. `python tests/eval/test_eval_tasks.py` writes it anew.
+`data/eval_prompts_table4.json` holds what the first document of every column must render to: hashes and the ends of
+each text, since the licences of the data forbid more. `python tests/eval/test_eval_tasks.py` writes it anew.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ import torch
 from tiny_models import tiny_model
 
 
-lm_eval = pytest.importorskip("lm_eval", reason="the tasks are lm-eval's")
+pytest.importorskip("lm_eval", reason="the tasks are lm-eval's")
 
 import datasets
+import lm_eval
 
 from dcformer.eval import SUITES, TABLE4_COLUMNS, data, find_tasks, list_tasks, prompts, source_of, tasks_folder
 from dcformer.eval import head_tasks as tasks_of_heads
