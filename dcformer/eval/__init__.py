@@ -1,43 +1,50 @@
-"""Evaluation with lm-evaluation-harness: tasks of the paper's tables, a runner, and reports."""
+"""Evaluation with lm-evaluation-harness: tasks of the paper's tables, a runner, statistics and reports."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .suites import TaskSummary, find_tasks, list_tasks
-from .table4_tasks import tasks_folder
-
-
-if TYPE_CHECKING:
-    from .language_model import DCFormerLM
-    from .records import Record, read_records
-    from .report import build_report
-    from .runner import evaluate
-
-__all__ = [
-    "DCFormerLM",
-    "Record",
-    "TaskSummary",
-    "build_report",
-    "evaluate",
-    "find_tasks",
-    "list_tasks",
-    "read_records",
-    "tasks_folder",
-]
 
 # Imported when they are asked for: the harness and torch take seconds, and a list of tasks needs neither.
-_HEAVY = {
-    "DCFormerLM": "language_model",
-    "Record": "records",
-    "build_report": "report",
-    "evaluate": "runner",
-    "read_records": "records",
+_PUBLIC = {
+    "data": ["TABLE4_COLUMNS", "Source", "source_of"],
+    "head_tasks": ["authors_texts", "head_task_summary"],
+    "model": ["DCFormerLM"],
+    "plot": ["plot_deltas"],
+    "records": ["Record", "model_fingerprint", "model_folder", "read_records", "read_samples", "write_record"],
+    "report": ["Report", "build_report"],
+    "run": ["evaluate", "quiet_harness"],
+    "stats": [
+        "Difference",
+        "SeedComparison",
+        "compare_seeds",
+        "further_share_interval",
+        "holm",
+        "paired_difference",
+        "seed_interval",
+        "sign_test",
+    ],
+    "suites": [
+        "AUTHORS_TASKS",
+        "HEAD_TASKS",
+        "SUITES",
+        "TaskSummary",
+        "find_tasks",
+        "list_tasks",
+        "task_manager",
+        "tasks_folder",
+    ],
+    "published": [],
 }
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["published", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HEAVY:
-        return getattr(importlib.import_module(f".{_HEAVY[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    if name in _PUBLIC:
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

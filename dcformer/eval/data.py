@@ -1,256 +1,373 @@
-"""Where the documents of a task come from: a folder of files, or the Hub.
+"""Where the documents of a task come from: a folder of files, or a published source; and which documents they are.
 
-    <data_dir>/<column>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
+    <data_dir>/<folder>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
 
-With a folder nothing is fetched; without one the sources of `sources.py` are asked, and nothing is taken from anywhere
-else.
+Documents are told by a hash of their contents (see [`documents_hash`]), so that a copy in another file format is the
+same data and a changed data set on the Hub is refused.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
+import io
 import json
+import logging
 import os
-import re
-from contextlib import suppress
-from functools import cache
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.request import urlopen
+from typing import IO, TYPE_CHECKING, Any
 
-from ..common.digests import file_digest
+from ..common.files import file_digest
 from ..common.optional import import_optional
-from .sources import SOURCES, Source
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
 
-SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
-# Names of folders in the cache of `datasets` and in that of the Hub.
-_REVISION_OF_ROWS = re.compile(r"/([0-9a-f]{40})/[^/]*$")
-_REVISION_OF_FILE = re.compile(r"/snapshots/([0-9a-f]{40})/")
-# Folders of the tasks that are not called like theirs; the first that holds files is read.
-_FOLDERS = {
-    **{f"head_tasks_authors_k{shots}": ("synthetic",) for shots in range(2, 8)},
-    "pile_ppl": ("pile", "pile_sample"),
-    "flan_ppl": ("flan",),
-    "wikitext2_ppl": ("wikitext2",),
-    **{f"{column}_lm_eval_0_4_13": (column,) for column in ("lambada_openai", "sciq", "race_middle", "race_high")},
-}
+DEFAULT_SEED = 1234
+ANY_HASH = "any"
+_SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
+_ZSTANDARD = b"\x28\xb5\x2f\xfd"  # with which every file of it begins
+
+
+@dataclass(frozen=True)
+class Source:
+    """
+    Where documents are published, and what they are.
+
+    Attributes:
+        path: Data set on the Hub, or another name if there is an address.
+        name: Configuration of the data set.
+        split: The split that is scored.
+        hash: [`documents_hash`] that the scored documents must have; `None` where no copy was at hand to compute it.
+        revision: Git revision.
+        address: Where the files lie, if not on the Hub.
+        count: Number of scored documents, of the columns of Table 4.
+        fields: What the task reads of a row, in the order in which it is hashed.
+        answer, answers: A field and the values that it may have; test splits without answers have others.
+        note: What else there is to say.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "test"
+    hash: str | None = None
+    revision: str | None = None
+    address: str | None = None
+    count: int = 0
+    fields: Sequence[str] = ()
+    answer: str = ""
+    answers: Sequence[str] = ()
+    note: str = ""
+
+    @property
+    def is_on_hub(self) -> bool:
+        return self.address is None
+
+    def __str__(self) -> str:
+        return self.path if self.name is None else f"{self.path} ({self.name})"
+
+
+_FILE = Path(__file__).parent / "published" / "sources.json"
+# By the name of a folder below `data_dir`; those with a number of documents are Table 4's columns in its order.
+SOURCES = {folder: Source(**values) for folder, values in json.loads(_FILE.read_text(encoding="utf-8")).items()}
+TABLE4_COLUMNS = tuple(folder for folder, source in SOURCES.items() if source.count)
+
+
+def data_folder(task: str, data_dir: str | os.PathLike | None = None) -> str:
+    """The folder below `data_dir` that holds a task's data; of the Pile a sample where the whole is not there."""
+    column = task.removesuffix("_lm_eval_0_4_13").removesuffix("_ppl")
+    if column.startswith("head_tasks_authors"):
+        return "synthetic"
+    if column == "pile" and data_dir is not None and not any(Path(data_dir, column).glob("*.jsonl*")):
+        return "pile_sample"
+    return column
+
+
+def source_of(task: str) -> Source:
+    """Where the documents of a task are published."""
+    return SOURCES[data_folder(task)]
 
 
 def import_datasets():
-    """
-    The module `datasets`.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
     return import_optional("datasets", "Reading evaluation data needs datasets: pip install 'dcformer[eval]'.")
 
 
-def data_folders(task: str) -> tuple[str, ...]:
-    """Names of the folders below `data_dir` that may hold a task's data; the first one that holds files is read."""
-    return _FOLDERS.get(task, (task,))
-
-
-def data_folder(data_dir: str | os.PathLike, column: str) -> Path:
+def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
     """
-    Folder of a column's files.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-    """
-    root = Path(data_dir)
-    if not root.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {str(data_dir)!r}; give a --data-dir that holds a folder per task, such as {column}/."
-        )
-    folder = root / column
-    if not folder.is_dir():
-        origin = f" with the files of {SOURCES[column]}" if column in SOURCES else ""
-        raise FileNotFoundError(
-            f"There is no folder {str(folder)!r}; make one{origin}, or leave out --data-dir to fetch the data."
-        )
-    return folder
-
-
-def find_file(
-    data_dir: str | os.PathLike, column: str, split: str, suffixes: tuple[str, ...] = (".parquet", ".jsonl")
-) -> Path | None:
-    """
-    The file of a split, or `None` if the folder holds none; the first suffix that is there counts.
-
-    Raises:
-        FileNotFoundError: if the folder of the column is not there.
-    """
-    folder = data_folder(data_dir, column)
-    return next((file for suffix in suffixes if (file := folder / f"{split}{suffix}").is_file()), None)
-
-
-def require_file(
-    data_dir: str | os.PathLike, column: str, split: str, suffixes: tuple[str, ...] = (".parquet", ".jsonl")
-) -> Path:
-    """
-    The file of a split.
-
-    Raises:
-        FileNotFoundError: if it is not there.
-    """
-    file = find_file(data_dir, column, split, suffixes)
-    if file is None:
-        origin = f" of {SOURCES[column]}" if column in SOURCES else ""
-        others = f" (or {', '.join(suffixes[1:])})" if len(suffixes) > 1 else ""
-        raise FileNotFoundError(
-            f"There is no file {str(Path(data_dir) / column / (split + suffixes[0]))!r}{others}; put the {split} "
-            f"split{origin} there."
-        )
-    return file
-
-
-def read_rows(file: Path) -> Dataset:
-    """
-    The rows of a .parquet or .jsonl file, held in memory.
-
-    Raises:
-        ValueError: if the file is damaged, or has no rows.
-    """
-    datasets = import_datasets()
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        if file.suffix == ".parquet":
-            rows = datasets.Dataset(parquet.read_table(file))
-        else:
-            lines = file.read_text(encoding="utf-8").split("\n")  # other separators may stand in a string
-            rows = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
-    except (ValueError, AttributeError, TypeError, OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{str(file)!r} cannot be read as {file.suffix[1:]}: write it again.") from error
-    if len(rows) == 0:
-        raise ValueError(f"{str(file)!r} holds no documents; write it again.")
-    return rows
-
-
-def require_columns(rows: Dataset, columns: tuple[str, ...], where: str | os.PathLike) -> Dataset:
-    """
-    The rows themselves, if they have all the columns that a task reads.
-
-    Raises:
-        ValueError: if one is missing.
-    """
-    missing = [name for name in columns if name not in rows.column_names]
-    if missing:
-        raise ValueError(
-            f"{str(where)!r} has no column {missing[0]!r}; it must have {', '.join(columns)}, and has "
-            f"{', '.join(rows.column_names)}."
-        )
-    return rows
-
-
-def hub_splits(source: Source) -> tuple[dict[str, Dataset], str | None]:
-    """
-    All splits of a data set on the Hub, from the cache of `datasets` if they are there.
-
-    Returns:
-        The splits, and the git revision that they are of, as far as `datasets` tells.
-
-    Raises:
-        OSError: if the Hub cannot be reached and the cache does not hold them.
-        ValueError: if the data set cannot be read.
-    """
-    datasets = import_datasets()
-    from .hub import without_waiting_for
-
-    with without_waiting_for(source.path):
-        try:
-            splits = dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
-        except OSError:
-            raise
-        except (datasets.exceptions.DatasetsError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"it cannot be read ({reason})") from error
-    files = [Path(file["filename"]).as_posix() for rows in splits.values() for file in rows.cache_files]
-    revisions = {match[1] for file in files if (match := _REVISION_OF_ROWS.search(file))}
-    return splits, revisions.pop() if len(revisions) == 1 else source.revision
-
-
-def fetch_file(source: Source, split: str) -> tuple[Path, str | None]:
-    """
-    The file of a split, from a cache if it is there.
-
-    Returns:
-        The file, and the git revision that it is of, if it has one.
-
-    Raises:
-        OSError: if it cannot be reached and no cache holds it.
-        ValueError: if it is not the file that was asked for.
-    """
-    name, sha256 = source.files[split]
-    where = f"{source.address or source.path}/{name}"
-    revision = source.revision
-    if source.address is None:
-        from huggingface_hub import hf_hub_download
-
-        from .hub import without_waiting_for
-
-        with without_waiting_for(source.path):
-            file = Path(hf_hub_download(source.path, name, repo_type="dataset", revision=source.revision))
-        if match := _REVISION_OF_FILE.search(file.as_posix()):
-            revision = match[1]
-    else:
-        datasets = import_datasets()
-        # The sum is checked, so what the cache holds needs no question to the server.
-        settings = datasets.DownloadConfig(use_etag=sha256 is None)
-        file = Path(datasets.DownloadManager(download_config=settings).download(where))
-    if sha256 is not None and (found := file_digest(file)) != sha256:
-        raise ValueError(
-            f"{where} has the sha256 {found} instead of {sha256}; download it yourself, check it, and give its "
-            "folder as --data-dir."
-        )
-    return file, revision
-
-
-def data_fingerprint(data_dir: str | os.PathLike | None, column: str) -> str:
-    """
-    Which data a result rests on, as one string for its record.
-
-    Args:
-        data_dir: The folder given to the task, or `None`.
-        column (`str`): Name of a task without prefix, such as `"piqa"`, `"head_tasks_authors_k2"` or `"pile_ppl"`.
-
-    Returns:
-        `"sha256:..."` of the names and contents of all data files in the task's folder; without a folder, the source
-        that is asked first and its newest git revision, `"allenai/sciq@<revision>"`, with `unknown` for the revision
-        if neither the Hub nor its cache tells. Which source was read is in a record's `observed`.
+    Which data a result rests on: `"sha256:..."` of the files in the task's folder, or the source and its revision.
 
     Raises:
         FileNotFoundError: if the folder is not there.
-        ValueError: if there is no folder and the task has no known source.
     """
-    folders = data_folders(column)
-    if data_dir is not None:
-        chosen = next((folder for folder in folders if any((Path(data_dir) / folder).glob("*.jsonl*"))), folders[0])
-        files = sorted(file for file in data_folder(data_dir, chosen).iterdir() if file.suffix in SUFFIXES)
-        contents = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
-        return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
-    if folders[0] not in SOURCES:
-        raise ValueError(f"The data of {column!r} have no known source; give a --data-dir.")
-    source = SOURCES[folders[0]]
-    return f"{source}@{source.revision or _newest_revision(source.path) or 'unknown'}"
+    source = source_of(task)
+    if data_dir is None or source.address == "generated":
+        return f"{source}@{source.revision or source.hash or 'main'}"
+    folder = Path(data_dir, data_folder(task, data_dir))
+    files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
+    contents = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
+    return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
 
 
-@cache
-def _newest_revision(path: str) -> str | None:
-    from huggingface_hub import constants, hf_hub_download
+def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False) -> str:
+    """
+    The hash of documents: of the values that the task reads of each.
 
-    # Not by the Hub's own client, which tries five times, half a minute in all, for every data set while offline.
-    if not constants.HF_HUB_OFFLINE:
-        with suppress(OSError), urlopen(f"{constants.ENDPOINT}/api/datasets/{path}", timeout=10) as answer:
-            return json.load(answer)["sha"]
-    # `datasets` begins with this file, so the cache holds it if it holds the data.
-    with suppress(OSError):
-        return Path(hf_hub_download(path, "README.md", repo_type="dataset", local_files_only=True)).parent.name
-    return None
+    Args:
+        documents: Of every document the values of its fields.
+        is_ordered (defaults to `False`): Hash them in their order, as running text is packed in it; otherwise sorted,
+            since questions are scored one by one and copies have them in different orders.
+
+    Returns:
+        `"sha256:..."` of one line of JSON per document (UTF-8, objects sorted by key, no spaces between elements).
+    """
+    lines = (
+        json.dumps(list(values), ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode(
+            "utf-8", "surrogatepass"
+        )
+        + b"\n"
+        for values in documents
+    )
+    digest = hashlib.sha256()
+    for line in lines if is_ordered else sorted(lines):
+        digest.update(line)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def checked_origin(
+    folder: str, found: str, data_dir: str | os.PathLike | None, required: str | None = None
+) -> dict[str, Any]:
+    """
+    What a record says of documents: `source`, `revision`, `hash`, and `as_known`, whether the hash is the known one.
+
+    Args:
+        folder: Name of the folder of data.
+        found: Hash of the documents.
+        data_dir: Where they were read; `None` if they were fetched, and must then have the hash that is known.
+        required (*optional*): The hash that they must have instead, or `"any"`.
+
+    Raises:
+        ValueError: if they are other documents.
+    """
+    source = SOURCES[folder]
+    wanted = required or (source.hash if data_dir is None else None) or ANY_HASH
+    if wanted not in (found, ANY_HASH):
+        raise ValueError(
+            f"The documents of {folder} have the hash {found} instead of {wanted}; check the data, or name the hash by "
+            "--data-hash TASK=HASH."
+        )
+    return {
+        "source": str(source) if data_dir is None else "files of --data-dir",
+        "revision": source.revision if data_dir is None else None,
+        "hash": found,
+        "as_known": None if source.hash is None else found == source.hash,
+    }
+
+
+def remember(rows: Dataset, origin: dict[str, Any]) -> Dataset:
+    """The rows, which keep their origin from now on."""
+    rows.info.description = json.dumps(origin)
+    return rows
+
+
+def origin_of(rows: Dataset) -> dict[str, Any]:
+    """What [`remember`] was told of rows."""
+    return json.loads(rows.info.description)
+
+
+def load_documents(
+    column: str,
+    data_dir: str | os.PathLike | None = None,
+    data_hash: str | None = None,
+    process: Callable[[Dataset], Dataset] | None = None,
+    **_: Any,
+) -> dict[str, Dataset]:
+    """
+    The documents of a column of Table 4, as lm-eval's `custom_dataset` wants them.
+
+    Args:
+        column: One of `TABLE4_COLUMNS`.
+        data_dir (*optional*): Folder with `<column>/<split>.parquet` or `.jsonl`, for LogiQA also the authors' `.txt`;
+            `None` to fetch the data.
+        data_hash (*optional*): The hash that the scored documents must have, or `"any"`; `None`: of data that are
+            fetched, the hash that is known.
+        process (*optional*): Makes of rows what the prompts read; lm-eval's `process_docs` would do it at every access.
+
+    Returns:
+        `{"scored": Dataset, "examples": Dataset}`: the documents to score, and those from which few-shot examples are
+        drawn: the train split, else the validation split, else the scored documents themselves.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if the data are not what the task reads or was told to read.
+    """
+    source = SOURCES[column]
+    splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
+    scored, extra = source.split, {}
+    if scored not in splits and column == "sciq" and "validation" in splits:
+        logger.warning("sciq: there is no test split in %s; its validation split is scored in its place.", data_dir)
+        scored, extra = "validation", {"stands_in_for": "test"}
+    if scored not in splits:
+        raise FileNotFoundError(f"There is no {scored} split of {source} in {str(Path(data_dir or '', column))!r}.")
+    examples = next((split for split in ("train", "validation") if split in splits), scored)
+    documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
+    origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
+    if process is not None:
+        documents = {split: process(rows) for split, rows in documents.items()}
+    remember(documents[scored], {**origin, **extra})
+    return {"scored": documents[scored], "examples": documents[examples]}
+
+
+def _local_splits(folder: Path) -> dict[str, Any]:
+    names = {split: [folder / f"{split}{suffix}" for suffix in _SUFFIXES] for split in ("train", "validation", "test")}
+    files = {split: next((file for file in names[split] if file.is_file()), None) for split in names}
+    return {split: file for split, file in files.items() if file is not None}
+
+
+def _published_splits(source: Source) -> dict[str, Any]:
+    datasets = import_datasets()
+    if source.is_on_hub:
+        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+    files = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
+    return {split: Path(file) for split, file in datasets.DownloadManager().download(files).items()}
+
+
+def _hash_of(column: str, documents: Dataset) -> str:
+    """Of the values that the prompt is made of; an answer is a number in one copy and a string in another."""
+    source = SOURCES[column]
+    columns = (
+        [str(value).strip() for value in documents[name][:]] if name in (source.answer, "label") else documents[name][:]
+        for name in source.fields
+    )
+    return documents_hash(zip(*columns))
+
+
+def _documents(column: str, place: Any) -> Dataset:
+    """The rows of a file or of a split of the Hub, brought into the form that the prompts read."""
+    datasets = import_datasets()
+    source = SOURCES[column]
+    where = place if isinstance(place, Path) else source
+    if isinstance(place, Path) and column == "logiqa" and place.suffix not in (".parquet", ".jsonl"):
+        return datasets.Dataset.from_list(parse_logiqa(place.read_text(encoding="utf-8")))
+    rows = read_rows(place) if isinstance(place, Path) else place
+    if "problems" in source.fields:
+        is_grouped = "problems" in rows.column_names
+        return datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
+    if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
+        raise ValueError(
+            f"{source.answer} must be one of {', '.join(source.answers)} in {str(where)!r}, got {min(unknown)!r}; use "
+            f"the {source.split} split, whose answers are published."
+        )
+    return rows
+
+
+def read_rows(file: Path) -> Dataset:
+    """The rows of a .parquet or .jsonl file, held in memory."""
+    datasets = import_datasets()
+    if file.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return datasets.Dataset(parquet.read_table(file))
+    return datasets.Dataset.from_list([json.loads(line) for _, line in _lines([file])])
+
+
+def parse_logiqa(text: str) -> list[dict]:
+    """
+    Documents of the authors' plain text: blocks of the answer's letter, the passage, the question and four choices,
+    one line each, with an empty line between blocks. A space is put after every full stop, as the harness does.
+
+    Raises:
+        ValueError: if a block has another form.
+    """
+    documents = []
+    for number, block in enumerate(text.strip().split("\n\n"), start=1):
+        letter, *lines = block.split("\n")
+        if len(lines) != 6 or letter.strip() not in ("a", "b", "c", "d"):
+            raise ValueError(f"Block {number} of LogiQA is not a letter from a to d and six lines, got {block[:80]!r}.")
+        plain = (*lines[:2], *(choice[len("A.") :] for choice in lines[2:]))
+        passage, question, *choices = (". ".join(line.split(".")).strip() for line in plain)
+        documents.append({"label": letter.strip(), "context": passage, "question": question, "options": choices})
+    return documents
+
+
+def group_by_article(rows: Iterable[dict]) -> list[dict]:
+    """Articles of RACE with all their questions, in the order of their first, from rows of one question each."""
+    problems: dict[str, list[dict]] = {}
+    for row in rows:
+        problems.setdefault(row["article"], []).append({name: row[name] for name in ("question", "options", "answer")})
+    return [{"article": article, "problems": questions} for article, questions in problems.items()]
+
+
+def _article(row: dict) -> dict:
+    """An article whose questions are a list, or a list written out as Python does."""
+    problems = ast.literal_eval(row["problems"]) if isinstance(row["problems"], str) else row["problems"]
+    fields = ("question", "options", "answer")
+    return {"article": row["article"], "problems": [{name: each[name] for name in fields} for each in problems]}
+
+
+def jsonl_fields(
+    files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
+) -> Iterator[tuple[str, ...]]:
+    """
+    The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`.
+
+    A file may be compressed by zstandard. The files may be larger than memory, so they are read twice: to count lines
+    and to take some.
+    """
+    chosen = set(drawn_places(sum(1 for _ in _lines(files)), subset, seed))
+    for index, (where, line) in enumerate(_lines(files)):
+        if index in chosen:
+            row = json.loads(line)
+            if not all(field in row for field in fields):
+                raise ValueError(f"{where} lacks {' or '.join(fields)}, got {', '.join(row)}.")
+            yield tuple(row[field] for field in fields)
+
+
+def drawn_places(count: int, subset: int | None, seed: int) -> list[int]:
+    """Places of `subset` of so many things, drawn by `seed` and in ascending order; all if `None` or more."""
+    if subset is None or subset >= count:
+        return list(range(count))
+    return sorted(random.Random(seed).sample(range(count), subset))
+
+
+def spread_places(count: int, limit: int | None) -> list[int]:
+    """Places of `limit` of so many things, spread evenly over them and in ascending order; all if `limit` is `None`."""
+    chosen = count if limit is None else min(limit, count)
+    return [place * count // chosen for place in range(chosen)]
+
+
+def spread_order(count: int) -> list[int]:
+    """All places of so many things in an order of which every beginning is spread evenly over them."""
+    n_bits = max(count - 1, 0).bit_length()
+    # Counting with the bits of each number reversed halves the widest gap again and again.
+    places = (int(f"{number:0{n_bits}b}"[::-1], 2) for number in range(1 << n_bits))
+    return [place for place in places if place < count]
+
+
+@contextlib.contextmanager
+def _open_text(file: Path) -> Iterator[IO[str]]:
+    """A file of text, compressed by zstandard or not: a copy in a cache may have no suffix to tell."""
+    with open(file, "rb") as beginning:
+        is_compressed = beginning.read(len(_ZSTANDARD)) == _ZSTANDARD
+    if not is_compressed:
+        with open(file, encoding="utf-8") as lines:
+            yield lines
+        return
+    import pyarrow
+
+    with pyarrow.input_stream(str(file), compression="zstd") as content:
+        yield io.TextIOWrapper(content, encoding="utf-8")
+
+
+def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
+    for file in files:
+        with _open_text(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"Line {number} of {str(file)!r}", line

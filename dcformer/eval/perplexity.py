@@ -5,13 +5,10 @@ Table 4 of the paper has two columns of perplexity, taken here as per token of t
 training code evaluates on rows of 2,049 tokens cut from a packed validation set: a row's first 2,048 tokens are the
 input and its last 2,048 the targets, and the end-of-text tokens between documents are targets as well. Here documents
 are packed in the same way and lm-eval walks through them in windows of 2,048 targets, each of which begins with the
-last token of the window before. So a target has from 1 to 2,048 tokens before it in both, and the only difference is
-that the first token of every row, which the authors never predict (1 of 2,049), is predicted here: each token counts
-exactly once.
+last token of the window before, so that each token counts exactly once.
 
 Which documents the paper used beyond "the validation set" is not published for the Pile, and its 320,000 examples of
-Flan are not published at all. `dcformer_flan_ppl` therefore reproduces a protocol, and its figures compare models with
-each other but not with the paper's column.
+Flan are not published at all: `dcformer_flan_ppl` compares models with each other, not with the paper's column.
 """
 
 from __future__ import annotations
@@ -21,19 +18,28 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import fetch_file, hub_splits, import_datasets
-from .origin import check_required, documents_hash, origin, read_published, remember
-from .sources import Source
-from .task_tokens import continuation_ids, load_task_tokenizer
-from .text_files import DEFAULT_SEED, drawn_places, existing_file, jsonl_fields
-from .windows import PAPER_WINDOW, check_window, pack_documents
+from ..loading import load_tokenizer
+from .data import (
+    DEFAULT_SEED,
+    SOURCES,
+    checked_origin,
+    documents_hash,
+    drawn_places,
+    import_datasets,
+    jsonl_fields,
+    remember,
+    spread_order,
+)
 
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+PAPER_WINDOW = 2048
+WINDOWS_PER_STREAM = 64
 _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
 
@@ -49,45 +55,35 @@ def load_pile(
     """
     Documents of the Pile, packed into streams of about 64 windows.
 
-    With `data_dir` they are the `text` fields of `pile/*.jsonl` or `*.jsonl.zst` (put the Pile's `val.jsonl.zst` there
-    for the paper's set) or, if there are none, of `pile_sample/test.jsonl`. Without, they come from the Pile's own
-    validation file, which is no longer published by its makers, in the copy that `sources.py` names and checks by its
-    checksum. The authors' copy, `Caiyun-AI/Pile_tfrecord`, holds token ids and is not read; the order of documents, and
-    so where windows begin, need not be the same there.
-
     Args:
-        data_dir: Folder with local data; the Hub if not given.
+        data_dir: Folder with `pile/*.jsonl` or `*.jsonl.zst`, or else `pile_sample/test.jsonl`, of objects with `text`;
+            `None`: the validation file of the source in data.py.
         subset: Number of documents, drawn by `seed` and kept in their order; all if `None` or more than there are.
         seed: Which documents `subset` takes.
         window (in tokens): Targets per forward pass; must be what the model is asked to take at most.
         windows: Take so many windows of documents spread evenly over all, the last of which is cut; for quick runs.
-        data_hash: The hash that the documents must have, or `"any"`; by default the hash that is known.
+        data_hash: The hash that the documents must have.
         settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
             `trust_remote_code`, `add_bos_token`, `max_length`.
 
     Returns:
         One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, the
-        number of streams that `windows` left out or cut, and `n_artificial_ends`, of documents that it cut. The rows
-        remember their origin, see [`dcformer.eval.origin.origin_of`].
+        number of streams that `windows` left out or cut, and `n_artificial_ends`, of documents that it cut.
 
     Raises:
-        FileNotFoundError: if the data are not there or cannot be reached.
-        ValueError: if the tokenizer or the model's length is not known or does not fit, or a file is damaged.
+        FileNotFoundError: if the data are not there.
+        ValueError: if the tokenizer or the model's length is not known or does not fit.
     """
-    check_window("dcformer_pile_ppl", window, **settings)
-    tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
+        from huggingface_hub import hf_hub_download
 
-        def read(source: Source) -> tuple[list[str], str | None]:
-            file, revision = fetch_file(source, "validation")
-            return _texts([file], subset, seed), revision
-
-        documents, found = read_published("pile", read, _hash_of, data_hash)
+        source = SOURCES["pile"]
+        files = [Path(hf_hub_download(source.path, "val.jsonl.zst", repo_type="dataset", revision=source.revision))]
     else:
-        documents = _texts(_pile_files(Path(data_dir)), subset, seed)
-        found = _local_origin("pile", documents, data_hash)
-    packed = pack_documents(documents, tokenizer, window, windows, settings.get("add_bos_token"))
-    return {"test": remember(packed, found)}
+        whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
+        files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
+    documents = [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
+    return _packed("pile", documents, None, seed, window, windows, data_dir, data_hash, settings)
 
 
 def load_wikitext2(
@@ -100,24 +96,39 @@ def load_wikitext2(
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
-    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`].
+    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`], which has the other arguments.
 
-    With `data_dir` the split is `wikitext2/wikitext2_test.txt`, otherwise `wikitext-2-raw-v1` of
-    `Salesforce/wikitext`. WikiText-2 is published raw and with rare words replaced by `<unk>`, and both are read, but
-    they give different figures. An article is the text from its heading (` = Title = ` between blank lines) to the
-    next; nothing is removed. Arguments, result and errors are those of [`load_pile`].
+    With `data_dir` the split is `wikitext2/wikitext2_test.txt`, otherwise `wikitext-2-raw-v1` of `Salesforce/wikitext`.
+    An article is the text from its heading (` = Title = ` between blank lines) to the next; nothing is removed.
     """
-    check_window("dcformer_wikitext2_ppl", window, **settings)
-    tokenizer = load_task_tokenizer(**settings)
     if data_dir is None:
-        articles, found = read_published("wikitext2", _articles_of_the_hub, _hash_of, data_hash)
+        source = SOURCES["wikitext2"]
+        rows = import_datasets().load_dataset(source.path, source.name, split="test")
+        # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
+        text = "".join(line or " \n" for line in rows["text"])
     else:
-        file = existing_file(Path(data_dir) / "wikitext2" / "wikitext2_test.txt", "the test split")
-        articles = wikitext_articles(file.read_text(encoding="utf-8"))
-        found = _local_origin("wikitext2", articles, data_hash)
-    chosen = [articles[index] for index in drawn_places(len(articles), subset, seed)]
-    packed = pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token"))
-    return {"test": remember(packed, found)}
+        text = Path(data_dir, "wikitext2", "wikitext2_test.txt").read_text(encoding="utf-8")
+    return _packed("wikitext2", wikitext_articles(text), subset, seed, window, windows, data_dir, data_hash, settings)
+
+
+def _packed(
+    folder: str,
+    documents: list[str],
+    subset: int | None,
+    seed: int,
+    window: int,
+    windows: int | None,
+    data_dir: str | None,
+    data_hash: str | None,
+    settings: dict[str, Any],
+) -> dict[str, Dataset]:
+    check_window(window, **settings)
+    origin = checked_origin(
+        folder, documents_hash(((text,) for text in documents), is_ordered=True), data_dir, data_hash
+    )
+    chosen = [documents[index] for index in drawn_places(len(documents), subset, seed)]
+    tokenizer = task_tokenizer(**settings)
+    return {"test": remember(pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token")), origin)}
 
 
 def load_flan(
@@ -131,94 +142,57 @@ def load_flan(
     """
     Examples of the Flan Collection: the loss is taken on the target span, given the input.
 
-    A reproduction of the paper's protocol, not of its figures, since its 320,000 examples are unpublished. With
-    `data_dir` the examples are the `inputs` and `targets` fields of `flan/*.jsonl`, which is how the Flan Collection is
-    distributed; otherwise `prompt` and `completion` of `itay1itzhak/flan_2022_350k` on the Hub, a published sample of
-    350,023. Input and target are stripped of surrounding white space and joined by one space, which the tokenizer makes
-    part of the target's first word; so exactly the target's tokens are scored. Long inputs are cut from the left by
-    lm-eval to what the window leaves. Examples without a target, or with one of more tokens than the window, are left
-    out, with a warning that counts them.
-
-    Args:
-        data_dir: Folder with local data; the Hub if not given.
-        subset: Number of examples, drawn by `seed` and kept in their order; all if `None` or more than there are.
-        seed: Which examples `subset` takes.
-        window (in tokens): Most tokens of input and target together; must be what the model is asked to take at most.
-        data_hash: As for [`load_pile`].
-        settings: The model's arguments, as for [`load_pile`].
+    With `data_dir` the examples are the `inputs` and `targets` fields of `flan/*.jsonl`; otherwise `prompt` and
+    `completion` of `itay1itzhak/flan_2022_350k`. Input and target are stripped of surrounding white space and joined by
+    one space, which the tokenizer makes part of the target's first word. Long inputs are cut from the left. Examples
+    without a target, or with one of more tokens than the window, are left out, with a warning that counts them.
+    Arguments as of [`load_pile`].
 
     Returns:
         One split `test`; a row is an example: `context`, `continuation`, `n_tokens` (of the target).
-
-    Raises:
-        FileNotFoundError, ValueError: as for [`load_pile`].
     """
-    check_window("dcformer_flan_ppl", window, **settings)
-    tokenizer = load_task_tokenizer(**settings)
+    check_window(window, **settings)
+    tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-
-        def read(source: Source) -> tuple[list[tuple[str, str]], str | None]:
-            splits, revision = hub_splits(source)
-            rows = splits["train"]
-            chosen = rows.select(drawn_places(len(rows), subset, seed))
-            return [(row["prompt"], row["completion"]) for row in chosen], revision
-
-        pairs, found = read_published("flan", read, documents_hash, data_hash)
+        rows = import_datasets().load_dataset(SOURCES["flan"].path, split="train")
+        chosen = rows.select(drawn_places(len(rows), subset, seed))
+        pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
-        files = sorted((Path(data_dir) / "flan").glob("*.jsonl"))
+        files = sorted(Path(data_dir, "flan").glob("*.jsonl"))
         if not files:
-            raise FileNotFoundError(
-                f"There is no file {str(Path(data_dir) / 'flan' / '*.jsonl')!r}; put examples of Flan there, one "
-                'object with "inputs" and "targets" per line.'
-            )
+            raise FileNotFoundError(f"There is no file {str(Path(data_dir, 'flan', '*.jsonl'))!r}.")
         pairs = list(jsonl_fields(files, ("inputs", "targets"), subset, seed))
-        found = origin(None, documents_hash(pairs), "flan")
-        check_required("flan", found["hash"], data_hash)
-    examples, left_out = [], 0
+    origin = checked_origin("flan", documents_hash(pairs), data_dir, data_hash)
+    examples = []
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()
         n_tokens = len(continuation_ids(tokenizer, context, continuation, settings.get("add_bos_token")))
-        if not target.strip() or n_tokens > window:
-            left_out += 1
-        else:
+        if target.strip() and n_tokens <= window:
             examples.append({"context": context, "continuation": continuation, "n_tokens": n_tokens})
-    if left_out:
+    if left_out := len(pairs) - len(examples):
         logger.warning(
             "dcformer_flan_ppl leaves out %d of %d examples: they have no target, or one of more than %d tokens.",
             left_out,
-            left_out + len(examples),
+            len(pairs),
             window,
         )
-    if not examples:
-        raise ValueError(
-            f"No example of Flan has a target that fits the window of {window} tokens; check the files, or take a "
-            "longer window (--max-length, or `window` with lm-eval)."
-        )
-    return {"test": remember(import_datasets().Dataset.from_list(examples), found)}
+    return {"test": remember(import_datasets().Dataset.from_list(examples), origin)}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
     """
     Sums of one stream: `(log-likelihood, weight)` in nats, to be divided after all streams have been added up.
 
-    The log-likelihood includes the end-of-text tokens, which a model of documents has to predict too. They are counted
-    as tokens but have no bytes: bits per byte are per byte (UTF-8) of the documents themselves.
+    The log-likelihood includes the end-of-text tokens. They are counted as tokens but have no bytes: bits per byte are
+    per byte (UTF-8) of the documents themselves.
     """
-    log_likelihood = _log_likelihood(results[0])
-    return {
-        "token_perplexity": (log_likelihood, doc["n_tokens"]),
-        "bits_per_byte": (log_likelihood, doc["n_bytes"]),
-    }
+    log_likelihood = float(results[0])
+    return {"token_perplexity": (log_likelihood, doc["n_tokens"]), "bits_per_byte": (log_likelihood, doc["n_bytes"])}
 
 
 def score_target(doc: dict, results: list) -> dict[str, tuple[float, float]]:
     """`(log-likelihood, number of tokens)` of one target span, in nats."""
-    return {"token_perplexity": (_log_likelihood(results[0]), doc["n_tokens"])}
-
-
-def _log_likelihood(result: Any) -> float:
-    # Rolling requests answer with a number, others with a pair of it and whether decoding would find the continuation.
-    return float(result[0] if isinstance(result, (tuple, list)) else result)
+    return {"token_perplexity": (float(results[0][0]), doc["n_tokens"])}
 
 
 def wikitext_articles(text: str) -> list[str]:
@@ -229,28 +203,136 @@ def wikitext_articles(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
 
 
-def _texts(files: list[Path], subset: int | None, seed: int) -> list[str]:
-    return [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
+def check_window(window: int, max_length: int | None = None, pretrained: Any = None, **options: Any) -> None:
+    """Refuse to score windows of another length than the task says: lm-eval takes those of the model's `max_length`."""
+    if max_length is None and isinstance(pretrained, str):
+        from lm_eval.models.utils import resolve_max_length
+        from transformers import AutoConfig
+
+        hub = {"revision": options.get("revision") or "main", "trust_remote_code": options.get("trust_remote_code")}
+        max_length = resolve_max_length(AutoConfig.from_pretrained(pretrained, **hub), None, default=PAPER_WINDOW)
+    if max_length is None or int(max_length) != window:
+        raise ValueError(
+            f"The task scores windows of {window} tokens, but the model would take {max_length}: give "
+            f"`max_length={window}` to the model, or lm-eval's --metadata '{{\"window\": {max_length}}}' for figures "
+            "that compare with no other window."
+        )
 
 
-def _hash_of(texts: list[str]) -> str:
-    return documents_hash(((text,) for text in texts), is_ordered=True)
+def task_tokenizer(
+    pretrained: Any = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool | None = None,
+    **_: Any,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model under test, from the model's arguments: `tokenizer` if given, else its own."""
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    source = tokenizer or pretrained
+    if not isinstance(source, str):
+        raise ValueError(
+            "The task must know the model's tokenizer, got none: give `pretrained` or `tokenizer` in the arguments of "
+            'the model, or lm-eval\'s --metadata \'{"tokenizer": "FOLDER OR HUB NAME"}\'.'
+        )
+    return load_tokenizer(source, revision=revision or "main", trust_remote_code=trust_remote_code)
 
 
-def _local_origin(column: str, texts: list[str], required: str | None) -> dict[str, Any]:
-    found = origin(None, _hash_of(texts), column)
-    check_required(column, found["hash"], required)
-    return found
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
+    """Token ids as lm-eval's model makes them of the same text; `add_bos_token` as in the model's arguments."""
+    prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
+    if prefix is not None and text.startswith(prefix):
+        add_bos_token = False
+    special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
+    # Streams are longer than any model takes at once, of which the tokenizer would warn.
+    return tokenizer(text, verbose=False, **special)["input_ids"]
 
 
-def _articles_of_the_hub(source: Source) -> tuple[list[str], str | None]:
-    splits, revision = hub_splits(source)
-    # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
-    return wikitext_articles("".join(line or " \n" for line in splits["test"]["text"])), revision
+def continuation_ids(
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, add_bos_token: bool | None = None
+) -> list[int]:
+    """The ids that lm-eval scores for a context, which must not end in white space, and its continuation."""
+    if not context:
+        return encode(tokenizer, continuation, add_bos_token=False)
+    whole = encode(tokenizer, context + continuation, add_bos_token)
+    return whole[len(encode(tokenizer, context, add_bos_token)) :]
 
 
-def _pile_files(data_dir: Path) -> list[Path]:
-    files = sorted(file for file in (data_dir / "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst"))
-    return files or [
-        existing_file(data_dir / "pile_sample" / "test.jsonl", 'documents of the Pile, {"text": ...} per line,')
-    ]
+def pack_documents(
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    window: int,
+    windows: int | None,
+    add_bos_token: bool | None,
+) -> Dataset:
+    """
+    Join documents, each followed by the end-of-text token, to streams of about 64 windows.
+
+    With `windows`, documents are taken one by one, spread evenly over all, until their tokens fill so many windows. The
+    last of them is cut, and the end-of-text token that follows what is left of it is artificial.
+
+    Raises:
+        ValueError: if the tokenizer has no end-of-text token for texts.
+    """
+    separator = tokenizer.eos_token
+    if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:
+        raise ValueError(
+            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token that stands for itself in text, and "
+            "documents are packed with one; use the GPT-NeoX tokenizer."
+        )
+    lengths = [len(encode(tokenizer, document, add_bos_token=False)) + 1 for document in documents]
+    taken = dict(enumerate(lengths)) if windows is None else _taken(lengths, windows * window)
+    texts, kept, n_cut = [], [], 0
+    for place in sorted(taken):
+        is_cut = taken[place] < lengths[place]
+        texts.append(_beginning(tokenizer, documents[place], taken[place] - 1) if is_cut else documents[place])
+        kept.append(taken[place])
+        n_cut += is_cut
+    groups = _groups(kept, window)
+    is_whole = len(taken) == len(documents) and n_cut == 0
+    n_unscored = 0 if is_whole else max(1, len(_groups(lengths, window)) - len(groups))
+    rows = []
+    for group in groups:
+        own = [texts[index] for index in group]
+        text = "".join(document + separator for document in own)
+        rows.append(
+            {
+                "text": text,
+                "n_documents": len(own),
+                # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
+                "n_tokens": len(encode(tokenizer, text, add_bos_token)),
+                "n_bytes": sum(len(document.encode("utf-8")) for document in own),
+                "window": window,
+                "n_unscored": n_unscored,
+                "n_artificial_ends": n_cut,
+            }
+        )
+    return import_datasets().Dataset.from_list(rows)
+
+
+def _taken(lengths: list[int], budget: int) -> dict[int, int]:
+    """Places of documents that fill a number of tokens, with how many of each one's are taken."""
+    taken: dict[int, int] = {}
+    for place in range(len(lengths)) if sum(lengths) <= budget else spread_order(len(lengths)):
+        if budget > 0:
+            taken[place] = min(lengths[place], budget)
+            budget -= taken[place]
+    return taken
+
+
+def _groups(lengths: list[int], window: int) -> list[range]:
+    """Which documents make a stream: so many that they fill its windows."""
+    groups, start, length = [], 0, 0
+    for index, n_tokens in enumerate(lengths, start=1):
+        length += n_tokens
+        if length >= WINDOWS_PER_STREAM * window or index == len(lengths):
+            groups.append(range(start, index))
+            start, length = index, 0
+    return groups
+
+
+def _beginning(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
+    if n_tokens == 0:
+        return ""
+    encoding = tokenizer(document, verbose=False, add_special_tokens=False, return_offsets_mapping=True)
+    return document[: encoding["offset_mapping"][n_tokens - 1][1]]

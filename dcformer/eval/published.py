@@ -1,65 +1,55 @@
-"""Published numbers: the paper's Tables 4 and 5, and EleutherAI's scores of the Pythia models.
+"""Published numbers, the paper's Tables 4 and 5 and EleutherAI's scores of Pythia, and the control that holds to them.
 
 The paper's rows of Pythia repeat EleutherAI's scores where there are any, so those tell whether the protocol is the
-same. `published/paper.json` holds the paper's tables, `published/pythia.json` accuracies and the files of EleutherAI's
-repository that they come from, of the models in the paper, and of their neighbours in size, step and data for telling
-whose scores a result has. Accuracies are fractions everywhere outside these files.
+same. `published/paper.json` holds the paper's tables, `published/pythia.json` EleutherAI's accuracies and their files.
+Accuracies are fractions everywhere outside these files.
+
+The documents and the weights of a Pythia model are those of the published numbers, so without examples a right protocol
+agrees up to a few documents whose answer hangs on rounding. With five examples the published runs drew others, and only
+two standard errors can be asked for.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .data import SOURCES
+from .stats import accuracy_stderr
+
 
 AVERAGE = "average"
 NO_ROW = "none"
+PAPER_ROWS = ("Pythia-2.8B", "DCPythia-2.8B", "DCFormer++2.8B", "Pythia-6.9B", "DCPythia-6.9B", "Pythia-12B")
 HALF_A_DIGIT = 0.0005  # the paper's accuracies are rounded to 0.1 points
-
-PAPER_ROWS = (
-    "Pythia-2.8B",
-    "DCPythia-2.8B",
-    "DCFormer++2.8B",
-    "Pythia-6.9B",
-    "DCPythia-6.9B",
-    "Pythia-12B",
-)
+FEW_POINTS = 0.003
+FEW_DOCUMENTS = 3
+FEW_STDERRS = 2
+# What documents that were left out may add: more than two, as a table has up to 22 cells.
+STDERRS_OF_LIMITED = 3
+_ROUNDING_ERROR = 1e-9  # of accuracies in float64
 
 # Names of models, in lower case: of a Hub repository without its owner, or of a folder.
-_ROW_OF_NAME = {
-    "pythia-2.8b": "Pythia-2.8B",
-    "pythia-6.9b": "Pythia-6.9B",
-    "pythia-12b": "Pythia-12B",
-    "dcpythia-2.8b": "DCPythia-2.8B",
-    "dcpythia-6.9b": "DCPythia-6.9B",
-    "dcformer-2.8b": "DCFormer++2.8B",
-    "dcformer++2.8b": "DCFormer++2.8B",
-    "dcformer++-2.8b": "DCFormer++2.8B",
-    "dcformer_pp_2b8": "DCFormer++2.8B",
-}
-_PYTHIA_OF_ROW = {"Pythia-2.8B": "pythia-2.8b", "Pythia-6.9B": "pythia-6.9b", "Pythia-12B": "pythia-12b"}
+_ROW_OF_NAME = {row.lower(): row for row in PAPER_ROWS} | dict.fromkeys(
+    ("dcformer-2.8b", "dcformer++-2.8b", "dcformer_pp_2b8"), "DCFormer++2.8B"
+)
+_PYTHIA_ROWS = ("Pythia-2.8B", "Pythia-6.9B", "Pythia-12B")
 
 
 @dataclass(frozen=True)
-class PublishedAccuracy:
-    """An accuracy (fraction), its standard error, and the address of the file that it comes from."""
+class Control:
+    """What a Pythia model must reach: an accuracy (fraction), and by how much a result may differ from it."""
 
-    value: float
-    stderr: float
-    source: str
+    published: float
+    tolerance: float
 
-
-@dataclass(frozen=True)
-class ControlAccuracy:
-    """What a Pythia model must reach: an accuracy (fraction), who published it, and by how much it may be rounded."""
-
-    value: float
-    publisher: str
-    rounding: float
+    def agrees(self, value: float) -> bool:
+        return abs(value - self.published) <= self.tolerance + _ROUNDING_ERROR
 
 
 def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | None:
@@ -68,12 +58,9 @@ def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | 
     `"models/pythia-2.8b"` are Pythia-2.8B; deduplicated and other models have none.
 
     Args:
-        model (`str`): Hub id or folder.
-        paper_rows (`Mapping[str, str]`, *optional*): Model, as given to `dcformer eval`, -> row of the paper, for
-            models whose name does not say it; `"none"` for a model that has no row although its name is one.
-
-    Returns:
-        One of `PAPER_ROWS`, or `None`.
+        model: Name on the Hub or folder.
+        paper_rows (*optional*): Model -> row of the paper, for models whose name does not say it; `"none"` for a model
+            that has no row although its name is one.
 
     Raises:
         ValueError: if `paper_rows` names a row that the paper does not have.
@@ -81,7 +68,7 @@ def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | 
     chosen = {name.rstrip("/"): row for name, row in (paper_rows or {}).items()}
     for row in chosen.values():
         if row not in (*PAPER_ROWS, NO_ROW):
-            raise ValueError(f"The paper has no row {row!r}; choose from {', '.join(PAPER_ROWS)}, or {NO_ROW}.")
+            raise ValueError(f"The row must be one of {', '.join(PAPER_ROWS)}, or {NO_ROW}, got {row!r}.")
     model = model.rstrip("/")
     if model in chosen:
         return None if chosen[model] == NO_ROW else chosen[model]
@@ -112,56 +99,72 @@ def paper_authors_texts(row: str | None) -> dict[str, float]:
     return accuracies | dict.fromkeys(perplexities, cells["perplexity"])
 
 
-def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, PublishedAccuracy]:
+def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
     """EleutherAI's accuracies of the Pythia model that a row of the paper is, by task; empty if there are none."""
-    numbers = _numbers("pythia")
-    scores = numbers["scores"].get(_PYTHIA_OF_ROW.get(row or ""), {}).get(str(num_fewshot))
-    if scores is None:
-        return {}
-    source = f"{numbers['source']}/blob/{numbers['commit']}/{scores['path']}"
-    return {task: PublishedAccuracy(cell["acc"], cell["acc_stderr"], source) for task, cell in scores["tasks"].items()}
+    scores = _numbers("pythia")["scores"].get((row or "").lower(), {}).get(str(num_fewshot), {"tasks": {}})
+    return {task: cell["acc"] for task, cell in scores["tasks"].items()}
 
 
-def control_accuracies(row: str | None, num_fewshot: int) -> dict[str, ControlAccuracy]:
+def control(row: str | None, task: str, num_fewshot: int, num_samples: int, num_documents: int) -> Control | None:
     """
-    What is published of a Pythia model, by task of Table 4 and `"average"`: EleutherAI's accuracies, which are exact,
-    and for the other columns and the average the paper's, which are rounded to 0.1 points. Empty for other rows.
+    What a column of Table 4 is held against: EleutherAI's accuracy, which is exact, else the paper's, which is rounded.
+
+    Args:
+        row: The paper's row of the model.
+        task: Column of Table 4.
+        num_fewshot: Examples before every question.
+        num_samples, num_documents: Documents that were scored, and that the task had.
+
+    Returns:
+        `None` if nothing is published of the model's task. A limited run may differ by three standard errors more.
     """
-    if row not in _PYTHIA_OF_ROW:
-        return {}
-    exact = eleuther_accuracies(row, num_fewshot)
-    return {
-        task: ControlAccuracy(exact[task].value, "EleutherAI", 0.0)
-        if task in exact
-        else ControlAccuracy(value, "the paper", HALF_A_DIGIT)
-        for task, value in paper_accuracies(row, num_fewshot).items()
-    }
+    exact, rounded = eleuther_accuracies(row, num_fewshot), paper_accuracies(row, num_fewshot)
+    if row not in _PYTHIA_ROWS or task not in rounded or task == AVERAGE:
+        return None
+    published, tolerance = exact.get(task, rounded[task]), 0.0 if task in exact else HALF_A_DIGIT
+    if num_fewshot:
+        tolerance += FEW_STDERRS * accuracy_stderr(published, num_documents)
+    else:
+        tolerance += max(FEW_POINTS, FEW_DOCUMENTS / num_documents)
+    if num_samples < num_documents:
+        tolerance += limited_tolerance(published, num_samples, num_documents)
+    return Control(published, tolerance)
 
 
-def eleuther_length_normalised(row: str | None, num_fewshot: int) -> dict[str, float]:
-    """EleutherAI's `acc_norm` of a row, by task; WinoGrande and LAMBADA have none."""
-    scores = _numbers("pythia")["scores"].get(_PYTHIA_OF_ROW.get(row or ""), {}).get(str(num_fewshot), {"tasks": {}})
-    return {task: cell["acc_norm"] for task, cell in scores["tasks"].items() if "acc_norm" in cell}
-
-
-def other_zero_shot_accuracies(row: str) -> dict[str, dict[str, float]]:
+def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, tuple[int, int]]) -> Control | None:
     """
-    Accuracies that a Pythia model should not have without examples, by whose they are: other sizes, steps and data, and
-    its own with five examples.
+    As [`control`], of the unweighted mean of all columns, whose numbers of scored and of all documents are given.
+
+    Columns that all deviate to one side by a little less than they may are caught here.
     """
-    others = {
-        f"{row} with five examples": {task: cell.value for task, cell in control_accuracies(row, 5).items()},
-    }
-    for other in _PYTHIA_OF_ROW:
-        if other != row:
-            others[other] = {task: cell.value for task, cell in control_accuracies(other, 0).items()}
-    return others | neighbour_accuracies(0)
+    average = paper_accuracies(row, num_fewshot).get(AVERAGE)
+    columns = {task: control(row, task, num_fewshot, *own) for task, own in counts.items()}
+    if average is None or len(counts) < len(paper_accuracies(row, num_fewshot)) - 1 or None in columns.values():
+        return None
+    values = {task: each.published for task, each in columns.items() if each}
+    if num_fewshot:
+        tolerance = FEW_STDERRS * _mean_of([accuracy_stderr(values[task], max(counts[task][0], 2)) for task in counts])
+    else:
+        tolerance = FEW_POINTS
+    limited = [limited_tolerance(values[task], *counts[task]) if len(set(counts[task])) > 1 else 0.0 for task in counts]
+    return Control(average, tolerance + HALF_A_DIGIT + _mean_of(limited))
 
 
-def neighbour_accuracies(num_fewshot: int) -> dict[str, dict[str, float]]:
-    """EleutherAI's accuracies of Pythia models beside those in the paper, by what they are, with 0 or 5 examples."""
-    neighbours = _numbers("pythia")["neighbours"]
-    return {name: scores[str(num_fewshot)]["acc"] for name, scores in neighbours.items()}
+def limited_tolerance(published: float, num_samples: int, num_documents: int) -> float:
+    """What a draw of some documents, without replacement, may add to the deviation of an accuracy."""
+    if num_samples < 2:
+        return math.inf
+    left_out = max(num_documents - num_samples, 0) / max(num_documents - 1, 1)
+    return STDERRS_OF_LIMITED * accuracy_stderr(published, num_samples) * math.sqrt(left_out)
+
+
+def published_count(task: str) -> int:
+    """How many documents the published accuracy of a column is of."""
+    return SOURCES[task].count
+
+
+def _mean_of(stderrs: list[float]) -> float:
+    return math.hypot(*stderrs) / len(stderrs)
 
 
 @cache

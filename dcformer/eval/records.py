@@ -1,67 +1,51 @@
 """Results on disk: one JSON file per model, task and number of shots, with its samples beside it.
 
-    results/<model>/<task>-<shots>shot.json            what was measured, and everything needed to measure it again
+    results/<model>/<task>-<shots>shot.json            lm-eval's results, and everything needed to measure them again
     results/<model>/<task>-<shots>shot.samples.jsonl   one line per document
 
 A record is written when its task is finished, samples first, each file in one step, so that a file that is there is
-whole. A record has the SHA-256 of its samples: what was damaged since, or belongs to another run, is noticed.
+whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from dataclasses import asdict, dataclass, field, replace
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import dcformer
+
 from ..common.files import write_atomically
-from ..common.renamed import RENAMED
+from .suites import PREFIX
 
 
-RECORD_FORMAT = 2
-# The first had no checksum of the samples.
-_READABLE_FORMATS = (1, 2)
-
-
-class DamagedResult(ValueError):
-    """
-    A result of ours that cannot be used, and whose task may be run again.
-
-    Args:
-        what: Which file is damaged, and how.
-        advice: What to do.
-    """
-
-    def __init__(self, what: str, advice: str):
-        super().__init__(what, advice)  # both, so that it can be sent to other processes
-        self.what = what
-
-    def __str__(self) -> str:
-        return ": ".join(self.args)
+# A commit need not concern the task, whose version does decide.
+_NOT_DECISIVE = ("git_revision",)
 
 
 @dataclass
 class Record:
     """
     Attributes:
-        model (`str`): Name of the model as it was given: a Hub id or a folder.
-        task (`str`): Column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks_authors_k2"`,
-            `"pile_ppl"`).
-        num_fewshot (`int`): Examples before every question.
+        model: Name of the model as it was given.
+        task: Column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`).
+        num_fewshot: Examples before every question.
         metrics: Name -> `{"value": float, "stderr": float or None}`; accuracies are fractions.
-        num_samples (`int`): Documents that were scored.
-        num_documents (`int`): Documents that the task has; more than `num_samples` if a limit was set.
-        limit (`int`, *optional*): The limit that was set.
+        num_samples: Documents that were scored.
+        num_documents: Documents that the task has; more than `num_samples` if a limit was set.
+        limit: The limit that was set.
         settings: What decides the result: model revision and hash, tokenizer hash, task version, seeds, dtype, batch
             size, out-of-vocabulary policy, versions of libraries, git revision. A later run takes the record over only
             if all but the git revision are the same.
+        observed: What was found while the task ran: origin of the documents, how many had ids without an embedding or
+            were cut to what the model takes.
         timings: Seconds, requests, tokens; no part of the result.
-        samples_sha256 (`str`, *optional*): SHA-256 of the file of samples; unknown in results of the first format.
-        values_sha256 (`str`, *optional*): SHA-256 of what was measured and of what; unknown in results of the first
-            format.
     """
 
     model: str
@@ -72,13 +56,19 @@ class Record:
     num_documents: int
     limit: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    observed: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
-    samples_sha256: str | None = None
-    values_sha256: str | None = None
 
     @property
     def is_partial(self) -> bool:
         return self.num_samples < self.num_documents
+
+    def has_settings(self, settings: dict[str, Any]) -> bool:
+        """Whether it was made with these settings, but for the git revision."""
+        then, now = (
+            json.loads(json.dumps({**each, **dict.fromkeys(_NOT_DECISIVE)})) for each in (self.settings, settings)
+        )
+        return then == now
 
 
 def model_folder(model: str) -> str:
@@ -95,87 +85,47 @@ def samples_path(record: Path) -> Path:
 
 
 def write_record(output: str | os.PathLike, record: Record, samples: list[dict]) -> Path:
-    """Write a record and its samples; returns the path of the record."""
+    """Write a record, in the layout of lm-eval's results, and its samples; returns the path of the record."""
     path = record_path(output, record.model, record.task, record.num_fewshot)
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples).encode()
-    whole = replace(record, samples_sha256=hashlib.sha256(lines).hexdigest())
-    whole = replace(whole, values_sha256=_digest_of_values(whole))
-    write_atomically(samples_path(path), lines)
-    text = json.dumps({"format": RECORD_FORMAT, **asdict(whole)}, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(path, text.encode())
+    write_atomically(samples_path(path), "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    name, metrics = PREFIX + record.task, {}
+    for metric, measured in record.metrics.items():
+        metrics |= {f"{metric},none": measured["value"], f"{metric}_stderr,none": measured.get("stderr")}
+    content = {
+        "model_name": record.model,
+        "results": {name: {"alias": name, **metrics}},
+        "n-shot": {name: record.num_fewshot},
+        "n-samples": {name: {"original": record.num_documents, "effective": record.num_samples}},
+        "versions": {name: record.settings.get("task_version")},
+        "limit": record.limit,
+        **{part: getattr(record, part) for part in ("settings", "observed", "timings")},
+    }
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
 def read_record(path: Path) -> Record:
     """
     Raises:
-        DamagedResult: if the file is damaged.
-        ValueError: if it is another's, or of a later format than this version knows.
+        ValueError: if the file is not one of `dcformer eval`.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        raise _damaged(path, "it is no JSON; it may have been cut") from error
-    number = values.pop("format", None) if isinstance(values, dict) else None
-    if type(number) is not int:
-        raise ValueError(
-            f"{str(path)!r} is not a result of `dcformer eval`, although named like one; move it to another folder."
-        )
-    if number not in _READABLE_FORMATS:
-        raise ValueError(
-            f"{str(path)!r} is a result in format {number}, and this version of dcformer reads up to {RECORD_FORMAT}; "
-            "install a newer version, or choose another folder for results."
-        )
-    try:
-        record = Record(**values)
-        problem = _problem(record)
-    except (TypeError, AttributeError, KeyError) as error:
-        raise _damaged(path, "fields are missing, too many or of another kind") from error
-    if not problem and number > 1 and record.values_sha256 != _digest_of_values(record):
-        problem = "its values are not those that were written"
-    if problem:
-        raise _damaged(path, problem)
-    if (new := RENAMED["task"].get(record.task)) is not None:
-        raise ValueError(
-            f"{str(path)!r} is a result of {record.task!r}, which is called {new!r} now; move it to another folder and "
-            "run the task by its new name."
-        )
-    return record
-
-
-def _digest_of_values(record: Record) -> str:
-    """The SHA-256 of what was measured; settings are compared with those of a run anyway."""
-    names = ("task", "num_fewshot", "metrics", "num_samples", "num_documents", "limit", "samples_sha256")
-    values = json.dumps({name: getattr(record, name) for name in names}, sort_keys=True)
-    return hashlib.sha256(values.encode()).hexdigest()
-
-
-def _damaged(path: Path, problem: str) -> DamagedResult:
-    return DamagedResult(f"The result {str(path)!r} is damaged ({problem})", "remove it or run its task again.")
-
-
-def _problem(record: Record) -> str:
-    """What is wrong with the values of a record, or nothing."""
-    kinds = {"model": str, "task": str, "metrics": dict, "settings": dict, "timings": dict}
-    for name, kind in kinds.items():
-        if not isinstance(getattr(record, name), kind):
-            return f"{name} is {getattr(record, name)!r}"
-    for name, least in (("num_fewshot", 0), ("num_samples", 1), ("num_documents", 1)):
-        value = getattr(record, name)
-        if type(value) is not int or value < least:
-            return f"{name} is {value!r}"
-    if not record.metrics:
-        return "metrics is empty"
-    for name, measured in record.metrics.items():
-        value, stderr = measured["value"], measured.get("stderr")
-        if not _is_number(value) or not (stderr is None or _is_number(stderr)):
-            return f"{name} is {value!r} with the standard error {stderr!r}"
-    return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not {"results", "settings", "n-samples"} <= content.keys():
+        raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`; move it to another folder.")
+    ((name, results),) = content["results"].items()
+    metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
+    return Record(
+        model=content["model_name"],
+        task=name.removeprefix(PREFIX),
+        num_fewshot=content["n-shot"][name],
+        metrics={
+            each: {"value": results[f"{each},none"], "stderr": results[f"{each}_stderr,none"]} for each in metrics
+        },
+        num_samples=content["n-samples"][name]["effective"],
+        num_documents=content["n-samples"][name]["original"],
+        **{part: content[part] for part in ("limit", "settings", "observed", "timings")},
+    )
 
 
 def read_records(output: str | os.PathLike) -> list[Record]:
@@ -183,42 +133,79 @@ def read_records(output: str | os.PathLike) -> list[Record]:
     All records below a folder, sorted by path.
 
     Raises:
-        FileNotFoundError: if the folder is not there or holds none.
-        ValueError: if a file is damaged, or not a result of this version.
+        FileNotFoundError: if the folder holds none.
     """
-    folder = Path(output)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"There is no folder {str(output)!r} with results; run `dcformer eval` first.")
-    records = [read_record(path) for path in sorted(folder.glob("*/*shot.json"))]
+    records = [read_record(path) for path in sorted(Path(output).glob("*/*shot.json"))]
     if not records:
-        raise FileNotFoundError(f"{str(output)!r} holds no result of `dcformer eval`; check the path.")
+        raise FileNotFoundError(f"There is no result of `dcformer eval` in {os.fspath(output)!r}.")
     return records
 
 
 def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
     """
     Lines of a record's samples: `{"doc_id": int, "doc_hash": str, "metrics": {name: value}, "requests": [{"context",
-    "continuation", "log_likelihood", "is_greedy"}]}`.
+    "continuation", "log_likelihood", "is_greedy"}]}`, and `fields` of head tasks.
 
     Raises:
         FileNotFoundError: if they are not there.
-        DamagedResult: if the file is damaged, or not that which was written with the record.
+        ValueError: if they are not those of the record.
     """
     path = samples_path(record_path(output, record.model, record.task, record.num_fewshot))
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {str(path)!r} with the samples; run the task again.")
-    content = path.read_bytes()
-    try:
-        samples = [json.loads(line) for line in content.split(b"\n") if line]
-    except ValueError as error:
-        raise _damaged_samples(path, "a line is no JSON; it may have been cut") from error
-    if record.samples_sha256 is not None and hashlib.sha256(content).hexdigest() != record.samples_sha256:
-        raise _damaged_samples(path, "its SHA-256 is not that in its record")
+    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
     if len(samples) != record.num_samples:
-        raise _damaged_samples(path, f"it has {len(samples)} lines, and its record {record.num_samples} samples")
+        raise ValueError(
+            f"{str(path)!r} must have {record.num_samples} lines, as many as its record has samples, got "
+            f"{len(samples)}; remove both, and run the task again."
+        )
     return samples
 
 
-def _damaged_samples(path: Path, problem: str) -> DamagedResult:
-    advice = "remove them and their record, or run the task again."
-    return DamagedResult(f"The samples {str(path)!r} are damaged ({problem})", advice)
+def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:
+    """`"sha256:..."` of a folder's config.json and weights, or `"commit:..."` of a model on the Hub."""
+    folder = Path(path)
+    if not folder.is_dir():
+        from transformers import AutoConfig
+
+        return f"commit:{AutoConfig.from_pretrained(os.fspath(path), revision=revision)._commit_hash}"
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    files = (folder / "config.json", *weights)
+    return _contents_fingerprint(files, tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@cache
+def _contents_fingerprint(files: tuple[Path, ...], _sizes_and_times: tuple) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """`"sha256:..."` of what turns text into ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return f"sha256:{hashlib.sha256(f'{content}{special}'.encode()).hexdigest()}"
+
+
+def library_versions(*others: str) -> dict[str, str]:
+    names = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", *others)
+    return {"dcformer": dcformer.__version__, **{name: version(name) for name in names}}
+
+
+@cache
+def git_revision() -> str | None:
+    """Commit of the checkout that this package runs from, with `-modified` if files differ; `None` if it is none."""
+    root = Path(dcformer.__file__).parents[1]
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(
+            [*command, "--dirty=-modified"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or a repository of somebody else
+        return None

@@ -1,22 +1,32 @@
-"""From results on disk to the paper's tables: differences to a baseline and to the paper, and the control of Pythia.
+"""From results on disk to the paper's tables: one frame of numbers, compared with a baseline, the paper and Pythia's.
 
-The tables themselves are laid out in report_tables.py.
+The frame holds one number per row at full precision; tables in the terminal, Markdown and HTML are laid out from it.
+Accuracies are fractions in the frame, in CSV and JSON, and percent in the tables.
 """
 
 from __future__ import annotations
 
+import html
+import json
+import math
 import os
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from ..common.optional import import_optional
+from ..head_tasks import REFERENCES, reference_answers
 from . import published
-from .bootstrap import (
+from .head_tasks import by_text, head_task_summary
+from .perplexity import PAPER_WINDOW
+from .published import AVERAGE, PAPER_ROWS
+from .records import Record, model_folder, read_records, read_samples
+from .stats import (
     RESAMPLES,
+    SIGNIFICANCE,
     Difference,
     accuracy_stderr,
-    as_pair,
     have_same_documents,
     holm,
     mean_stderr,
@@ -24,23 +34,148 @@ from .bootstrap import (
     paired_difference,
     paired_mean_difference,
 )
-from .control import check_average, check_column
-from .plan import OBSERVED
-from .published import AVERAGE
-from .records import Record, model_folder, read_records, read_samples, record_path, samples_path
-from .report_control import control_statements, control_warnings
-from .report_notes import incomparable_notes, legend, partial_banners, window_of
-from .report_tables import AUTHORS_ALL, AUTHORS_METRICS, Cell, Key, Report, finite, table_kind
-from .short_names import short_names
-from .suites import AUTHORS_TASKS, PERPLEXITY_TASKS
-from .table4_tasks import TABLE4_COLUMNS
-from .windows import PAPER_WINDOW
+from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
 
 
+if TYPE_CHECKING:
+    import pandas
+    from rich.console import Console
+
+AUTHORS_ALL = "head_tasks_authors_all"
+SUMMARIES = (AVERAGE, AUTHORS_ALL)
+HEAD_TASK_HEADINGS = {
+    "head_tasks": "generated",
+    **{task: f"K={task[-1]}" for task in AUTHORS_TASKS},
+    AUTHORS_ALL: "all K",
+}
+_ORDER = (*TABLE4_COLUMNS, AVERAGE, *HEAD_TASK_HEADINGS)
+_TITLES = {
+    "table4": "Accuracy in percent, {}-shot",
+    "head": "Head tasks, {}",
+    "perplexity": "Perplexity",
+    "other": "Other results, {}-shot",
+}
 # What must be the same for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
+_TICKS = {True: "✓", False: "✗"}
 
-CORRECTIONS = ("none", "holm")
+
+@dataclass
+class Report:
+    """
+    Attributes:
+        frame: One row per number, `model, task, shots, metric, value, stderr, n`, the difference to the baseline
+            (`delta, low, high, only_here, only_there, p, p_corrected, undecided`), the `paper`'s number with `verdict`,
+            the `published` one of a Pythia model with `tolerance` and `control`, and `partial`. `"average"` and
+            `"head_tasks_authors_all"` are tasks here.
+        models: In the order of the rows: the baseline, then the paper's order, then by name.
+        names: Model -> what the tables call it.
+        rows: Model -> row of the paper.
+        baseline: Model that the others are compared with.
+        correction: How p-values were corrected for their number: `"none"` or `"holm"`.
+        banners: Sentences above the tables: the control of Pythia models, and partial results.
+        notes: Sentences below them.
+        breakdown: Title -> accuracies of head tasks in percent by shots, subject, pattern and transformation, beside
+            those of rules that never read the question.
+    """
+
+    frame: pandas.DataFrame
+    models: list[str]
+    names: dict[str, str]
+    rows: dict[str, str]
+    baseline: str | None
+    correction: str = "none"
+    banners: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    breakdown: dict[str, pandas.DataFrame] = field(default_factory=dict)
+
+    def tables(self) -> dict[str, pandas.DataFrame]:
+        """Title -> a frame of text: Table 4 of the paper for every number of shots, Table 5, and whatever is there."""
+        tables = {}
+        kinds = self.frame.apply(lambda row: _kind(row.task, row.metric), axis=1)
+        for (kind, shots), part in self.frame.groupby([kinds, self.frame.shots], sort=False):
+            if kind == "head":
+                for metric, own in part.groupby("metric", sort=False):
+                    title = _TITLES[kind].format(_words(metric))
+                    tables[title] = self._table(own, [HEAD_TASK_HEADINGS[task] for task in own.task])
+            else:
+                names = part.task if kind == "table4" else part.task + " " + part.metric
+                tables[_TITLES[kind].format(shots)] = self._table(part, list(names))
+        return {**tables, **self.breakdown}
+
+    def to_markdown(self) -> str:
+        """All tables in the Markdown of GitHub."""
+        import_optional("tabulate", "Markdown tables need tabulate: pip install 'dcformer[eval]'.")
+        tables = [
+            f"### {_escaped(title)}\n\n{table.map(_escaped).to_markdown(index=False, disable_numparse=True)}\n"
+            for title, table in self.tables().items()
+        ]
+        banners = [f"> **{_escaped(text)}**\n" for text in self.banners]
+        return "\n".join([*banners, *tables, "".join(f"- {_escaped(note)}\n" for note in self.notes)])
+
+    def to_html(self) -> str:
+        """All tables as a whole page that needs no other file."""
+        tables = "".join(
+            f"<h2>{html.escape(title)}</h2>\n{table.to_html(index=False)}\n" for title, table in self.tables().items()
+        )
+        banners = "".join(f"<p><strong>{html.escape(text)}</strong></p>\n" for text in self.banners)
+        notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in self.notes)
+        head = '<meta charset="utf-8">\n<title>DCFormer evaluation</title>'
+        body = f"{banners}{tables}<ul>\n{notes}</ul>"
+        return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+    def to_csv(self) -> str:
+        """One line per number at full precision."""
+        return self.frame.to_csv(index=False, lineterminator="\n")
+
+    def to_json(self) -> str:
+        """An object of the sentences, the numbers as in CSV, and the breakdown of head tasks."""
+        content = {
+            **{name: getattr(self, name) for name in ("banners", "notes", "baseline", "correction")},
+            "numbers": json.loads(self.frame.to_json(orient="records", double_precision=15)),
+            "breakdown": {title: json.loads(each.to_json(orient="records")) for title, each in self.breakdown.items()},
+        }
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the tables on a console, by default stdout; those wider than it are split by columns."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console = console or Console()
+        for text in self.banners:
+            console.print(Text(text, "bold"))
+        for title, frame in self.tables().items():
+            for part in _parts(frame, console.width):
+                table = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+                for place, column in enumerate(part.columns):
+                    table.add_column(Text(str(column)), justify="right" if place else "left", no_wrap=bool(place))
+                for row in part.itertuples(index=False):
+                    table.add_row(*(Text(str(cell)) for cell in row))
+                console.print(table)
+        for note in self.notes:
+            console.print(Text(f"- {note}"))
+
+    def _table(self, part: pandas.DataFrame, headings: list[str]) -> pandas.DataFrame:
+        """A line of values for every model, and lines of what they are compared with."""
+        lines = []
+        for model in self.models:
+            own = {heading: row for heading, row in zip(headings, part.itertuples()) if row.model == model}
+            labels = {
+                self.names[model]: _value,
+                f"Δ to {self.names.get(self.baseline or '')} [95 %]": _delta,
+                "only here : there, p" + (" (Holm)" if self.correction == "holm" else ""): _documents,
+                f"paper's {self.rows.get(model)}, Δ": _paper,
+            }
+            for label, write in labels.items():
+                cells = {heading: write(row) for heading, row in own.items()}
+                if any(cells.values()):
+                    lines.append(
+                        {"model": label, **{heading: cells.get(heading) or "-" for heading in dict.fromkeys(headings)}}
+                    )
+        return _pandas().DataFrame(lines)
 
 
 def build_report(
@@ -57,313 +192,405 @@ def build_report(
 
     Args:
         output: Folder that `dcformer eval` wrote.
-        baseline (`str`, *optional*): Model that the others are compared with; no differences if `None`.
-        seed (`int`, defaults to 0): Seed of the bootstrap.
-        resamples (`int`, defaults to 10,000): Number of its resamples.
-        paper_rows (`Mapping[str, str]`, *optional*): Model -> row of the paper, see `published.paper_row`.
-        correction (`str`, defaults to `"none"`): `"holm"` corrects the p-values of each table for their number, by
-            Holm's rule; a summary (the average, all K) is corrected with those of the other models alone.
+        baseline (*optional*): Model that the others are compared with; no differences if `None`.
+        seed (defaults to 0): Seed of the bootstrap.
+        resamples (defaults to 10,000): Number of its resamples.
+        paper_rows (*optional*): Model -> row of the paper, see [`dcformer.eval.published.paper_row`].
+        correction (defaults to `"none"`): `"holm"` corrects the p-values of each table for their number, by Holm's
+            rule; a summary (the average, all K) is corrected with those of the other models alone.
 
     Raises:
-        FileNotFoundError: if the folder is not there or holds no results.
-        ValueError: if a file is damaged, the baseline or a model of `paper_rows` has no results, a row is not the
-            paper's, `resamples` is not positive, or there is no such correction.
-        ImportError: without SciPy, if there is a baseline.
+        FileNotFoundError: if the folder holds no results.
+        ValueError: if the baseline or a model of `paper_rows` has no results, or a row is not the paper's.
     """
-    if correction not in CORRECTIONS:
-        raise ValueError(f"There is no correction {correction!r}; choose from {', '.join(CORRECTIONS)}.")
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, got {resamples}")
-    records = {}
-    for record in read_records(output):
-        key = (record.model, record.task, record.num_fewshot)
-        if key in records:
-            raise ValueError(
-                f"{str(output)!r} holds two results of {record.model!r}, task {record.task!r}, "
-                f"{record.num_fewshot}-shot; remove one."
-            )
-        records[key] = record
-    return _Builder(output, records, baseline, paper_rows or {}, correction, seed, resamples).build()
+    if correction not in ("none", "holm"):
+        raise ValueError(f"correction must be none or holm, got {correction!r}.")
+    return _Builder(output, baseline, paper_rows or {}, correction, {"seed": seed, "resamples": resamples}).build()
 
 
 class _Builder:
-    """Fills a report step by step, reading every file of samples once."""
+    """Fills a report, reading every file of samples once."""
 
     def __init__(
         self,
         output: str | os.PathLike,
-        records: dict[tuple[str, str, int], Record],
         baseline: str | None,
         paper_rows: Mapping[str, str],
         correction: str,
-        seed: int,
-        resamples: int,
+        bootstrap: dict[str, int],
     ):
-        models = {model for model, _, _ in records}
+        self.output, self.correction, self.bootstrap = output, correction, bootstrap
+        self.records = {(each.model, each.task, each.num_fewshot): each for each in read_records(output)}
+        models = sorted({model for model, _, _ in self.records})
         by_folder = {model_folder(model): model for model in models}
-        for name in ([baseline] if baseline else []) + list(paper_rows):
+        for name in (*([baseline] if baseline else []), *paper_rows):
             if model_folder(name) not in by_folder:
-                raise ValueError(f"There are no results of {name!r}; there are of {', '.join(sorted(models))}.")
-        self.output, self.records, self.correction = output, records, correction
+                raise ValueError(f"There are no results of {name!r}; there are of {', '.join(models)}.")
         self.baseline = by_folder[model_folder(baseline)] if baseline else None
         chosen = {by_folder[model_folder(name)]: row for name, row in paper_rows.items()}
-        rows = {model: published.paper_row(model, chosen) for model in models}
-        self.rows = {model: row for model, row in rows.items() if row}
-        order: dict[str | None, int] = {row: place for place, row in enumerate(published.PAPER_ROWS)}
-        self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(rows[m], len(order)), m))
+        found = {model: published.paper_row(model, chosen) for model in models}
+        self.paper_rows = {model: row for model, row in found.items() if row}
+        order: dict[str | None, int] = {row: place for place, row in enumerate(PAPER_ROWS)}
+        self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(found[m], len(order)), m))
         self.names = short_names(self.models)
-        self.bootstrap = {"seed": seed, "resamples": resamples}
-        self.samples: dict[tuple[str, str, int], list[dict] | None] = {}
-        self.cells: dict[Key, Cell] = {}
-        self.incomparable: dict[tuple[str, str], list[str]] = defaultdict(list)  # (model, reason) -> tasks
+        self.samples: dict[tuple, list[dict]] = {}
+        self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
     def build(self) -> Report:
-        order = {task: place for place, task in enumerate((*TABLE4_COLUMNS, *AUTHORS_TASKS))}
         for model in self.models:
-            mine = [record for record in self.records.values() if record.model == model]
-            mine.sort(key=lambda record: (record.num_fewshot, order.get(record.task, len(order)), record.task))
-            for shots in dict.fromkeys(record.num_fewshot for record in mine):
-                for record in mine:
+            own = [record for record in self.records.values() if record.model == model]
+            own.sort(key=lambda r: (r.num_fewshot, _ORDER.index(r.task) if r.task in _ORDER else len(_ORDER), r.task))
+            for shots in dict.fromkeys(record.num_fewshot for record in own):
+                for record in own:
                     if record.num_fewshot == shots:
                         self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
         if self.correction == "holm":
             self._correct_p_values()
-        report = Report(
-            cells=self.cells,
-            models=self.models,
-            names=self.names,
-            policies={model: self._policy(model) for model in self.models},
-            rows=self.rows,
-            baseline=self.baseline,
-            correction=self.correction,
+        frame = _pandas().DataFrame(self.rows)
+        p_values = frame.p_corrected.fillna(frame.p).astype(float)
+        is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= SIGNIFICANCE)
+        frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
+        frame = frame.astype({"delta": float, **dict.fromkeys(("only_here", "only_there"), "Int64")})
+        banners, notes = [*self._control(), *self._partial()], [*self._legend(frame), *self.notes]
+        settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
+        return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
+
+    def _add(
+        self,
+        place: tuple[str, str, int, str],
+        value: float,
+        stderr: float | None,
+        counts: tuple[int, int],
+        delta: Difference | None,
+        paper: float | None,
+        held: published.Control | None = None,
+        is_other: bool = False,
+    ) -> None:
+        """One number, with what it is held against; `place` is its model, task, shots and metric."""
+        _, task, _, metric = place
+        stderr = None if stderr is None or not math.isfinite(stderr) else stderr
+        verdict = ""
+        if paper is not None and stderr is not None:
+            # A few documents that are all right, or all wrong, have no standard error themselves.
+            least = accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
+            verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
+        names = {"delta": "value", "p": "p_value"}
+        of_delta = ("delta", "low", "high", "only_here", "only_there", "p", "excludes_zero")
+        self.rows.append(
+            {
+                **dict(zip(("model", "task", "shots", "metric"), place)),
+                "value": value,
+                "stderr": stderr,
+                "n": counts[0],
+                **{name: delta and getattr(delta, names.get(name, name)) for name in of_delta},
+                "p_corrected": None,
+                "undecided": "",
+                "paper": paper,
+                "verdict": verdict,
+                "published": held and held.published,
+                "tolerance": held and held.tolerance,
+                "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
+                "partial": f"PARTIAL: {counts[0]} of {counts[1]} documents" if counts[0] < counts[1] else "",
+                "is_other": is_other,
+            }
         )
-        report.warnings = control_warnings(report)
-        report.control = control_statements(report)
-        report.partial = partial_banners(report, self.records)
-        report.notes = [
-            *legend(report, self.records, self.bootstrap),
-            *self.notes,
-            *incomparable_notes(report, self.incomparable),
-        ]
-        return report
 
     def _add_record(self, record: Record) -> None:
-        other = self._comparable(record)
+        model, task, shots, row = record.model, record.task, record.num_fewshot, self.paper_rows.get(record.model)
+        counts, other = (record.num_samples, record.num_documents), self._comparable(record)
+        documents = record.observed.get("documents", {})
         for metric, measured in record.metrics.items():
-            stderr = measured.get("stderr")
-            if stderr is None and metric.startswith("acc"):
-                stderr = accuracy_stderr(measured["value"], record.num_samples)
-            cell = Cell(
-                record.model,
-                record.task,
-                record.num_fewshot,
-                metric,
-                measured["value"],
-                finite(stderr),
-                record.num_samples,
-                record.num_documents,
-                self._delta(record, other, metric) if other else None,
-            )
-            self._add(cell)
+            delta = paper = held = None
+            if other is not None and metric in other.metrics:
+                pair = (by_text(self._samples(each)) for each in (record, other))
+                delta = paired_difference(*pair, metric, task=task, **self.bootstrap)
+            if metric == "acc":
+                paper = published.paper_accuracies(row, shots).get(task)
+                if "stands_in_for" not in documents:
+                    held = published.control(row, task, shots, *counts)
+            elif metric == "token_perplexity" and record.settings.get("max_length", PAPER_WINDOW) == PAPER_WINDOW:
+                paper = published.paper_perplexities(row).get(task)
+            is_other = documents.get("as_known") is False or (held and published.published_count(task) != counts[1])
+            place = (model, task, shots, metric)
+            self._add(place, measured["value"], measured["stderr"], counts, delta, paper, held, bool(is_other))
 
     def _add_average(self, model: str, shots: int) -> None:
         """Unweighted mean of the eleven accuracies; the baseline must be there, and comparable, on all of them."""
-        cells = {task: self.cells.get((model, task, shots, "acc")) for task in TABLE4_COLUMNS}
-        there = [cell for cell in cells.values() if cell]
-        name = f"{self.names[model]}, {shots}-shot"
-        if not there:
+        cells = {r["task"]: r for r in self.rows if (r["model"], r["shots"], r["metric"]) == (model, shots, "acc")}
+        cells = {task: cells[task] for task in TABLE4_COLUMNS if task in cells}
+        records = [self.records[model, task, shots] for task in cells]
+        missing = [f"{task} missing" for task in TABLE4_COLUMNS if task not in cells]
+        mixed = [f"other {n}" for n in ("dtype", "oov_policy") if len({str(r.settings.get(n)) for r in records}) > 1]
+        if missing or mixed:
+            if cells:
+                name = f"{self.names[model]}, {shots}-shot"
+                self.notes.append(f"No average for {name}: {', '.join(missing + mixed)}.")
             return
-        missing = [task for task, cell in cells.items() if not cell]
-        if missing:
-            self.notes.append(f"No average for {name}: {', '.join(missing)} missing.")
-            return
-        records = [self.records[model, task, shots] for task in TABLE4_COLUMNS]
-        mixed = [name for name in ("dtype", "oov_policy") if len({str(r.settings.get(name)) for r in records}) > 1]
-        if mixed:
-            self.notes.append(f"No average for {name}: its tasks were run with different {' and '.join(mixed)}.")
-            return
-        stderrs = [cell.stderr for cell in there]
-        delta = None
-        if all(cell.delta for cell in there):
-            pairs = {
-                record.task: (self._samples(record), self._samples(self.records[self.baseline, record.task, shots]))
-                for record in records
-            }
+        delta, stderrs = None, [cell["stderr"] for cell in cells.values()]
+        if all(cell["delta"] is not None for cell in cells.values()):
+            others = [self.records[self.baseline, task, shots] for task in cells]
+            pairs = {r.task: (self._samples(r), self._samples(other)) for r, other in zip(records, others)}
             delta = paired_mean_difference(pairs, "acc", **self.bootstrap)
+        row, of_columns = self.paper_rows.get(model), {r.task: (r.num_samples, r.num_documents) for r in records}
+        is_held = all(cell["published"] is not None for cell in cells.values())
         self._add(
-            Cell(
-                model,
-                AVERAGE,
-                shots,
-                "acc",
-                sum(cell.value for cell in there) / len(there),
-                None if None in stderrs else mean_stderr(stderrs),
-                sum(cell.num_samples for cell in there),
-                sum(cell.num_documents for cell in there),
-                delta,
-            )
+            (model, AVERAGE, shots, "acc"),
+            sum(cell["value"] for cell in cells.values()) / len(cells),
+            None if None in stderrs else mean_stderr(stderrs),
+            (sum(r.num_samples for r in records), sum(r.num_documents for r in records)),
+            delta,
+            published.paper_accuracies(row, shots).get(AVERAGE),
+            published.control_of_average(row, shots, of_columns) if is_held else None,
         )
 
     def _add_authors_all(self, model: str, shots: int) -> None:
         """Table 5's mixture of 2 to 7 shots, over all answers; texts are resampled whole, with their six answers."""
-        records = [self.records.get((model, task, shots)) for task in AUTHORS_TASKS]
-        if None in records:
+        records = [self.records[model, task, shots] for task in AUTHORS_TASKS if (model, task, shots) in self.records]
+        texts = {frozenset(each["fields"]["document"] for each in self._samples(record)) for record in records}
+        if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
             return
-        reason = self._reason_against_pooling(records)
-        if reason:
-            self.notes.append(f"No result of the authors' texts over all K for {self.names[model]}: {reason}.")
-            return
-        texts = self._texts(records)
-        for metric in texts[0]["metrics"]:
-            cells = [self.cells[model, task, shots, metric] for task in AUTHORS_TASKS]
-            value, stderr = metric_and_stderr(texts, metric, task=AUTHORS_ALL)
+        others = [self._comparable(record, notes=False) for record in records]
+        counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
+        for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
+            value, stderr = metric_and_stderr(self._pooled(records), metric)
             delta = None
-            if all(cell.delta for cell in cells):
-                others = self._texts([self.records[self.baseline, task, shots] for task in AUTHORS_TASKS])
-                delta = paired_difference(texts, others, metric, task=AUTHORS_ALL, **self.bootstrap)
-            counts = sum(cell.num_samples for cell in cells), sum(cell.num_documents for cell in cells)
-            self._add(Cell(model, AUTHORS_ALL, shots, metric, value, finite(stderr), *counts, delta))
+            if None not in others and all(metric in other.metrics for other in others):
+                pair = self._pooled(records), self._pooled(others)
+                delta = paired_difference(*pair, metric, task=AUTHORS_ALL, **self.bootstrap)
+            paper = published.paper_authors_texts(self.paper_rows.get(model)).get(metric)
+            self._add((model, AUTHORS_ALL, shots, metric), value, stderr, counts, delta, paper)
 
-    def _reason_against_pooling(self, records: Sequence[Record]) -> str:
-        for record in records:
-            if not self._samples(record):
-                return f"the file {_samples_name(record)!r} with samples is missing or empty; run its task again"
-        texts = [{sample["doc_id"] for sample in self._samples(record)} for record in records]
-        return "" if all(ids == texts[0] for ids in texts) else "its tasks were not run on the same texts"
+    def _pooled(self, records: Sequence[Record]) -> Sequence[Mapping]:
+        return by_text([sample for record in records for sample in self._samples(record)])
 
-    def _texts(self, records: Sequence[Record]) -> list[dict]:
-        """One sample for each of the authors' texts: the metrics that all have, as sums over its answers."""
-        by_text = [{sample["doc_id"]: sample for sample in self._samples(record)} for record in records]
-        shared = [
-            metric
-            for metric in AUTHORS_METRICS
-            if all(metric in record.metrics for record in records)
-            and all(metric in sample["metrics"] for samples in by_text for sample in samples.values())
-        ]
-        texts = []
-        for doc_id in by_text[0]:
-            answers = [samples[doc_id] for samples in by_text]
-            metrics = {
-                metric: tuple(map(sum, zip(*(as_pair(answer["metrics"][metric]) for answer in answers))))
-                for metric in shared
-            }
-            doc_hash = " ".join(answer["doc_hash"] for answer in answers)
-            texts.append({"doc_id": doc_id, "doc_hash": doc_hash, "metrics": metrics})
-        return texts
+    def _comparable(self, record: Record, notes: bool = True) -> Record | None:
+        """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
+        if self.baseline in (None, record.model):
+            return None
+        other = self.records.get((self.baseline, record.task, record.num_fewshot))
+        reason = "the latter has no result" if other is None else self._reason_against(record, other)
+        if reason and notes:
+            names = f"{self.names[record.model]} and {self.names[self.baseline]}"
+            self.notes.append(f"{names} are not compared on {record.task} ({record.num_fewshot}-shot): {reason}.")
+        return None if reason else other
 
-    def _documents(self, cell: Cell) -> dict[str, Any]:
-        """What the record says of the documents; nothing in records of earlier versions."""
-        observed = self.records[cell.model, cell.task, cell.num_fewshot].settings.get(OBSERVED) or {}
-        return observed.get("documents") or {}
+    def _reason_against(self, record: Record, other: Record) -> str:
+        for name in (*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])):
+            first, second = (each.settings.get(name) for each in (record, other))
+            # A model whose embedding has every id needs no policy.
+            if first != second and not (name == "oov_policy" and None in (first, second)):
+                return f"{name} is {first} for the former and {second} for the latter"
+        if not have_same_documents(self._samples(record), self._samples(other)):
+            return "they were scored on different documents (other data or limit, or a tokenizer that packs otherwise)"
+        return ""
 
-    def _add(self, cell: Cell) -> None:
-        """With the paper's number, the verdict on it, and the control of a Pythia model."""
-        row, control = self.rows.get(cell.model), None
-        numbers: Mapping[str, float | None] = {}
-        if cell.task == AUTHORS_ALL:
-            numbers = {cell.task: published.paper_authors_texts(row).get(cell.metric)}
-        elif cell.metric == "acc":
-            numbers = published.paper_accuracies(row, cell.num_fewshot)
-            if cell.task == AVERAGE:
-                columns = [self.cells[cell.model, task, cell.num_fewshot, "acc"].control for task in TABLE4_COLUMNS]
-                control = check_average(row, cell.num_fewshot, cell.value, columns)
-            elif "stands_in_for" not in (documents := self._documents(cell)):
-                counts = cell.num_samples, cell.num_documents
-                is_other = documents.get("as_known") is False
-                control = check_column(row, cell.task, cell.num_fewshot, cell.value, *counts, is_other)
-        elif cell.metric == "token_perplexity" and window_of(cell, self.records) == PAPER_WINDOW:
-            numbers = published.paper_perplexities(row)
-        paper = numbers.get(cell.task)
-        within = None if paper is None else cell.is_within(paper)
-        key = (cell.model, cell.task, cell.num_fewshot, cell.metric)
-        self.cells[key] = replace(cell, paper=paper, within=within, control=control)
+    def _samples(self, record: Record) -> list[dict]:
+        key = (record.model, record.task, record.num_fewshot)
+        if key not in self.samples:
+            kept = ("doc_id", "doc_hash", "metrics", "fields", *(["requests"] if record.task in HEAD_TASKS else []))
+            lines = read_samples(self.output, record)
+            self.samples[key] = [{name: line[name] for name in kept if name in line} for line in lines]
+        return self.samples[key]
 
     def _correct_p_values(self) -> None:
         """Of each table, and of the summaries in it, for their number."""
-        families: dict[tuple[str, int, bool], list[Key]] = defaultdict(list)
-        for key, cell in self.cells.items():
-            if cell.p_value is not None:
-                families[table_kind(cell.task, cell.metric), cell.num_fewshot, cell.is_summary].append(key)
-        for keys in families.values():
-            for key, p_value in zip(keys, holm([self.cells[key].delta.p_value for key in keys])):
-                self.cells[key] = replace(self.cells[key], corrected=p_value)
+        families: dict[tuple, list[dict]] = {}
+        for row in self.rows:
+            if row["p"] is not None and math.isfinite(row["p"]):
+                family = (_kind(row["task"], row["metric"]), row["shots"], row["task"] in SUMMARIES)
+                families.setdefault(family, []).append(row)
+        for rows in families.values():
+            for row, p_value in zip(rows, holm([row["p"] for row in rows])):
+                row["p_corrected"] = p_value
 
-    def _comparable(self, record: Record) -> Record | None:
-        """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
-        reference = self.baseline or self.models[0]
-        other = self.records.get((reference, record.task, record.num_fewshot))
-        if record.model == reference or (other is None and not self.baseline):
-            return None
-        reason = self._reason_against(record, other)
-        if reason:
-            self.incomparable[record.model, reason].append(f"{record.task} ({record.num_fewshot}-shot)")
-            return None
-        return other if self.baseline else None
+    def _control(self) -> Iterator[str]:
+        """How every Pythia model and number of shots compares with what was published of it."""
+        held: dict[tuple[str, int], list[dict]] = {}
+        for row in self.rows:
+            if row["published"] is not None:
+                held.setdefault((row["model"], row["shots"]), []).append(row)
+        for (model, shots), rows in held.items():
+            name, tasks = f"{self.names[model]}, {shots}-shot", {row["task"] for row in rows}
+            missed = [row for row in rows if row["control"] == "outside tolerance"]
+            if missed:
+                cells = "; ".join(
+                    "{} {:.2f} instead of {:.2f} ± {:.2f}".format(
+                        row["task"], *(100 * row[name] for name in ("value", "published", "tolerance"))
+                    )
+                    for row in missed
+                )
+                yield (
+                    f"CONTROL FAILED: {name}, misses {len(missed)} of {len(rows)} accuracies published for "
+                    f"{self.paper_rows[model]}: {cells}. Trust no other number in these tables until this is explained."
+                )
+                continue
+            doubts = {
+                "limited": [row["task"] for row in rows if row["partial"]],
+                "of other documents": [row["task"] for row in rows if row["is_other"]],
+                "missing": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in tasks],
+            }
+            parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
+            if shots:
+                parts.append("results with examples do not tell neighbouring checkpoints apart")
+            state, rest = ("INCOMPLETE", f" ({'; '.join(parts)})") if parts else ("PASSED", "")
+            yield f"CONTROL {state}: {name}, agrees with {len(rows)} published accuracies{rest}."
+        if not held and any(row["paper"] is not None and row["task"] in TABLE4_COLUMNS for row in self.rows):
+            yield "Not controlled: no Pythia model of the paper is here; run one, such as EleutherAI/pythia-2.8b."
 
-    def _reason_against(self, record: Record, other: Record | None) -> str:
-        if other is None:
-            return "the latter has no result"
-        for name, (first, second) in _settings_that_differ(record, other).items():
-            return f"{name} is {first} for the former and {second} for the latter"
-        for each in (record, other):
-            if self.baseline and self._samples(each) is None:
-                return f"the file {_samples_name(each)!r} with samples is missing; run the task again"
-        if self.baseline and not have_same_documents(self._samples(record), self._samples(other)):
-            return "they were scored on different documents (other data, or a tokenizer that packs text otherwise)"
+    def _partial(self) -> Iterator[str]:
+        partial = [record for record in self.records.values() if record.is_partial]
+        if partial:
+            tasks = dict.fromkeys(f"{r.num_samples} of {r.num_documents} documents of {r.task}" for r in partial)
+            models = dict.fromkeys(self.names[record.model] for record in partial)
+            yield f"PARTIAL: {', '.join(tasks)} ({', '.join(models)})"
+
+    def _legend(self, frame: pandas.DataFrame) -> Iterator[str]:
+        yield "± is one standard error."
+        for model in self.models:
+            own = [record for record in self.records.values() if record.model == model]
+            policies = sorted({str(record.settings.get("oov_policy") or "none needed") for record in own})
+            row = f"; compared with the paper's {self.paper_rows[model]}" if model in self.paper_rows else ""
+            yield f"{self.names[model]}: oov_policy {' and '.join(policies)}{row}."
+            for what, key in (("with token ids beyond the embedding", "oov"), ("cut from the left", "truncated")):
+                counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in own}
+                if found := [f"{count:,} of {task}" for task, count in counts.items() if count]:
+                    yield f"{self.names[model]}: documents {what}: {', '.join(found)}."
+        if frame.delta.notna().any():
+            yield (
+                f"Differences to {self.names[self.baseline or '']}: 95 % percentiles of a paired bootstrap "
+                f"({self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}), of "
+                "perplexities their natural logarithms. 21 : 17 are the documents that only this and only the other "
+                "model has right; p-values of single accuracies are of the exact sign test over these (McNemar's), all "
+                "others of the bootstrap. A difference is undecided (?) if its interval contains 0 or p is above 0.05."
+            )
+        windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
+        for window in sorted(windows - {PAPER_WINDOW, None}):
+            yield f"Perplexities in windows of {window:,} tokens compare with no others, nor with the paper's."
+
+    def _breakdown(self) -> dict[str, pandas.DataFrame]:
+        """Accuracies of head tasks in percent, by what the questions are."""
+        tables = {}
+        for title, tasks in (("generated texts", ("head_tasks",)), ("the authors' texts", AUTHORS_TASKS)):
+            samples: dict[str, list] = {}
+            for (model, task, _), record in self.records.items():
+                if task in tasks:
+                    samples.setdefault(self.names[model], []).extend(self._samples(record))
+            if not samples:
+                continue
+            questions = next(iter(samples.values()))
+            chances = [_chances(sample) for sample in questions]
+            for rule, label in REFERENCES.items():
+                samples[label] = [
+                    {**sample, "metrics": {**sample["metrics"], "acc": chance[rule]}}
+                    for sample, chance in zip(questions, chances)
+                ]
+            summaries = {column: head_task_summary(own) for column, own in samples.items()}
+            first, rows = next(iter(summaries.values())), []
+            groups = [("all", lambda summary: summary)]
+            for group in ("shots", "subject", "pattern", "transformation"):
+                for value in first[f"by_{group}"]:
+                    groups.append((f"{group} {value}", lambda s, g=group, v=value: s[f"by_{g}"].get(v)))
+            for name, part_of in groups:
+                parts = {column: part_of(summary) for column, summary in summaries.items()}
+                cells = {column: f"{100 * part['accuracy']:.1f}" if part else "-" for column, part in parts.items()}
+                rows.append({"questions": name, "answers": str(part_of(first)["answers"]), **cells})
+            tables[f"Head tasks by questions, {title}, accuracy in percent"] = _pandas().DataFrame(rows)
+        return tables
+
+
+def _chances(sample: Mapping) -> dict[str, float]:
+    """How probably each rule that never reads the question is right."""
+    request = sample["requests"][0]
+    return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})
+
+
+def short_names(models: Sequence[str]) -> dict[str, str]:
+    """What tables call models: paths lose the folders that no other model needs to be told apart."""
+    names = {}
+    for model in models:
+        parts = [part for part in model.split("/") if part]
+        is_path = model.startswith(("/", ".", "~")) or len(parts) > 2
+        candidates = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)] if is_path else []
+        others = [f"/{other.rstrip('/')}" for other in models if other != model]
+        names[model] = next((c for c in candidates if not any(o.endswith(f"/{c}") for o in others)), model)
+    return names
+
+
+def _kind(task: str, metric: str) -> str:
+    if metric == "acc" and task in (*TABLE4_COLUMNS, AVERAGE):
+        return "table4"
+    if task in HEAD_TASK_HEADINGS:
+        return "head"
+    return "perplexity" if task in PERPLEXITY_TASKS else "other"
+
+
+def _words(metric: str) -> str:
+    return (
+        "accuracy in percent" if metric == "acc" else metric.replace("_", " ").replace("acc ", "accuracy in percent, ")
+    )
+
+
+def _number(value: float, metric: str, sign: str = "") -> str:
+    """Accuracies in percent with one decimal; of other numbers four figures, and never less than two decimals."""
+    value = 100 * value if metric.startswith("acc") else value
+    decimals = 1 if metric.startswith("acc") else 3 if abs(value) < 10 else 2
+    return (
+        f"{value:{sign}.4g}" if abs(value) >= 1000 else f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
+    )  # no -0.0
+
+
+def _value(row: Any) -> str:
+    stderr = "" if _pandas().isna(row.stderr) else f"±{_number(row.stderr, row.metric)}"
+    return _number(row.value, row.metric) + stderr + (" PARTIAL" if row.partial else "")
+
+
+def _delta(row: Any) -> str:
+    if math.isnan(row.delta):
         return ""
-
-    def _delta(self, record: Record, other: Record, metric: str) -> Difference | None:
-        for each in (record, other):
-            if any(metric not in sample["metrics"] for sample in self._samples(each)):
-                reason = f"there is no {metric} in {_samples_name(each)!r}"
-                self.incomparable[record.model, reason].append(f"{record.task} ({record.num_fewshot}-shot)")
-                return None
-        return paired_difference(
-            self._samples(record), self._samples(other), metric, task=record.task, **self.bootstrap
-        )
-
-    def _samples(self, record: Record) -> list[dict] | None:
-        """Samples without their requests, which may be large; `None` if the file is missing."""
-        key = (record.model, record.task, record.num_fewshot)
-        if key not in self.samples:
-            there = samples_path(record_path(self.output, *key)).is_file()
-            self.samples[key] = _without_requests(record, read_samples(self.output, record)) if there else None
-        return self.samples[key]
-
-    def _policy(self, model: str) -> str:
-        policies = {str(r.settings.get("oov_policy") or "none") for r in self.records.values() if r.model == model}
-        return " and ".join(sorted(policies))
+    value, low, high = (_number(each, row.metric, "+") for each in (row.delta, row.low, row.high))
+    interval = "" if _pandas().isna(row.low) else f" [{low}, {high}]"
+    return f"{value}{interval}{' ?' if row.undecided else ''}"
 
 
-def _without_requests(record: Record, samples: list[dict]) -> list[dict]:
-    names = ("doc_id", "doc_hash", "metrics")
-    whole = all(isinstance(sample, dict) and all(name in sample for name in names) for sample in samples)
-    if not whole or len(samples) != record.num_samples:
-        raise ValueError(
-            f"{_samples_name(record)!r} is damaged, or not of its record, which has {record.num_samples} samples: "
-            "remove both, and run the task again."
-        )
-    return [{name: sample[name] for name in names} for sample in samples]
+def _documents(row: Any) -> str:
+    if math.isnan(row.delta):
+        return ""
+    isna = _pandas().isna
+    p_value = row.p if isna(row.p_corrected) else row.p_corrected
+    p = "" if isna(p_value) else "p<0.001" if p_value < 0.001 else f"p={p_value:.3f}"
+    is_counted = not isna(row.only_here)
+    return f"{row.only_here:,} : {row.only_there:,}, {p}" if is_counted else p
 
 
-def _settings_that_differ(record: Record, other: Record) -> dict[str, tuple[str, ...]]:
-    """Name -> the two values, of what forbids comparing two results."""
-    pairs = {name: (record.settings.get(name), other.settings.get(name)) for name in _COMPARED_SETTINGS}
-    if None in pairs["oov_policy"]:
-        del pairs["oov_policy"]  # a model whose embedding has every id needs none
-    if record.task in PERPLEXITY_TASKS:
-        pairs["max_length"] = record.settings.get("max_length"), other.settings.get("max_length")
-    differing: dict[str, tuple[str, ...]] = {name: (str(a), str(b)) for name, (a, b) in pairs.items() if a != b}
-    if record.num_samples != other.num_samples:
-        differing["limit"] = tuple(
-            f"{'none' if r.limit is None else r.limit} ({r.num_samples} documents)" for r in (record, other)
-        )
-    return differing
+def _paper(row: Any) -> str:
+    """The paper's number and the difference to it, ticked if the control, or else two standard errors, allow it."""
+    if _pandas().isna(row.paper):
+        return ""
+    is_within = row.control == "within tolerance" if row.control else row.verdict == "within 2 stderr"
+    tick = f" {_TICKS[is_within]}" if row.control or row.verdict else ""
+    return f"{_number(row.paper, row.metric)}, {_number(row.value - row.paper, row.metric, '+')}{tick}"
 
 
-def _samples_name(record: Record) -> str:
-    """Path of a record's samples inside the folder of results."""
-    return samples_path(record_path("", record.model, record.task, record.num_fewshot)).as_posix()
+def _escaped(text: Any) -> str:
+    """With everything escaped that Markdown would take for its own; underscores inside words are none."""
+    text = re.sub(r"([\\`*<>|~&\[\]])", r"\\\1", " ".join(str(text).split()))
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
+
+
+def _parts(frame: pandas.DataFrame, width: int) -> Iterator[pandas.DataFrame]:
+    """A table by columns that fit a width in characters, each part with the first column."""
+    widths = [2 + max(len(str(column)), *(len(str(cell)) for cell in frame[column])) for column in frame.columns]
+    places: list[int] = []
+    for place in range(1, len(widths)):
+        if places and widths[0] + sum(widths[p] for p in places) + widths[place] > width:
+            yield frame.iloc[:, [0, *places]]
+            places = []
+        places.append(place)
+    yield frame.iloc[:, [0, *places]]
+
+
+def _pandas():
+    return import_optional("pandas", "Tables of results need pandas: pip install 'dcformer[eval]'.")

@@ -4,37 +4,35 @@ lm-eval knows every task under a prefix, so that none is taken for one of its ow
 go without it.
 """
 
-import difflib
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ..common.renamed import refuse_old_name
-from .data import SOURCES, data_folders
-from .table4_tasks import OTHER_PROMPTS, TABLE4_COLUMNS
+from .data import TABLE4_COLUMNS, source_of
 
 
 PREFIX = "dcformer_"
 # The authors' texts of head tasks, with so many examples before the answer.
 AUTHORS_TASKS = tuple(f"head_tasks_authors_k{shots}" for shots in range(2, 8))
-
+HEAD_TASKS = ("head_tasks", *AUTHORS_TASKS)
+PERPLEXITY_TASKS = ("pile_ppl", "flan_ppl", "wikitext2_ppl")
+# Tasks that ask a column as lm-eval 0.4.13 does, where that is not as in 2023.
+OTHER_PROMPTS = tuple(f"{each}_lm_eval_0_4_13" for each in ("lambada_openai", "sciq", "race_middle", "race_high"))
 SUITES = {
     "table4": TABLE4_COLUMNS,
+    "head_tasks": HEAD_TASKS,
     "head_tasks_authors": AUTHORS_TASKS,
-    "perplexity": ("pile_ppl", "flan_ppl"),
-    "wikitext2": ("wikitext2_ppl",),
+    "perplexity": PERPLEXITY_TASKS[:2],
+    "wikitext2": PERPLEXITY_TASKS[2:],
+    "all": (*TABLE4_COLUMNS, *HEAD_TASKS, *PERPLEXITY_TASKS),
+    "lm_eval_0_4_13": OTHER_PROMPTS,
 }
-PERPLEXITY_TASKS = (*SUITES["perplexity"], *SUITES["wikitext2"])
-# "all" is what the paper reports and WikiText-2: a column of Table 4 is not asked twice.
-SUITES["all"] = tuple(task for tasks in SUITES.values() for task in tasks)
-SUITES["lm_eval_0_4_13"] = tuple(OTHER_PROMPTS)
 TASKS = (*SUITES["all"], *OTHER_PROMPTS)
-# Asked with as many examples before the question as one likes.
-_WITH_EXAMPLES = (*TABLE4_COLUMNS, *OTHER_PROMPTS)
-# It has no tasks of lm-eval and runs alone, see dcformer/head_tasks.
-HEAD_TASKS = "head_tasks"
 
-_TABLE4_SHOTS = (0, 5)  # those of the paper
-_QUESTIONS = {
+_ASKS = {
     "lambada_openai": "the last word of a passage",
     "piqa": "which of two ways reaches an everyday goal",
     "winogrande": "which of two names fills the blank of a sentence",
@@ -49,6 +47,9 @@ _QUESTIONS = {
     "pile_ppl": "every token of documents of the Pile, as perplexity",
     "flan_ppl": "the answers of instructions of Flan, as perplexity",
     "wikitext2_ppl": "every token of the test articles of WikiText-2, as perplexity",
+    "head_tasks": "a word found in one of several facts and transformed (section 4.3), generated texts",
+    **{task: f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks" for task in AUTHORS_TASKS},
+    **{task: f"{task[:-15]}, in the words of lm-eval 0.4.13 instead of those of 2023" for task in OTHER_PROMPTS},
 }
 
 
@@ -58,7 +59,7 @@ class TaskSummary:
     One line of the list of tasks.
 
     Attributes:
-        name: Name of the task for `--tasks`; `"head_tasks"` is a suite only.
+        name: Name of the task for `--tasks`.
         suite: Suite that it belongs to, for `--suite`.
         asks: What a model has to find, in a few words.
         paper_shots: Numbers of examples before the question in the paper; empty where the paper has no such result.
@@ -74,31 +75,13 @@ class TaskSummary:
 
 def list_tasks() -> list[TaskSummary]:
     """All tasks in the order of the suites; their definitions are in [`dcformer.eval.tasks_folder`]."""
-    summaries = [
-        TaskSummary(task, suite, _question_of(task), _paper_shots(task), str(SOURCES[data_folders(task)[0]]))
-        for suite, tasks in SUITES.items()
-        if suite != "all"
-        for task in tasks
-    ]
-    answers = "words found in one of several facts and transformed (section 4.3 of the paper)"
-    generated = f"generated, and the texts of {SOURCES['synthetic']}"
-    return [*summaries, TaskSummary(HEAD_TASKS, HEAD_TASKS, answers, (), generated)]
-
-
-def _question_of(task: str) -> str:
-    if task in AUTHORS_TASKS:
-        return f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks"
-    if task in OTHER_PROMPTS:
-        return f"{OTHER_PROMPTS[task]}, in the words of lm-eval 0.4.13 instead of those of 2023"
-    return _QUESTIONS[task]
-
-
-def _paper_shots(task: str) -> tuple[int, ...]:
-    if task in TABLE4_COLUMNS:
-        return _TABLE4_SHOTS
-    if task in AUTHORS_TASKS:
-        return (int(task[-1]),)
-    return (0,) if task in SUITES["perplexity"] else ()
+    shots = {
+        **dict.fromkeys(TABLE4_COLUMNS, (0, 5)),
+        **{task: (int(task[-1]),) for task in AUTHORS_TASKS},
+        **dict.fromkeys(SUITES["perplexity"], (0,)),
+    }
+    suite_of = {task: suite for suite, tasks in reversed(SUITES.items()) if suite != "all" for task in tasks}
+    return [TaskSummary(task, suite_of[task], _ASKS[task], shots.get(task, ()), str(source_of(task))) for task in TASKS]
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
@@ -106,41 +89,37 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
     Names of the tasks to run, each once.
 
     Args:
-        suite (`str` or list, defaults to `"table4"`): Suites, as a list or separated by commas.
-        tasks (`str` or list, *optional*): Tasks or suites, run instead of `suite`; with or without our prefix.
+        suite (defaults to `"table4"`): Suites, as a list or separated by commas.
+        tasks (*optional*): Tasks or suites, run instead of `suite`; with or without our prefix.
 
     Raises:
         ValueError: for a name that is none; the message lists those there are.
     """
+    kind, names, known = "suite", _split(suite), SUITES
     if tasks is not None:
-        names = [name.removeprefix(PREFIX) for name in _split(tasks)]
-        groups = [SUITES.get(name, (name,)) for name in names]
-        kind, known = "task", (*TASKS, *SUITES)
-    else:
-        names = _split(suite)
-        groups = [SUITES.get(name, ()) for name in names]
-        kind, known = "suite", (*SUITES, HEAD_TASKS)
-    for name in names:
-        refuse_old_name(kind, name)
-        if name == HEAD_TASKS:
-            raise ValueError(f"The suite {HEAD_TASKS!r} is run alone; give --suite {HEAD_TASKS} and no --tasks.")
+        kind, names = "task", [name.removeprefix(PREFIX) for name in _split(tasks)]
+        known = {**SUITES, **{task: (task,) for task in TASKS}}
+    for name in names or [""]:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"There is no {kind} {name!r};{hint} choose from {', '.join(known)}.")
-    if not names:
-        raise ValueError(f"No {kind} is named; choose from {', '.join(known)}.")
-    return tuple(dict.fromkeys(task for group in groups for task in group))
+            raise ValueError(f"There is no {kind} {name!r}; choose from {', '.join(known)}.")
+    return tuple(dict.fromkeys(task for name in names for task in known[name]))
 
 
 def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
     """Numbers of shots of a task: those asked for in questions, 0 in others, whose prompts are complete."""
-    return tuple(dict.fromkeys(num_fewshot)) if task in _WITH_EXAMPLES else (0,)
+    return tuple(dict.fromkeys(num_fewshot)) if task in (*TABLE4_COLUMNS, *OTHER_PROMPTS) else (0,)
 
 
-def depends_on_tokenizer(task: str) -> bool:
-    """Whether a task's documents are made with the tokenizer and the length of the model."""
-    return task not in _WITH_EXAMPLES
+def tasks_folder() -> Path:
+    """The folder of the task definitions, for lm-eval's `--include_path`."""
+    return Path(__file__).with_name("tasks")
+
+
+def task_manager(metadata: dict[str, Any] | None = None):
+    """lm-eval's, of our tasks alone."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 
 
 def _split(names: str | Iterable[str]) -> list[str]:

@@ -6,31 +6,56 @@ for them reads nothing from the cache of prefixes. Here a request does read from
 than its context: then the cache might hold tokens whose log-probabilities are asked for.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from lm_eval.models.utils import resolve_max_length
-from transformers import AutoConfig
 
-from ..common.tokenizers import load_tokenizer
+from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
+from ..loading import FoundModel, find_model
 from ..loading_dcformer import padded_rows
-from .engines import import_vllm
-from .log_likelihoods import LogLikelihoods, check_policy, policy_in_force
-from .scoring import ScoredInput, TargetScore
-from .shared_prefixes import shared_length
-from .task_tokens import encode
+from .model import LogLikelihoods, policy_in_force
+from .perplexity import encode
+from .prefixes import Score, ScoredInput, shared_length
 
 
 # Tokens of a block of the cache, of which a prefix is shared in whole ones: few, and as many as every backend takes.
 BLOCK_SIZE = 32
 # Requests that wait in the engine, so that it never runs dry while others are made.
 _WAITING = 1024
+
+
+def import_vllm() -> ModuleType:
+    """vLLM, which tells of errors only, on stderr, unless the environment says otherwise."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    return import_optional("vllm", "--engine vllm (engine='vllm') needs vLLM: pip install 'dcformer[vllm]'.")
+
+
+def check_device_of_vllm(device: torch.device) -> None:
+    """
+    That the engine will compute where it is asked to.
+
+    Raises:
+        ValueError: for a device that the installed build of vLLM does not compute on, or a GPU other than the first.
+    """
+    import_vllm()
+    from vllm.platforms import current_platform
+
+    if device.type != current_platform.device_type or device.index:
+        raise ValueError(
+            f"The installed vLLM computes on the first device of kind {current_platform.device_type!r}, got "
+            f"{str(device)!r}; give that as --device, and choose among GPUs by CUDA_VISIBLE_DEVICES."
+        )
 
 
 class VLLMLM(LogLikelihoods):
@@ -40,15 +65,12 @@ class VLLMLM(LogLikelihoods):
     The engine computes in a process of its own, so a script that makes one needs `if __name__ == "__main__":`.
 
     Args:
-        pretrained (`str`): Folder or Hub id.
-        tokenizer (*optional*): A tokenizer, a folder or a Hub id; None: that of the model.
-        revision (`str`, defaults to `"main"`): On the Hub.
-        trust_remote_code (`bool`, defaults to `False`): Run code that comes with the model.
-        dtype (`str`, defaults to `"bfloat16"`): "bfloat16", "float16" or "float32".
+        pretrained: A name as [`dcformer.loading.find_model`] takes it, or what that returns.
+        dtype (defaults to `"bfloat16"`): "bfloat16", "float16" or "float32".
         batch_size (`int` or `"auto"`, defaults to `"auto"`): The most inputs in one step; "auto": as vLLM has it.
-        max_length (`int`, *optional*): Most tokens of an input; None: what the model takes.
-        oov_policy (`str`, *optional*): As [`dcformer.eval.DCFormerLM`] takes it.
-        on_progress (`Callable`, *optional*): Called with the numbers of requests done and in all; None: a tqdm bar.
+        max_length (*optional*): Most tokens of an input; `None`: what the model takes.
+        oov_policy (*optional*): As [`dcformer.eval.DCFormerLM`] takes it.
+        on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
         engine_options: Further arguments of vLLM's `EngineArgs`, such as `enforce_eager=False`.
 
     Raises:
@@ -58,11 +80,8 @@ class VLLMLM(LogLikelihoods):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str | FoundModel,
         *,
-        tokenizer: Any = None,
-        revision: str = "main",
-        trust_remote_code: bool = False,
         dtype: str = "bfloat16",
         batch_size: int | str = "auto",
         max_length: int | None = None,
@@ -70,7 +89,6 @@ class VLLMLM(LogLikelihoods):
         on_progress: Callable[[int, int], None] | None = None,
         **engine_options: Any,
     ):
-        check_policy(oov_policy)
         import_vllm()
         from vllm import EngineArgs, LLMEngine, SamplingParams
         from vllm.inputs import tokens_input
@@ -78,10 +96,8 @@ class VLLMLM(LogLikelihoods):
         from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
         super().__init__()
-        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        config = AutoConfig.from_pretrained(pretrained, **hub)
-        is_named = tokenizer is None or isinstance(tokenizer, str)
-        self.tokenizer = load_tokenizer(tokenizer or pretrained, **hub) if is_named else tokenizer
+        found = find_model(pretrained) if isinstance(pretrained, str) else pretrained
+        config, self.tokenizer = found.config, found.tokenizer
         self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
         self.batch_size = batch_size
         self._device = torch.device(current_platform.device_type)
@@ -104,14 +120,16 @@ class VLLMLM(LogLikelihoods):
             "generation_config": "vllm",
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **hub,
+            "revision": found.revision,
+            "trust_remote_code": found.trust_remote_code,
             **engine_options,
         }
         self.block_size = options["block_size"]
         self._as_prompt = tokens_input
         self._sampling = functools.partial(SamplingParams, temperature=0, max_tokens=1, detokenize=False)
-        with _longer_than_the_model():
-            self.engine = LLMEngine.from_engine_args(EngineArgs(model=pretrained, **options))
+        # vLLM may take one token more than the model has positions.
+        with _environment("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"):
+            self.engine = LLMEngine.from_engine_args(EngineArgs(model=found.path, **options))
         self.most_targets = MAX_LOGPROB_TOKEN_IDS
         self.start_counting(on_progress)
 
@@ -138,13 +156,19 @@ class VLLMLM(LogLikelihoods):
 
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
-    ) -> Iterator[list[tuple[int, list[TargetScore]]]]:
+    ) -> Iterator[list[Score]]:
+        most = self.most_targets
+        pieces = [
+            ScoredInput(each.ids, each.targets[start : start + most])
+            for each in inputs
+            for start in range(0, len(each.targets), most)
+        ]
+        self.input_tokens += sum(len(each.ids) for each in pieces) - sum(len(each.ids) for each in inputs)
         # Inputs that begin alike follow each other, so that the blocks they share are still there.
-        order = sorted(range(len(inputs)), key=lambda place: inputs[place].ids)
-        may_read = _which_may_read([inputs[place] for place in order], self.block_size)
+        ordered = sorted(pieces, key=lambda each: each.ids)
         # So that what is read does not depend on what was scored before, and the rules above hold.
         self.engine.reset_prefix_cache()
-        waiting = self._prompts([(place, inputs[place], reads) for place, reads in zip(order, may_read)])
+        waiting = self._prompts(ordered)
         running: set[str] = set()
         try:
             while True:
@@ -153,21 +177,19 @@ class VLLMLM(LogLikelihoods):
                     running.add(name)
                 if not running:
                     return
-                done = []
+                done: list[Score] = []
                 for output in self.engine.step():
                     if output.finished:
                         running.remove(output.request_id)
+                        self.computed_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
                         if output.request_id.isdecimal():
-                            place = int(output.request_id)
-                            done.append((place, self._read(inputs[place], output)))
-                        else:
-                            self.cached_tokens -= len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+                            done += self._read(ordered[int(output.request_id)], output)
                 if done:
                     yield done
         finally:
             self.engine.abort_request(list(running))
 
-    def _prompts(self, inputs: Sequence[tuple[int, ScoredInput, bool]]) -> Iterator[tuple[str, Sequence[int], Any]]:
+    def _prompts(self, inputs: Sequence[ScoredInput]) -> Iterator[tuple[str, Sequence[int], Any]]:
         """
         What goes to the engine: inputs by their places, and before them the contexts that they read from the cache.
 
@@ -175,7 +197,7 @@ class VLLMLM(LogLikelihoods):
         ahead as a prompt of its own, in whole blocks, is spared them, unless the input before has computed it.
         """
         before: Sequence[int] = ()
-        for place, each, may_read in inputs:
+        for place, (each, may_read) in enumerate(zip(inputs, which_may_read(inputs, self.block_size))):
             has_longer = any(len(target.ids) > 1 for target in each.targets)
             context = each.ids[: _first_of_prompt(each) // self.block_size * self.block_size]
             if has_longer and may_read and shared_length(before, each.ids) < len(context):
@@ -189,34 +211,30 @@ class VLLMLM(LogLikelihoods):
             )
             yield str(place), each.ids, sampling
 
-    def _read(self, each: ScoredInput, output: Any) -> list[TargetScore]:
+    def _read(self, each: ScoredInput, output: Any) -> list[Score]:
         cached = output.num_cached_tokens or 0
-        self.cached_tokens += cached
         most = max(len(target.ids) for target in each.targets) - 1
         if cached > _first_of_prompt(each) or len(output.prompt_logprobs or ()) < most:
             raise RuntimeError(
                 f"vLLM took {cached} of {len(each.ids)} tokens from its cache and left out log-probabilities that were "
                 "asked for; please report it."
             )
-        return [_score_of(target.ids, output) for target in each.targets]
+        return [Score(target.request, *_score_of(target.ids, output)) for target in each.targets]
 
 
 @contextlib.contextmanager
-def _longer_than_the_model() -> Iterator[None]:
-    """Let vLLM take one token more than the model has positions."""
-    name = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+def _environment(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
-def _which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:
+def which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:
     """
     Of sorted inputs, which may read from the cache of prefixes.
 
@@ -233,14 +251,14 @@ def _which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool
 
 def _first_of_prompt(each: ScoredInput) -> int:
     """The first position of an input that predicts one of its own tokens; the last one predicts none of them."""
-    return min((target.positions[0] for target in each.targets if len(target.ids) > 1), default=len(each.ids) - 1)
+    return min((target.first for target in each.targets if len(target.ids) > 1), default=len(each.ids) - 1)
 
 
-def _score_of(ids: Sequence[int], output: Any) -> TargetScore:
+def _score_of(ids: Sequence[int], output: Any) -> tuple[float, bool]:
     """Of tokens of which all but the last end the prompt."""
     of_prompt = output.prompt_logprobs[1 - len(ids) :] if len(ids) > 1 else []
     entries = [position[token] for token, position in zip(ids[:-1], of_prompt, strict=True)]
     (generated,) = output.outputs[0].token_ids
     last = output.outputs[0].logprobs[0][ids[-1]]
     log_likelihood = sum((entry.logprob for entry in entries), start=last.logprob)
-    return TargetScore(float(log_likelihood), generated == ids[-1] and all(entry.rank == 1 for entry in entries))
+    return float(log_likelihood), generated == ids[-1] and all(entry.rank == 1 for entry in entries)

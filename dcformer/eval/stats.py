@@ -1,4 +1,4 @@
-"""Standard errors, and intervals and p-values of the difference between two models on the same documents.
+"""Standard errors, and intervals and p-values of differences between models and between training seeds.
 
 Every metric is a function of two sums over documents: of what was measured, and of what it is measured per. An accuracy
 is hits per document, the logarithm of a perplexity is minus the log-likelihood per token, and bits per byte are the
@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
@@ -20,9 +19,9 @@ from ..common.optional import import_optional
 
 
 RESAMPLES = 10_000
+SIGNIFICANCE = 0.05
 _DRAWN_AT_ONCE = 1 << 17  # documents in one block of resamples: 1 MiB, which stays in the cache
 _FEW_VALUES = 16  # so many different documents are counted with one multinomial draw per resample
-SIGNIFICANCE = 0.05
 _NOTHING = 1e-12  # sums of the same numbers in another order differ by less than this
 
 
@@ -98,13 +97,12 @@ def paired_difference(
         samples: Lines of a record's samples (see records.py). The metric of a line is a number, or for perplexities and
             `bits_per_byte` the pair of a log-likelihood (nats) and the number of tokens or bytes.
         baseline: The same of the baseline; its lines may be in another order.
-        task (`str`): For errors.
-        seed (`int`, defaults to 0): Seed of the bootstrap.
-        resamples (`int`, defaults to 10,000): Number of its resamples.
+        task: For errors, and a random stream of its own.
+        seed (defaults to 0): Seed of the bootstrap.
+        resamples (defaults to 10,000): Number of its resamples.
 
     Raises:
-        ValueError: if the two have different documents, or a line lacks the metric.
-        ImportError: without SciPy.
+        ValueError: if the two have different documents.
     """
     return paired_mean_difference({task: (samples, baseline)}, metric, seed=seed, resamples=resamples)
 
@@ -117,13 +115,11 @@ def paired_mean_difference(
     resamples: int = RESAMPLES,
 ) -> Difference:
     """
-    As `paired_difference`, of the unweighted mean of tasks; the documents of each are resampled on their own.
+    As [`paired_difference`], of the unweighted mean of tasks; the documents of each are resampled on their own.
 
     Args:
         tasks: Task -> samples of the model and of the baseline.
     """
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, got {resamples}")
     # A stream of its own for every task: a task's interval does not depend on which others are there.
     point, resampled, counts = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():
@@ -148,50 +144,26 @@ def sign_test(only_here: int, only_there: int) -> float:
     """
     Two-sided p-value of the exact sign test (McNemar's): how probable it is that documents which are right for one of
     two models alone fall this unevenly, or more so, if each is as likely to be either's; 1 if there are none.
-
-    Raises:
-        ImportError: without SciPy.
     """
     discordant = only_here + only_there
     return float(_scipy_stats().binomtest(only_here, discordant).pvalue) if discordant else 1.0
 
 
-def sign_test_error(discordant: int) -> float:
-    """
-    How often the sign test finds a difference at the 5 % level although there is none, given the number of documents
-    that are right for one model alone: at most 5 %, and less the fewer they are.
-
-    Raises:
-        ImportError: without SciPy.
-    """
-    p_values = 2 * _scipy_stats().binom.cdf(np.arange((discordant + 1) // 2), discordant, 0.5)
-    return float(max(p_values[p_values <= SIGNIFICANCE], default=0.0))
-
-
 def holm(p_values: Sequence[float]) -> list[float]:
     """
-    P-values corrected for their number by Holm's step-down rule: where no model differs, the probability that any of
-    them is at most 5 % is itself at most 5 %, whatever their dependence.
-
-    Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure, Scandinavian Journal of Statistics 6.
+    P-values corrected for their number by Holm's step-down rule (1979): where nothing differs, the probability that any
+    of them is at most 5 % is itself at most 5 %, whatever their dependence.
     """
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected, largest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
-        corrected[index] = largest
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
     return corrected
 
 
-def metric_and_stderr(samples: Sequence[Mapping], metric: str, *, task: str) -> tuple[float, float]:
-    """
-    A metric over all samples with its standard error, by linearising the ratio of sums; `nan` for a single document.
-
-    Raises:
-        ValueError: if a line lacks the metric.
-    """
-    sums = _sums_by_document(samples, metric, task)
-    measured, per = np.array(list(sums.values())).T
+def metric_and_stderr(samples: Sequence[Mapping], metric: str) -> tuple[float, float]:
+    """A metric over all samples with its standard error, by linearising the ratio of sums; `nan` for one document."""
+    measured, per = np.array(list(_sums_by_document(samples, metric).values())).T
     rate = measured.sum() / per.sum()
     count = len(measured)
     residual = ((measured - rate * per) ** 2).sum() * count / (count - 1) if count > 1 else math.nan
@@ -206,25 +178,16 @@ def _keys(samples: Sequence[Mapping]) -> list[tuple[str, int]]:
     """(hash, occurrence) of every document in the order of their numbers; data sets hold some documents twice."""
     seen: Counter[str] = Counter()
     keys = []
-    for sample in _in_order(samples):
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         seen[sample["doc_hash"]] += 1
         keys.append((sample["doc_hash"], seen[sample["doc_hash"]]))
     return keys
 
 
-def _in_order(samples: Sequence[Mapping]) -> list[Mapping]:
-    return sorted(samples, key=lambda sample: sample["doc_id"])
-
-
-def _sums_by_document(samples: Sequence[Mapping], metric: str, task: str) -> dict[tuple[str, int], tuple[float, float]]:
+def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[tuple[str, int], tuple[float, float]]:
     """Key -> what was measured, and per what."""
-    if not samples:
-        raise ValueError(f"Task {task!r} has no samples; run it again.")
-    if any(metric not in sample["metrics"] for sample in samples):
-        raise ValueError(f"Samples of {task!r} lack the metric {metric!r}; run the task again.")
-    return {
-        key: _two_sums(sample["metrics"][metric], metric) for key, sample in zip(_keys(samples), _in_order(samples))
-    }
+    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
+    return {key: _two_sums(sample["metrics"][metric], metric) for key, sample in zip(_keys(samples), ordered)}
 
 
 def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float]:
@@ -236,7 +199,7 @@ def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float
 
 def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric: str, task: str) -> np.ndarray:
     """Rows of four sums, `(documents, 4)`: the model's two, the baseline's two."""
-    first, second = (_sums_by_document(lines, metric, task) for lines in (samples, baseline))
+    first, second = _sums_by_document(samples, metric), _sums_by_document(baseline, metric)
     if first.keys() != second.keys():
         raise ValueError(
             f"Task {task!r} was scored on different documents of model and baseline ({len(first)} and {len(second)}, "
@@ -264,10 +227,6 @@ def _p_value_of_resamples(resampled: np.ndarray) -> float:
     return float(min(1.0, 2 * (beyond + 1) / (len(resampled) + 1)))
 
 
-def _scipy_stats() -> ModuleType:
-    return import_optional("scipy.stats", "P-values of differences need SciPy: pip install 'dcformer[eval]'.")
-
-
 def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
     """Sums of as many rows as there are, drawn with replacement, `(resamples, columns)`."""
     values, counts = np.unique(rows, axis=0, return_counts=True)
@@ -284,3 +243,101 @@ def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Gener
         times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
         sums.append(times.astype(np.float64) @ rows)
     return np.concatenate(sums)
+
+
+@dataclass(frozen=True)
+class SeedComparison:
+    """
+    Two variants, compared by the seeds that both were trained with.
+
+    Attributes:
+        first, second: Their names.
+        seeds: How many seeds both have.
+        difference: Mean of first minus second, paired by seed.
+        half_width: Of the 95 % interval of this difference alone.
+        simultaneous_half_width: Of intervals of which all together hold their differences in 95 % of experiments
+            (Bonferroni); wider than what the corrected p decides by.
+        p: Of the paired t test, two-sided. Where all seeds differ by the same, of the test by signs.
+        corrected_p: The same after Holm's correction for all comparisons made at once.
+    """
+
+    first: str
+    second: str
+    seeds: int
+    difference: float
+    half_width: float
+    simultaneous_half_width: float
+    p: float
+    corrected_p: float
+
+    @property
+    def is_apart(self) -> bool:
+        """At a level of 5 % for all comparisons together."""
+        return self.corrected_p <= SIGNIFICANCE
+
+
+def seed_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean of one value per training seed, and half the width of its 95 % interval (Student's t); `nan` for one."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, math.nan
+    stats = _scipy_stats()
+    return mean, float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(values) - 1) * stats.sem(values))
+
+
+def further_share_interval(shares: Sequence[float], documents: int) -> tuple[float, float]:
+    """
+    Where one more training seed is expected: a 95 % prediction interval, on the logits of shares of right answers.
+
+    Args:
+        shares: One fraction per training seed, of two seeds at least.
+        documents: Of how many answers each is the share; 0 and 1 count as half an answer away from there.
+
+    Returns:
+        Both ends, as fractions.
+    """
+    least = 0.5 / documents
+    bounded = [min(max(share, least), 1.0 - least) for share in shares]
+    mean, half_width = seed_interval([math.log(share / (1.0 - share)) for share in bounded])
+    # The mean has the variance of one seed divided by their number, a further seed that of the mean and one more.
+    half_width *= math.sqrt(len(shares) + 1)
+    low, high = (1.0 / (1.0 + math.exp(-end)) for end in (mean - half_width, mean + half_width))
+    return low, high
+
+
+def compare_seeds(
+    values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]] | None = None
+) -> list[SeedComparison]:
+    """
+    Compare variants by t tests paired by seed, with p-values corrected for the number of comparisons.
+
+    Args:
+        values: Variant -> seed -> value.
+        pairs (*optional*): Which to compare, as (first, second); `None`: every variant with the first.
+
+    Raises:
+        ValueError: if a pair has fewer than two seeds in common.
+    """
+    names = list(values)
+    chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)
+    stats, found = _scipy_stats(), []
+    for first, second in chosen:
+        both = values[first].keys() & values[second].keys()
+        differences = [values[first][seed] - values[second][seed] for seed in both]
+        if len(differences) < 2:
+            raise ValueError(f"{first!r} and {second!r} must have two seeds in common, got {len(differences)}.")
+        mean, half_width = seed_interval(differences)
+        freedom, error = len(differences) - 1, float(stats.sem(differences))
+        simultaneous = float(stats.t.ppf(1 - SIGNIFICANCE / 2 / len(chosen), freedom)) * error
+        if math.isclose(min(differences), max(differences), rel_tol=1e-9):
+            # Shares of right answers are rounded, so equal differences may be chance: what is left is a test by signs.
+            p = 2.0**-freedom if mean else 1.0
+        else:
+            p = float(2 * stats.t.sf(abs(mean) / error, freedom))
+        found.append((len(differences), mean, half_width, simultaneous, p))
+    corrected = holm([row[-1] for row in found])
+    return [SeedComparison(*pair, *row, own) for pair, row, own in zip(chosen, found, corrected)]
+
+
+def _scipy_stats():
+    return import_optional("scipy.stats", "Intervals and p-values need SciPy: pip install 'dcformer[eval]'.")

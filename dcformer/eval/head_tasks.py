@@ -1,0 +1,233 @@
+r"""
+Head tasks (section 4.3): generated questions, and the authors' 888 texts of Table 5 and Figure 6, for lm-eval.
+
+A text of the authors has eight lines, each an example of one task, and the answers of lines 3 to 8 are in brackets:
+
+    < Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of [ vehicle ]
+
+"Words in the bracket [] are compared", say the authors: the answer of line K + 1 is scored with the K lines before it
+as examples, K from 2 to 7, which makes 5,328 answers. Each K is a task of its own here.
+
+**What the model reads.** The brackets mark what is scored and are removed, with one of the two spaces they leave: in
+the paper the answer is predicted at the word before it (section 4.3 and appendix G), and Table 11 prints the texts
+without brackets. All else is kept, also the line feed with which every text begins. `brackets=True` leaves them in.
+
+**Where the answer begins.** With the space before it, since the GPT-NeoX tokenizer joins a space to the word after it.
+
+**Scores.** The paper does not say how answers of several tokens (622 of 5,328) count. All readings are reported: `acc`
+(every token of the answer is the most probable one), `acc_first_token`, `token_perplexity` (over all tokens of all
+answers), `answer_perplexity` (exponential of the mean negative log-likelihood of an answer), and
+`first_token_perplexity`. Those of the first token are left out where a tokenizer encodes its text alone as other ids.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..head_tasks import TASK_KINDS, held_out_questions
+from .data import SOURCES, checked_origin, documents_hash, import_datasets, jsonl_fields, remember, spread_places
+from .perplexity import continuation_ids, task_tokenizer
+from .stats import as_pair
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SHOTS = (2, 3, 4, 5, 6, 7)
+HELD_OUT_DOCUMENTS = 1000
+# What a sample keeps of its question, for the report's breakdown.
+FIELDS = ("document", "shots", "subject", "pattern", "transformation", "task")
+_GROUPS = ("shots", "subject", "pattern", "transformation", "task")
+_ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
+
+
+def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Dataset]:
+    """
+    The questions of generated texts that no practice document holds.
+
+    Args:
+        windows: Number of texts (`--limit`); 1,000 if `None`.
+        settings: As of [`load_authors_texts`].
+
+    Returns:
+        One split `test`; rows as of [`load_authors_texts`].
+    """
+    questions = held_out_questions(documents=windows or HELD_OUT_DOCUMENTS)
+    n_unscored = 0 if windows is None else max(0, HELD_OUT_DOCUMENTS - windows) * len(questions) // windows
+    found = documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
+    return _as_test(questions, n_unscored, settings, {"source": "generated", "hash": found, "as_known": None})
+
+
+def load_authors_texts(
+    shots: int,
+    data_dir: str | None = None,
+    brackets: bool = False,
+    windows: int | None = None,
+    data_hash: str | None = None,
+    **settings: Any,
+) -> dict[str, Dataset]:
+    """
+    The answers of line `shots + 1` of every text.
+
+    Args:
+        shots (2 to 7): Lines before the one that is scored.
+        data_dir: Folder with `synthetic/synthetic_dataset.jsonl`; the authors' repository if not given.
+        brackets: Leave the brackets in the text.
+        windows: Number of texts (`--limit`), spread evenly over all; all 888 if `None`.
+        data_hash: The hash that the texts must have, or `"any"`.
+        settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
+            `trust_remote_code`, `add_bos_token`.
+
+    Returns:
+        One split `test`; a row has `context`, `continuations` (the answer and, if it has several tokens, the text of
+        its first), `n_tokens` (of the answer), `has_first_token`, `n_unscored` and the fields of a question.
+
+    Raises:
+        FileNotFoundError: if the file is not there.
+        ValueError: if no tokenizer is named, or a text has another form.
+    """
+    texts = list(authors_texts(data_dir))
+    origin = checked_origin("synthetic", documents_hash(texts), data_dir, data_hash)
+    questions = []
+    for document in spread_places(len(texts), windows):
+        task, text = texts[document]
+        answers, kind = bracketed_answers(text, brackets), TASK_KINDS[task]
+        if list(answers) != list(SHOTS):
+            raise ValueError(f"Text {document + 1} must have one answer in brackets on each of its lines 3 to 8.")
+        context, answer = answers[shots]
+        names = {name: getattr(kind, name) for name in ("subject", "pattern", "transformation")}
+        questions.append(
+            {"context": context, "answer": answer, "document": document, "shots": shots, "task": task, **names}
+        )
+    return _as_test(questions, len(texts) - len(questions), settings, origin)
+
+
+def _as_test(
+    questions: Sequence[Mapping], n_unscored: int, settings: dict[str, Any], origin: dict[str, Any]
+) -> dict[str, Dataset]:
+    tokenizer, rows = task_tokenizer(**settings), []
+    for question in questions:
+        ids = continuation_ids(tokenizer, question["context"], question["answer"], settings.get("add_bos_token"))
+        # lm-eval says of a continuation only whether all of it is most probable, so its first token is asked for alone.
+        first = question["answer"] if len(ids) == 1 else tokenizer.decode(ids[:1])
+        rows.append(
+            {
+                **{name: question[name] for name in ("context", *FIELDS)},
+                "continuations": list(dict.fromkeys((question["answer"], first))),
+                "n_tokens": len(ids),
+                "n_unscored": n_unscored,
+                "has_first_token": len(ids) == 1 or continuation_ids(tokenizer, question["context"], first) == ids[:1],
+            }
+        )
+    if not all(row["has_first_token"] for row in rows):
+        rows = [{**row, "continuations": row["continuations"][:1], "has_first_token": False} for row in rows]
+    return {"test": remember(import_datasets().Dataset.from_list(rows), origin)}
+
+
+def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]:
+    """
+    Scores of one answer; perplexities as `(log-likelihood in nats, weight)`, to be divided after all were added up.
+
+    Args:
+        doc: A row of [`load_authors_texts`].
+        results: `(log-likelihood, is most probable)` of the answer and, if it has several tokens, of its first.
+    """
+    log_likelihood, is_greedy = results[0]
+    scores: dict[str, Any] = {
+        "acc": float(is_greedy),
+        "token_perplexity": (float(log_likelihood), doc["n_tokens"]),
+        # A weight of one: the same as lm-eval's `perplexity`, which would draw 100,000 bootstrap samples per task.
+        "answer_perplexity": (float(log_likelihood), 1),
+    }
+    if doc["has_first_token"]:
+        first_log_likelihood, first_is_greedy = results[-1]
+        scores |= {
+            "acc_first_token": float(first_is_greedy),
+            "first_token_perplexity": (float(first_log_likelihood), 1),
+        }
+    return scores
+
+
+def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
+    """Name of the task and text of the authors' file, in its order."""
+    if data_dir is not None:
+        return jsonl_fields([Path(data_dir, "synthetic", "synthetic_dataset.jsonl")], ("task_id", "texts"))
+    rows = import_datasets().load_dataset("json", data_files={"test": SOURCES["synthetic"].address}, split="test")
+    return ((row["task_id"], row["texts"]) for row in rows)
+
+
+def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
+    """
+    Find the scored answers of a text.
+
+    Args:
+        text: Lines that begin with a line feed, answers as ` [ answer ]`.
+        brackets: Leave the brackets in the context; otherwise it reads as if they had never been there.
+
+    Returns:
+        Number of lines before the answer's -> `(context, answer)`, the answer with the space before it.
+    """
+    found, context, end = {}, "", 0
+    for match in _ANSWER.finditer(text):
+        context += text[end : match.start()]
+        answer = " " + match[1]
+        found[context.count("\n") - 1] = (context + " [" if brackets else context, answer)
+        context += match[0] if brackets else answer
+        end = match.end()
+    return found
+
+
+def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
+    """Samples of head tasks with the sums of each text, which is resampled whole; others as they are."""
+    if not samples or "fields" not in samples[0]:
+        return samples
+    texts: dict[int, list[Mapping]] = {}
+    for sample in samples:
+        texts.setdefault(sample["fields"]["document"], []).append(sample)
+    return [
+        {
+            "doc_id": document,
+            "doc_hash": " ".join(sample["doc_hash"] for sample in own),
+            "metrics": {
+                metric: tuple(map(sum, zip(*(as_pair(sample["metrics"][metric]) for sample in own))))
+                for metric in own[0]["metrics"]
+            },
+        }
+        for document, own in texts.items()
+    ]
+
+
+def head_task_summary(samples: Sequence[Mapping]) -> dict[str, Any]:
+    """
+    Means over all answers and over those of every number of shots, subject, pattern, transformation and task.
+
+    Args:
+        samples: Of `head_tasks` or `head_tasks_authors_k*`, as [`dcformer.eval.read_samples`] returns them.
+
+    Returns:
+        `accuracy` (of whole answers), `perplexity` (per answer), `token_perplexity`, `answers`, `documents`; and
+        `by_shots`, `by_subject`, `by_pattern`, `by_transformation`, `by_task`: name -> the same five.
+    """
+    summary = _means(samples)
+    for name in _GROUPS:
+        values = sorted({sample["fields"][name] for sample in samples})
+        summary[f"by_{name}"] = {
+            str(value): _means([sample for sample in samples if sample["fields"][name] == value]) for value in values
+        }
+    return summary
+
+
+def _means(samples: Sequence[Mapping]) -> dict[str, Any]:
+    metrics = [sample["metrics"] for sample in samples]
+    total = math.fsum(each["answer_perplexity"][0] for each in metrics)
+    return {
+        "accuracy": sum(each["acc"] for each in metrics) / len(metrics),
+        "perplexity": math.exp(-total / len(metrics)),
+        "token_perplexity": math.exp(-total / sum(each["token_perplexity"][1] for each in metrics)),
+        "answers": len(metrics),
+        "documents": len({sample["fields"]["document"] for sample in samples}),
+    }

@@ -1,0 +1,342 @@
+"""Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
+
+[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in three points:
+logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored; what
+several inputs begin with is computed once; and a token id without an embedding row is handled by a named policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'.") from error
+
+from ..configuration_dcformer import DCFormerConfig
+from ..loading import FoundModel, find_model
+from .prefixes import Score, ScoredInput, Scorer, Target
+
+
+CPU_BATCH_SIZE = 16
+
+
+class LogLikelihoods(TemplateLM):
+    """
+    The part of a model class of lm-eval that is the same whatever computes the log-likelihoods.
+
+    A class made with it sets `oov_policy`, `embedding_rows` (token ids that the model can read and predict) and
+    `trained_rows` (those whose rows were trained, not added), calls `start_counting`, and defines `_score`.
+    """
+
+    oov_policy: str
+    embedding_rows: int
+    trained_rows: int
+    max_length: int
+    computed_tokens: int
+
+    def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Count documents and tokens anew; `on_progress` gets the numbers of requests done and in all."""
+        self.on_progress = on_progress
+        self.oov_documents: set[tuple[str, int]] = set()
+        self.truncated_documents: set[tuple[str, int]] = set()
+        self.scored_requests = self.input_tokens = self.computed_tokens = 0
+        self._instances: Sequence = ()
+        self._window_share = (0, 1)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of inputs that were not computed again."""
+        return self.input_tokens - self.computed_tokens
+
+    def counts(self) -> dict[str, Any]:
+        """What was counted, for the record."""
+        tokens = {"input_tokens": self.input_tokens, "cached_tokens": self.cached_tokens}
+        documents = {"oov": self.oov_documents, "truncated": self.truncated_documents}
+        return {"requests": self.scored_requests, **tokens, **documents}
+
+    def set_max_length(self, max_length: int) -> None:
+        """Let inputs have at most so many tokens from now on."""
+        self.max_length = max_length
+
+    def _score(
+        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
+    ) -> Iterator[list[Score]]:
+        """
+        Score inputs, in any order and as many at once as is best.
+
+        Args:
+            inputs: What is scored, the longest first.
+            requests: All requests.
+            override_bs: Number of inputs in a batch that the harness asks for.
+        """
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def whole_documents(self) -> Iterator[None]:
+        """Give every process all documents, and divide the windows of long texts instead, of which there may be few."""
+        rank, count = self._rank, self._world_size
+        self._rank, self._world_size, self._window_share = 0, 1, (rank, count)
+        try:
+            yield
+        finally:
+            self._rank, self._world_size, self._window_share = rank, count, (0, 1)
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        self._instances = requests
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
+        windows, owners = [], []
+        for index, request in enumerate(requests):
+            pieces = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for piece in pieces:
+                windows.append((None, *make_disjoint_window(piece)))
+                owners.append(index)
+        first, step = self._window_share
+        own = range(first, len(windows), step)
+        self._instances = [requests[owners[index]] for index in own]
+        answers = self._loglikelihood_tokens([windows[index] for index in own], disable_tqdm=disable_tqdm)
+        by_window = {index: log_likelihood for index, (log_likelihood, _) in zip(own, answers)}
+        if step > 1:
+            shares: list[Any] = [None] * step
+            torch.distributed.all_gather_object(shares, by_window)
+            by_window = {index: value for share in shares for index, value in share.items()}
+        totals = [0.0] * len(requests)
+        for index, owner in enumerate(owners):
+            totals[owner] += by_window[index]
+        for request, total in zip(requests, totals):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """
+        Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
+
+        Requests of one input, as the one-token choices of a question are, share it.
+        """
+        requests = self._within_the_vocabulary(requests)
+        inputs: dict[tuple[int, ...], ScoredInput] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            ids = tuple((context + continuation)[-self.max_length - 1 : -1])
+            # All tokens of the continuation but the last end the input.
+            target = Target(index, len(ids) - len(continuation), continuation)
+            inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
+        self.scored_requests += len(requests)
+        self.input_tokens += sum(map(len, inputs))
+        ordered = sorted(inputs.values(), key=lambda each: (-len(each.ids), each.ids))
+        answers: list = [None] * len(requests)
+        problem = None
+        with self._bar(len(requests), disable_tqdm) as advance:
+            for done in self._score(ordered, requests, override_bs):
+                for index, *answer in done:
+                    answers[index] = tuple(answer)
+                    if math.isnan(answer[0]):
+                        problem = problem or (
+                            f"The log-likelihood of {self._name(index)} is not a number: the weights hold NaN or "
+                            "infinity, or the dtype is too narrow for them; check the weights, or give a wider dtype."
+                        )
+                    if requests[index][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
+                advance(len(done))
+                if problem:
+                    break
+        self._raise_on_all_processes(problem)
+        return answers
+
+    def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
+        """The requests with ids that all have an embedding row, by `oov_policy`; counts documents that had others."""
+        problem = None
+        for index, (_, context, continuation) in enumerate(requests):
+            largest = max((*context, *continuation), default=-1)
+            document = self._document(index)
+            if largest >= self.trained_rows and document:
+                self.oov_documents.add(document)
+            if len(context) + len(continuation) > self.max_length + 1 and document:
+                self.truncated_documents.add(document)
+            problem = problem or self._problem(largest, context, continuation, index)
+        self._raise_on_all_processes(problem)
+        if self.oov_policy != "clamp":
+            return requests
+        last = self.embedding_rows - 1
+        return [(key, *([min(token, last) for token in ids] for ids in pair)) for key, *pair in requests]
+
+    def _problem(self, largest: int, context: list[int], continuation: list[int], index: int) -> str | None:
+        if largest >= self.embedding_rows and self.oov_policy != "clamp":
+            others = "--oov-policy clamp" if self.oov_policy == "pad" else "--oov-policy clamp|pad"
+            return (
+                f"Token id {largest} in {self._name(index)} has no row in the embedding, which has "
+                f"{self.embedding_rows}; say by {others} what to do with such ids, or use the model's own tokenizer."
+            )
+        if not context or not continuation:
+            return f"There is an empty context or continuation in {self._name(index)}, which cannot be scored."
+        if len(continuation) > self.max_length:
+            return (
+                f"The continuation in {self._name(index)} must have at most {self.max_length} tokens, the model's "
+                f"positions, got {len(continuation)}; leave the task out with --tasks."
+            )
+        return None
+
+    def _raise_on_all_processes(self, problem: str | None) -> None:
+        """Raise everywhere what any process found; the others would wait for it for ever."""
+        problems: list[str | None] = [problem]
+        count = max(self.world_size, self._window_share[1])
+        if count > 1:
+            problems = [None] * count
+            torch.distributed.all_gather_object(problems, problem)
+        for problem in problems:
+            if problem is not None:
+                raise ValueError(problem)
+
+    def _document(self, index: int) -> tuple[str, int] | None:
+        """Whose a request is: the harness passes tokens on without saying it."""
+        instance = self._instances[index] if index < len(self._instances) else None
+        return None if instance is None else (instance.task_name, instance.doc_id)
+
+    def _name(self, index: int) -> str:
+        document = self._document(index)
+        return "a request" if document is None else f"document {document[1]} of {document[0]}"
+
+    @contextlib.contextmanager
+    def _bar(self, total: int, disable: bool) -> Iterator[Callable[[int], object]]:
+        from tqdm import tqdm
+
+        on_progress = self.on_progress
+        if on_progress is not None:
+            on_progress(0, total)
+        hidden = disable or self.rank != 0 or on_progress is not None
+        with tqdm(total=total, desc="Scoring", unit=" requests", disable=hidden) as bar:
+            done = 0
+
+            def advance(count: int) -> None:
+                nonlocal done
+                done += count
+                bar.update(count)
+                if on_progress is not None:
+                    on_progress(done, total)
+
+            yield advance
+
+
+@register_model("dcformer")
+class DCFormerLM(LogLikelihoods, HFLM):
+    """
+    Args:
+        pretrained: A name as [`dcformer.loading.find_model`] takes it, what that returns, or a loaded model, which
+            stays where it is.
+        tokenizer (*optional*): Of a name as `find_model` takes it; with a loaded model its tokenizer.
+        device (*optional*): As [`dcformer.loading.choose_device`] takes it.
+        dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
+        batch_size (`int` or `"auto"`, defaults to `"auto"`): Inputs in a forward pass. "auto" is 16 on a CPU and what
+            fits on a GPU. A batch whose logits would exceed 1 GiB is cut.
+        max_length (*optional*): Most tokens of an input; `None`: what the model takes.
+        oov_policy (*optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last row, as
+            JAX does; "pad" adds mean rows (our models only). `None`: what the configuration says, else "error".
+        shared_prefixes (defaults to `True`): Compute once what several inputs begin with (models of ours, GPT-NeoX and
+            Llama; others compute every input whole).
+        on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
+        revision, trust_remote_code, add_bos_token, max_batch_size: As `HFLM`.
+
+    Raises:
+        ValueError: for "pad" with a model that cannot, or a folder without the weights of some parameters.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        tokenizer: Any = None,
+        device: str | torch.device | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = "auto",
+        max_length: int | None = None,
+        oov_policy: str | None = None,
+        shared_prefixes: bool = True,
+        on_progress: Callable[[int, int], None] | None = None,
+        revision: str = "main",
+        trust_remote_code: bool = False,
+        add_bos_token: bool | None = None,
+        max_batch_size: int | None = None,
+    ):
+        vocabulary = None
+        if isinstance(pretrained, str):
+            hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
+            pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
+        if isinstance(pretrained, FoundModel):
+            tokenizer, vocabulary = tokenizer or pretrained.tokenizer, pretrained.config.get_text_config().vocab_size
+            oov_policy = policy_in_force(pretrained.config, oov_policy)
+            is_ours = isinstance(pretrained.config, DCFormerConfig)
+            pretrained = pretrained.load(device=device, dtype=dtype, oov_policy=oov_policy if is_ours else None)
+        super().__init__(
+            pretrained,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_batch_size=max_batch_size or 64,
+            max_length=max_length,
+            add_bos_token=add_bos_token,
+        )
+        self.oov_policy = policy_in_force(self.config, oov_policy)
+        if self.batch_size_per_gpu == "auto" and self.device.type == "cpu":
+            self.batch_size_per_gpu = CPU_BATCH_SIZE
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from accelerate import Accelerator
+
+            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
+            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.start_counting(on_progress)
+        self.scorer = Scorer(self.model, shared_prefixes)
+        self.embedding_rows = self.scorer.rows
+        # Rows that hold an embedding of their own, which those that "pad" adds do not.
+        self.trained_rows = min(self.embedding_rows, vocabulary or self.embedding_rows)
+
+    def set_max_length(self, max_length: int) -> None:
+        self._max_length = max_length
+
+    def get_model_info(self) -> dict:
+        # HFLM would ask the Hub for a repository of the folder's name.
+        return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
+
+    def _score(
+        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
+    ) -> Iterator[list[Score]]:
+        size = override_bs or self.batch_size
+        if size == "auto":
+            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]), default=None)
+            size = self._detect_batch_size([longest], 0) if longest else 1
+        before = self.computed_tokens - self.scorer.computed_tokens
+        for done in self.scorer.score(inputs, size):
+            self.computed_tokens = before + self.scorer.computed_tokens
+            yield done
+
+
+def policy_in_force(config, oov_policy: str | None) -> str:
+    """
+    The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error".
+
+    Raises:
+        ValueError: for "pad" with a model that cannot add rows, or a policy that there is not.
+    """
+    if oov_policy not in (None, "error", "clamp", "pad"):
+        raise ValueError(f"oov_policy must be error, clamp or pad, got {oov_policy!r}.")
+    if oov_policy == "pad" and not isinstance(config, DCFormerConfig):
+        raise ValueError(
+            f"oov_policy='pad' adds rows to DCFormer and DCPythia only, got a {config.model_type} model; use clamp."
+        )
+    return oov_policy or getattr(config, "oov_policy", "error")

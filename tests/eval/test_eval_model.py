@@ -1,0 +1,319 @@
+"""Log-likelihoods of the model class against plain forward passes and the harness's own, with shared beginnings."""
+
+import functools
+import random
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from dcformer.eval import DCFormerLM, prefixes
+from dcformer.eval.prefixes import ScoredInput, Target, shared_beginnings
+from dcformer.eval.vllm_model import which_may_read
+
+
+# Text with a run of spaces, whose id 50,276 lies beyond 50,257 rows.
+SPACED = "a  b"
+PAIRS = [
+    ("The capital of France is", " Paris"),
+    ("The capital of France is", " London"),
+    ("The capital of France is", " a city in the north of the country"),
+    ("", "A text without a context"),
+    ("Question: what is composed?\nAnswer: ", "heads"),
+    ("Heads " * 30, "work together"),
+    ("One", " two three four five six seven eight nine ten"),
+    ("Numbers: 1 2 3 4 5 6 7 8 9", " 10"),
+]
+TEXTS = ["One short text.", "Every pair of a query and a key has its own map of the heads. " * 8, "A"]
+ROWS = 67
+POSITIONS = 64
+SHAPE = {
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS = {
+    # Windows of 6, so that what is shared is longer and shorter than they are.
+    "dcformer": lambda: tiny_model("dcformer"),
+    "dcpythia": lambda: tiny_model("dcpythia"),
+    "grouped_query_attention": lambda: tiny_model("grouped_query_attention"),
+    "learned_positions": lambda: tiny_model("plain_transformer_with_learned_positions"),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, intermediate_size=64, initializer_range=0.3)),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(**SHAPE, intermediate_size=64, num_key_value_heads=2, initializer_range=0.3)
+    ),
+}
+
+
+def save_model(folder, kind, rows, fixtures):
+    """A random model of 64 positions with GPT-NeoX's tokenizer."""
+    if kind == "gpt_neox":
+        torch.manual_seed(0)
+        shape = {**SHAPE, "vocab_size": rows, "intermediate_size": 64, "initializer_range": 0.2}
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape))
+    else:
+        model = tiny_model(kind, seed=0, vocab_size=rows)
+    model.save_pretrained(folder)
+    file = str(fixtures / "benchdata/tokenizer/20B_tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(fixtures, tmp_path_factory):
+    made = {}
+    for kind in ("dcformer", "gpt_neox"):
+        for rows in (50304, 50257):
+            made[kind, rows] = str(tmp_path_factory.mktemp(f"{kind}_{rows}"))
+            save_model(made[kind, rows], kind, rows, fixtures)
+    return made
+
+
+def language_model(folder, **options):
+    return DCFormerLM(folder, **{"dtype": "float32", "device": "cpu", "on_progress": lambda *_: None, **options})
+
+
+def instances(pairs):
+    kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
+    return [
+        Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0, metadata=("question", index, 1))
+        for index, pair in enumerate(pairs)
+    ]
+
+
+@functools.cache
+def loaded(folder):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def by_hand(folder, context, continuation, most=64):
+    """Log-probability of the continuation and whether it is greedy, by one plain forward pass without padding."""
+    tokenizer, model = loaded(folder)
+    spaces = len(context) - len(context.rstrip())
+    whole = tokenizer(context + continuation)["input_ids"]
+    start = len(tokenizer(context[: len(context) - spaces])["input_ids"])
+    if not context:
+        whole, start = [tokenizer.eos_token_id, *whole], 1
+    target = torch.tensor(whole[start:])
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([whole[-most - 1 : -1]])).logits[0, -len(target) :].float()
+    scores = logits.log_softmax(-1).gather(-1, target[:, None])
+    return float(scores.sum()), bool((logits.argmax(-1) == target).all())
+
+
+def values(answers):
+    return torch.tensor([answer[0] if isinstance(answer, tuple) else answer for answer in answers])
+
+
+@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
+def test_log_likelihoods_equal_plain_forward_passes(kind, folders):
+    folder = folders[kind, 50304]
+    expected = [by_hand(folder, *pair) for pair in PAIRS]
+    for batch_size in (1, "auto"):
+        answers = language_model(folder, batch_size=batch_size).loglikelihood(instances(PAIRS))
+        assert values(answers) == pytest.approx(values(expected), abs=1e-4)
+        assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+
+
+@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
+def test_truncation_and_rolling_windows_are_those_of_the_harness(kind, folders):
+    folder = folders[kind, 50304]
+    ours = language_model(folder, batch_size=4)
+    harness = HFLM(folder, dtype="float32", device="cpu", batch_size=4, backend="causal")
+    long = [("Heads " * words, "work together") for words in (20, 63, 65, 200)]
+    for method, requests in (("loglikelihood", PAIRS + long), ("loglikelihood_rolling", TEXTS)):
+        expected = getattr(harness, method)(instances(requests), disable_tqdm=True)
+        answers = getattr(ours, method)(instances(requests))
+        # The harness adds up in float32, where a text at -1,448 is known to 1.2e-4.
+        assert values(answers) == pytest.approx(values(expected), abs=1e-4, rel=1e-6)
+    assert ours.truncated_documents == {("question", len(PAIRS) + place) for place in (1, 2, 3)}
+
+
+def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(folders):
+    """ " Paris" scored alone, and as the last token of a longer continuation of a shorter context."""
+    model = language_model(folders["dcformer", 50304])
+    pairs = [("The capital of France is", " Paris"), ("The capital of", " France is London"), ("The", " capital")]
+    answers = model.loglikelihood(instances(pairs))
+    assert (model.input_tokens, model.cached_tokens) == (6, 1)  # rows of five tokens and of one, which begins the other
+    assert values(answers) == pytest.approx(
+        values([by_hand(folders["dcformer", 50304], *pair) for pair in pairs]), abs=1e-4
+    )
+
+
+def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch):
+    folder = folders["gpt_neox", 50304]
+    expected = values(language_model(folder).loglikelihood(instances(PAIRS)))
+    monkeypatch.setattr(prefixes, "MOST_LOGITS", 50304 * 12)
+    monkeypatch.setattr(prefixes, "MOST_CACHED", 1)
+    sizes, run = [], prefixes.Scorer._run
+    monkeypatch.setattr(
+        prefixes.Scorer,
+        "_run",
+        lambda self, rows, *given, **named: sizes.append(len(rows)) or run(self, rows, *given, **named),
+    )
+    found = values(language_model(folder).loglikelihood(instances(PAIRS)))
+    assert found == pytest.approx(expected, abs=1e-4) and max(sizes) == 1
+
+
+@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
+def test_ids_without_a_row_are_refused_or_read_as_the_last_one(kind, folders):
+    folder = folders[kind, 50257]
+    with pytest.raises(ValueError, match="50276 in document 1 of question"):
+        language_model(folder).loglikelihood(instances([PAIRS[0], (SPACED, " c")]))
+    model = language_model(folder, oov_policy="clamp")
+    answers = model.loglikelihood(instances([PAIRS[0], (SPACED, " c"), ("a", "  b")]))
+    assert model.oov_documents == {("question", 1), ("question", 2)}
+    tokenizer, plain = loaded(folder)
+    clamped = torch.tensor(tokenizer("a  b")["input_ids"]).clamp(max=50256)
+    with torch.no_grad():
+        scores = plain(input_ids=clamped[None, :-1]).logits[0].log_softmax(-1)
+    assert answers[2][0] == pytest.approx(float(scores.gather(-1, clamped[1:, None]).sum()), abs=1e-4)
+
+
+def test_pad_adds_rows_to_our_models_only(folders):
+    model = language_model(folders["dcformer", 50257], oov_policy="pad")
+    assert (model.embedding_rows, model.trained_rows) == (50304, 50257)
+    model.loglikelihood(instances([(SPACED, " c")]))
+    assert model.oov_documents == {("question", 0)}
+    with pytest.raises(ValueError, match="gpt_neox"):
+        language_model(folders["gpt_neox", 50257], oov_policy="pad")
+
+
+def test_what_cannot_be_scored_is_refused(folders):
+    model = language_model(folders["dcformer", 50304])
+    with pytest.raises(ValueError, match="empty context or continuation in document 0"):
+        model.loglikelihood(instances([("a", "")]))
+    with pytest.raises(ValueError, match="64"):
+        model.loglikelihood(instances([("a", " word" * 70)]))
+    with torch.no_grad():
+        model.model.lm_head.weight[:] = torch.nan
+    with pytest.raises(ValueError, match="document 0 of question is not a number"):
+        model.loglikelihood(instances(PAIRS[:1]))
+
+
+def test_the_harness_finds_the_class_and_its_cache_sees_every_answer(folders):
+    from lm_eval.api.registry import get_model
+
+    assert get_model("dcformer") is DCFormerLM
+    model, seen = language_model(folders["dcformer", 50304]), []
+    model.cache_hook.add_partial = lambda *entry: seen.append(entry)
+    answers = model.loglikelihood(instances(PAIRS))
+    assert {key: answer for _, key, answer in seen} == dict(zip(PAIRS, answers))
+
+
+# Shared beginnings
+
+
+def questions(count=12):
+    """Requests of questions with one to five choices: of one token, equal, alike at first; some are cut."""
+    generator = random.Random(0)
+
+    def ids(number):
+        return [generator.randrange(ROWS) for _ in range(number)]
+
+    requests = []
+    for index in range(count):
+        # The empty context is one token. Of the longest, less is kept the longer a choice is.
+        context = ids([1, 5, 12, 20, 21, 33, 55, 62, 70][index % 9])
+        choices = [ids(generator.choice([1, 1, 2, 5, 9])) for _ in range(1 + index % 5)]
+        if index % 3 == 0:
+            beginning = ids(10)
+            choices = [beginning + choice for choice in choices]
+        if index % 4 == 1:
+            choices += [list(choices[0]), choices[0] + ids(2)]
+        requests += [(None, context, choice) for choice in choices]
+    generator.shuffle(requests)
+    return requests
+
+
+def scorer_of(model, **options):
+    words = models.WordLevel({f"w{index}": index for index in range(ROWS)}, unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1")
+    return DCFormerLM(model, tokenizer=tokenizer, max_length=POSITIONS, on_progress=lambda *_: None, **options)
+
+
+def answers_of(scorer, requests):
+    answers = scorer._loglikelihood_tokens(requests)
+    return torch.tensor([value for value, _ in answers]), [greedy for _, greedy in answers]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_whole_inputs(name):
+    torch.manual_seed(0)
+    model, requests = MODELS[name]().eval(), questions()
+    expected, greedy = answers_of(scorer_of(model, shared_prefixes=False, batch_size=8), requests)
+    for batch_size in (1, 8):
+        scorer = scorer_of(model, batch_size=batch_size)
+        found, flags = answers_of(scorer, requests)
+        # Float32 sums in another order; log-likelihoods are up to 100.
+        assert found == pytest.approx(expected, abs=2e-5, rel=1e-6)
+        assert flags == greedy
+        assert 0.2 * scorer.input_tokens < scorer.cached_tokens < 0.8 * scorer.input_tokens
+
+
+def test_models_whose_cache_is_not_tested_or_whose_angles_depend_on_the_length_share_nothing():
+    torch.manual_seed(0)
+    opt = OPTForCausalLM(OPTConfig(**SHAPE, ffn_dim=64, word_embed_proj_dim=32, init_std=0.3))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16}
+    llama = LlamaForCausalLM(LlamaConfig(**SHAPE, intermediate_size=64, rope_parameters=dynamic))
+    for model in (opt, llama):
+        scorer, requests = scorer_of(model.eval(), batch_size=1), questions(4)
+        harness = HFLM(model, tokenizer=scorer.tokenizer, backend="causal", batch_size=1, max_length=POSITIONS)
+        expected = harness._loglikelihood_tokens(requests, disable_tqdm=True)
+        assert answers_of(scorer, requests)[0].tolist() == pytest.approx([value for value, _ in expected], abs=1e-4)
+        assert scorer.cached_tokens == 0 and not scorer.scorer.shares
+
+
+def test_groups_hold_every_input_once_and_save_what_any_groups_can():
+    generator = random.Random(1)
+    for _ in range(20):
+        inputs = []
+        for _ in range(4):
+            shared = [generator.randrange(3) for _ in range(generator.randrange(6, 14))]
+            inputs += [(*shared, *generator.choices(range(3), k=9)) for _ in range(2)]
+        inputs = sorted(set(inputs))
+        groups = shared_beginnings(inputs)
+        assert sorted(place for group in groups for place in group.places) == list(range(len(inputs)))
+        saved = sum(group.length * (len(group.places) - 1) for group in groups)
+
+        def best(start, inputs=inputs):
+            """Over all ways to cut the sorted inputs from one on."""
+            found = [0]
+            for stop in range(start + 1, len(inputs) + 1):
+                common = prefixes.shared_length(inputs[start], inputs[stop - 1])
+                if stop - start == 1 or common >= prefixes.LEAST_SHARED:
+                    found.append((stop - start - 1) * common + (best(stop) if stop < len(inputs) else 0))
+            return max(found)
+
+        assert saved == best(0)
+
+
+def test_an_input_reads_of_vllms_cache_only_where_nothing_is_scored():
+    def scored(length, tokens):
+        return ScoredInput(tuple(range(length)), [Target(0, length - tokens, range(tokens))])
+
+    # Of 70 tokens 64 are in whole blocks; predictions before position 64 would be lost.
+    assert which_may_read([scored(70, 1), scored(71, 2)], 32) == [True, True]
+    assert which_may_read([scored(70, 20), scored(71, 20)], 32) == [False, False]
+    assert which_may_read([scored(70, 20)], 32) == [True]

@@ -1,0 +1,274 @@
+"""The runner: records on disk, resuming after an interruption, several processes, and what is refused."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+
+import pytest
+
+
+pytest.importorskip("lm_eval")
+
+import datasets
+from test_eval_model import by_hand, save_model
+from tiny_models import tiny_model
+from typer.testing import CliRunner
+
+from dcformer.cli import app
+from dcformer.common.files import file_lock
+from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run
+from dcformer.eval import model as model_room
+from dcformer.head_tasks import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Without ids beyond its embedding, and with a tokenizer that is quick to read."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    tiny_model("dcformer", seed=0, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def few_rows(fixtures, tmp_path_factory):
+    """Of 50,257 rows, as the released models."""
+    folder = str(tmp_path_factory.mktemp("few_rows"))
+    save_model(folder, "dcformer", 50257, fixtures)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Eight documents of two tasks."""
+    folder = tmp_path_factory.mktemp("data")
+    goals = [{"goal": f"Goal {n}", "sol1": "one way", "sol2": "another", "label": n % 2} for n in range(8)]
+    names = ("support", "question", "distractor1", "distractor2", "distractor3", "correct_answer")
+    questions = [{name: f"{name} {n}" for name in names} for n in range(8)]
+    for task, split, rows in (("piqa", "validation", goals), ("sciq", "test", questions)):
+        (folder / task).mkdir()
+        datasets.Dataset.from_list(rows).to_parquet(folder / task / f"{split}.parquet")
+    return str(folder)
+
+
+@pytest.fixture
+def start(model, data, tmp_path):
+    def start(*models, output="out", **options):
+        settings = {"tasks": "piqa,sciq", "dtype": "float32", "device": "cpu", "data_dir": data, **options}
+        return evaluate(list(models) or model, output=tmp_path / output, **settings)
+
+    return start
+
+
+def contents(folder):
+    """Every file of results, without timings."""
+    found = {}
+    for path in sorted(folder.rglob("*shot*")):
+        text = path.read_text()
+        found[path.name] = {**json.loads(text), "timings": None} if path.suffix == ".json" else text
+    return found
+
+
+def test_every_task_and_number_of_shots_has_a_record_in_the_layout_of_lm_eval(start, model, tmp_path):
+    seen = []
+    found = start(num_fewshot=(0, 2), limit=6, on_progress=lambda *progress: seen.append(progress))
+    assert [(r.task, r.num_fewshot) for r in found] == [("piqa", 0), ("piqa", 2), ("sciq", 0), ("sciq", 2)]
+    assert {(r.num_samples, r.num_documents, r.is_partial) for r in found} == {(6, 8, True)}
+    assert read_records(tmp_path / "out") == found
+    (path,) = (tmp_path / "out").rglob("piqa-0shot.json")
+    content = json.loads(path.read_text())
+    assert content["results"]["dcformer_piqa"]["acc,none"] == found[0].metrics["acc"]["value"]
+    assert content["n-samples"]["dcformer_piqa"] == {"original": 8, "effective": 6}
+    samples = read_samples(tmp_path / "out", found[0])
+    assert [sample["doc_id"] for sample in samples] == [0, 1, 2, 4, 5, 6]  # spread evenly
+    for request in samples[3]["requests"]:
+        expected = by_hand(model, request["context"], request["continuation"])
+        assert request["log_likelihood"] == pytest.approx(expected[0], abs=1e-4)
+    assert (f"{model}, piqa, 0-shot", 12, 12) in seen
+    assert found[0].observed["documents"]["as_known"] is False and found[0].observed["truncated_documents"] == 0
+
+
+def test_results_are_reused_if_their_settings_are_the_same(start, monkeypatch, tmp_path):
+    start(tasks="piqa")
+    scored, score = [], run._score
+    monkeypatch.setattr(run, "_score", lambda *given: scored.append(given[2].task) or score(*given))
+    monkeypatch.setattr(run, "git_revision", lambda: "another")
+    start()
+    assert scored == ["sciq"]
+    start(seed=1)
+    assert scored == ["sciq", "piqa", "sciq"]
+    (samples,) = (tmp_path / "out").rglob("piqa*.jsonl")
+    samples.unlink()
+    start(seed=1)
+    assert scored[3:] == ["piqa"]
+
+
+MOMENTS = {
+    "while data are read": (run, "task_manager", 2),
+    "in the second task": (prefixes.Scorer, "score", 2),
+    "while the samples are written": (os, "fsync", 1),
+    "between the samples and the record": (records, "write_atomically", 2),
+    "after the first record": (run, "_score", 2),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_goes_on_to_the_same_files_after_an_interruption(moment, start, tmp_path, monkeypatch):
+    place, name, which = MOMENTS[moment]
+    original, calls = getattr(place, name), []
+
+    def stop(*given, **options):
+        calls.append(name)
+        if len(calls) == which:
+            raise KeyboardInterrupt
+        return original(*given, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(place, name, stop)
+        start()
+    assert not list((tmp_path / "out").rglob("*.partial"))
+    start()
+    start(output="whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(few_rows, data, tmp_path, start):
+    spaced = shutil.copytree(data, tmp_path / "spaced")
+    row = {"goal": "Goal  two", "sol1": "a", "sol2": "b", "label": 0}
+    datasets.Dataset.from_list([row] * 3).to_parquet(spaced / "piqa" / "validation.parquet")
+    with pytest.raises(ValueError, match="50276 in document 0 of dcformer_piqa"):
+        start(few_rows, tasks="sciq,piqa", data_dir=spaced)
+    assert [record.task for record in read_records(tmp_path / "out")] == ["sciq"]
+    record = start(few_rows, tasks="sciq,piqa", data_dir=spaced, oov_policy="clamp")[1]
+    assert record.settings["oov_policy"] == "clamp" and record.observed["oov_documents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": 0}, "got 0"),
+        ({"max_length": 65}, "got 65"),
+        ({"tasks": "pile_ppl"}, "--max-length 64"),
+        ({"num_fewshot": 8}, "got 8"),
+        ({"engine": "jax"}, "'jax'"),
+        ({"data_hash": {"boolq": "any"}}, "boolq"),
+        ({"data_hash": {"piqa": "sha256:" + 64 * "0"}}, "sha256:0000"),
+        ({"oov_policy": "wrap"}, "'wrap'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_would_be_silently_wrong_is_refused_before_anything_is_computed(options, words, start, monkeypatch):
+    monkeypatch.setattr(run, "_build_scorer", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(ValueError, match=words):
+        start(**options)
+
+
+def test_models_without_some_weights_or_with_nan_are_refused(model, tmp_path, start):
+    from safetensors.torch import load_file, save_file
+
+    for name, words in (("lack", "lack"), ("nan", "not a number")):
+        folder = shutil.copytree(model, tmp_path / name)
+        weights = load_file(folder / "model.safetensors")
+        first = next(key for key in weights if "mlp" in key)
+        weights = {k: v for k, v in weights.items() if k != first} if name == "lack" else weights
+        if name == "nan":
+            weights[first][:] = float("nan")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            start(str(folder), tasks="piqa", output=name)
+
+
+def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, model, tmp_path):
+    start(tasks="piqa")
+    path = records.record_path(tmp_path / "out", model, "piqa", 0)
+    with file_lock(path.parent / ".lock"), pytest.raises(ValueError, match=r"\.lock"):
+        start(tasks="piqa")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "model_name": "another"}))
+    with pytest.raises(ValueError, match="'another'"):
+        start(tasks="piqa")
+    path.write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match="not a result"):
+        start(tasks="piqa")
+
+
+def test_the_bundled_models_are_compared_on_head_tasks_by_default(tmp_path, data_dir):
+    arguments = ["--suite", "head_tasks", "--limit", "2", "--data-dir", data_dir, "--device", "cpu"]
+    result = CliRunner().invoke(app, ["eval", *arguments, "--output", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    found = read_records(tmp_path)
+    assert {record.model for record in found} == {"dcformer-tiny", "transformer-tiny"} and len(found) == 14
+    assert {record.settings["dtype"] for record in found} == {"float32"}
+    for words in ("Δ to transformer-tiny", "K=7", "all K", "pattern", "transformation", "blind choice"):
+        assert words in result.output
+    assert found[0].timings["cached_tokens"] > 0.7 * found[0].timings["input_tokens"]
+    html = CliRunner().invoke(app, ["report", str(tmp_path), "--format", "html"])
+    assert html.exit_code == 0 and html.output.startswith("<!doctype html>")
+    with pytest.raises(ValueError, match="models"):
+        evaluate(output=tmp_path, tasks="piqa")
+
+
+def test_commands(data, model, tmp_path):
+    base = ["eval", model, "--tasks", "piqa", "--data-dir", data, "--dtype", "float32", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*base, "--num-fewshot", "0,2", "--output", str(tmp_path)])
+    assert result.exit_code == 0 and "2-shot" in result.output
+    listed = CliRunner().invoke(app, ["tasks"])
+    assert listed.exit_code == 0 and "head_tasks_authors_k7" in listed.output
+    folder = CliRunner().invoke(app, ["tasks", "--folder"]).output.strip()
+    assert os.path.isfile(f"{folder}/dcformer_piqa.yaml")
+    wrong = CliRunner().invoke(app, [*base, "--data-hash", "piqa", "--output", str(tmp_path)])
+    assert wrong.exit_code == 1 and "--data-hash" in wrong.output
+
+
+def as_one_of_two(rank, port, told, options):
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        told.put(len(evaluate(**options)))
+    except BaseException as error:
+        told.put(repr(error))
+
+
+def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_path):
+    from accelerate.state import AcceleratorState, PartialState
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"models": model, "tasks": "piqa,head_tasks,wikitext2_ppl", "limit": 3, "dtype": "float32"}
+    options |= {"device": "cpu", "data_dir": str(tmp_path / "both"), "max_length": 64}
+    shutil.copytree(data, tmp_path / "both")
+    shutil.copytree(fixtures / "benchdata" / "wikitext2", tmp_path / "both" / "wikitext2")
+    # Forked, so that they need not import all of it again.
+    context = multiprocessing.get_context("fork")
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()
+    told = context.SimpleQueue()
+    given = {**options, "output": str(tmp_path / "two")}
+    processes = [context.Process(target=as_one_of_two, args=(rank, port, told, given)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert sorted([told.get(), told.get()], key=str) == [0, 3]
+    for process in processes:
+        process.join(timeout=60)
+    start(model, output="one", **{name: value for name, value in options.items() if name != "models"})
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for path in one:
+        if path.endswith(".json"):
+            for name, value in one[path]["results"].items():
+                ours, theirs = ({**each, "alias": 0} for each in (value, two[path]["results"][name]))
+                assert {k: v or 0 for k, v in theirs.items()} == pytest.approx(
+                    {k: v or 0 for k, v in ours.items()}, rel=1e-5
+                )
+            assert one[path]["settings"] == two[path]["settings"]
+    assert read_records(tmp_path / "two")[0].timings["processes"] == 2
+
+
+def test_the_policy_of_a_model_that_misses_no_id_is_not_recorded(start, model):
+    (record,) = start(tasks="piqa", oov_policy="clamp")
+    assert record.settings["oov_policy"] is None
+    assert model_room.policy_in_force(tiny_model("dcformer").config, None) == "error"
