@@ -40,8 +40,12 @@ def generate_command(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Divide logits by this before drawing.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 for all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Draw from tokens of this share of the likeliest's.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this share of the likeliest's.")
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
     num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
@@ -129,7 +133,9 @@ def _converse(generator: TextGenerator, first: str) -> None:
     """Answer messages, each after all before it, until stdin ends."""
     from transformers import DynamicCache
 
-    loaded, messages, read = generator.loaded, [], []
+    loaded = generator.loaded
+    messages: list[dict[str, str]] = []
+    read: list[int] = []
     # Other caches than this one, and those of beams and drafts, cannot be continued.
     goes_on = generator.options.keys().isdisjoint({"num_beams", "cache_implementation", "assistant_model"})
     options: dict[str, Any] = {}

@@ -93,7 +93,7 @@ class TextGenerator:
             raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
         if isinstance(prompt, str):
             prompt = self.loaded.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-        ids, config = list(prompt), self.loaded.model.config
+        ids, config = [int(number) for number in prompt], self.loaded.model.config
         rows = self.loaded.model.get_input_embeddings().num_embeddings
         if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
             raise ValueError(

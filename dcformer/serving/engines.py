@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from typing import NoReturn
 
 from ..loading import FoundModel
 
@@ -39,9 +39,9 @@ def serve(
     dtype: str | None = None,
     tokenizer: str | None = None,
     arguments: Sequence[str] = (),
-) -> None:
+) -> NoReturn:
     """
-    Become the server of a model; returns only if the server of Transformers ends by itself.
+    Become the server of a model: this process is replaced.
 
     Args:
         found: The model, from [`dcformer.loading.find_model`].
@@ -55,25 +55,23 @@ def serve(
         ValueError: if a tokenizer is given for Transformers' server, which would not use it.
     """
     revision = None if found.revision == "main" else found.revision
-    address = {"host": host, "port": port}
+    options: dict[str, str | int | None] = {"host": host, "port": port, "dtype": dtype}
     if engine == "vllm":
-        # By itself vLLM would round weights in float32 to 16 bits.
-        stored = "float32" if str(found.config.get_text_config().dtype) == "torch.float32" else None
-        options = {"model": found.path, "served-model-name": found.name, **address, "dtype": dtype or stored}
-        line = _command_line({**options, "revision": revision, "tokenizer": tokenizer})
-        command = [sys.executable, "-m", _VLLM_MODULE, *line, *arguments]
-        sys.stdout.flush()
-        os.execve(sys.executable, command, {**_vllm_defaults(arguments), **os.environ})
-    if tokenizer is not None:
+        if dtype is None and str(found.config.get_text_config().dtype) == "torch.float32":
+            options["dtype"] = "float32"  # vLLM itself would round such weights to 16 bits
+        options |= {"model": found.path, "served-model-name": found.name, "revision": revision, "tokenizer": tokenizer}
+        command, environment = [_VLLM_MODULE], _vllm_defaults(arguments) | os.environ
+    elif tokenizer is not None:
         raise ValueError(
             f"tokenizer={tokenizer!r} is for vLLM; Transformers' server takes the model's own, leave it out."
         )
-    from transformers.cli.transformers import app
-
-    if found.path != found.name:
-        os.chdir(Path(found.path).parent)  # the server calls a model by its path, here the name of a bundled one
-    name = found.name if revision is None else f"{found.name}@{revision}"
-    app(["serve", name, *_command_line({**address, "dtype": dtype}), *arguments], prog_name="transformers")
+    else:
+        folder = "." if found.path == found.name else os.path.dirname(found.path)
+        name = found.name if revision is None else f"{found.name}@{revision}"
+        command, environment = ["dcformer.serving", folder, "serve", name], dict(os.environ)
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", *command, *given, *arguments], environment)
 
 
 def _vllm_defaults(arguments: Sequence[str]) -> dict[str, str]:
@@ -83,7 +81,3 @@ def _vllm_defaults(arguments: Sequence[str]) -> dict[str, str]:
         # On CPUs it would take nine tenths of the machine's memory; GPUs know no such variable.
         chosen["VLLM_CPU_KVCACHE_SPACE"] = _GIBIBYTES_FOR_CPU_CACHE
     return chosen
-
-
-def _command_line(options: Mapping[str, str | int | None]) -> list[str]:
-    return [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
