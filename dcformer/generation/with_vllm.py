@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,15 @@ from transformers import GenerationConfig
 from ..common.optional import import_optional
 from ..loading import FoundModel
 from .generator import eos_token_ids, new_tokens, sampling_options, text_before
+
+
+# stdout is for answers; on a CPU the cache would take nine tenths of the memory (in GiB).
+_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def vllm_answers(
@@ -34,6 +44,8 @@ def vllm_answers(
     Returns:
         A function of prompts, texts or token ids, and the number of the first of them, that returns their answers.
     """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     vllm = import_optional("vllm", "--engine vllm needs vLLM: pip install 'dcformer[vllm]'.")
     try:
         own = GenerationConfig.from_pretrained(found.path, revision=found.revision)

@@ -56,9 +56,10 @@ def test_the_answer_alone_is_on_stdout(prompt, given):
 
 
 def test_a_process_streams_to_a_pipe_and_ends_when_its_reader_leaves(endless):
-    arguments = [sys.executable, "-m", "dcformer.cli", "generate", endless, PROMPT, "--max-new-tokens", "20000"]
+    command = [sys.executable, "-c", "from dcformer_command import main; main()"]
     environment = {**os.environ, "PYTHONPATH": str(Path(dcformer.__file__).parents[1])}
-    with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True, env=environment) as process:
+    command += ["generate", endless, PROMPT, "--max-new-tokens", "20000"]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
         assert process.stdout.read(20)
         assert process.poll() is None, "the text came at its end only"
         process.stdout.close()
