@@ -127,9 +127,9 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     py_modules=["dcformer_command"],
     package_data={
-        "dcformer.cards": ["catalogue.json"],
+        "dcformer.cards": ["catalogue.json", "*.jinja"],
         "dcformer.kernels": ["native/*.cpp", "native/*.h"],
-        "dcformer.pretrained": ["*.json", "*/*"],
+        "dcformer.pretrained": ["*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],

@@ -7,7 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 
-vllm = pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+
+import vllm
 
 from dcformer.cli import app
 

@@ -1,0 +1,169 @@
+"""The `dcformer` command: its help, its errors, and the commands on golden checkpoints."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import dcformer
+from dcformer.cli import app
+from dcformer.common.terminal import Terminated, one_line_errors
+
+
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
+STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+PACKAGE = Path(dcformer.__file__).parent
+# Of every program, git, CSS and lm-eval.
+OTHERS = {
+    "--help",
+    "--untracked-files",
+    "--porcelain",
+    "--no-optional-locks",
+    "--body-text-color",
+    "--metadata",
+    "--include",
+}
+
+
+def call(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def commands():
+    """Names of all commands, and what typer knows of them."""
+    found, waiting = {}, [((), typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        found[name] = command
+        waiting += [((*name, key), child) for key, child in getattr(command, "commands", {}).items()]
+    return found
+
+
+def run_as_command(code):
+    """What Python code prints in a process as of the command's script."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    code = f"import dcformer_command, sys; dcformer_command.is_running = True\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def torch_folder(fixtures):
+    return fixtures / "golden/B_torch/B1_dcformer_9769ae6"
+
+
+def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
+    for name, command in commands().items():
+        assert command.help and all(parameter.help for parameter in command.params), name
+    printed = run_as_command(
+        "import contextlib, io\n"
+        "from dcformer.cli import app\n"
+        f"for name in {list(commands())!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
+        "        app([*name, '--help'], prog_name='dcformer')\n"
+        "    assert '--help' in text.getvalue(), name\n"
+        "print(*sys.modules)\n"
+    )
+    assert "dcformer.cli.evaluate" in printed and HEAVY.isdisjoint(printed.split())
+
+
+def test_the_command_registers_models_before_it_loads_them():
+    code = (
+        "import dcformer\n"
+        "from dcformer.cli.running import running_command\n"
+        "assert 'torch' not in sys.modules\n"
+        "with running_command(debug=True):\n"
+        "    from transformers import AutoConfig\n"
+        "    print(type(AutoConfig.for_model('dcformer')) is dcformer.DCFormerConfig)\n"
+    )
+    assert run_as_command(code) == "True\n"
+
+
+def test_options_that_messages_advise_exist():
+    known = OTHERS.union(*({*each.opts, *each.secondary_opts} for one in commands().values() for each in one.params))
+    for file in PACKAGE.rglob("*.py"):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", file.read_text(encoding="utf-8")):
+            assert option in known, f"{file} names {option}"
+
+
+def test_version():
+    assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
+
+
+@pytest.mark.parametrize("name", STATUS)
+def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
+    before = [signal.getsignal(getattr(signal, each)) for each in STATUS]
+    with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False, interrupted="Stopped."):
+        try:
+            os.kill(os.getpid(), getattr(signal, name))
+            pytest.fail("the signal was not heard")
+        except KeyboardInterrupt as error:
+            if isinstance(error, Terminated):  # a closing terminal sends two
+                os.kill(os.getpid(), signal.SIGHUP)
+            raise
+    assert ended.value.exit_code == STATUS[name] and capsys.readouterr().err == "Stopped.\n"
+    assert [signal.getsignal(getattr(signal, each)) for each in STATUS] == before
+
+
+def test_an_ignored_signal_stays_ignored_and_torchrun_keeps_its_own(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with one_line_errors(debug=False):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with one_line_errors(debug=False):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    "command", (("inspect", "{a}"), ("verify", "{a}", "{b}"), ("convert", "torch", "{a}", "{b}"), ("card", "{a}"))
+)
+def test_a_wrong_path_is_one_line_and_a_traceback_with_debug(command, tmp_path):
+    words = [word.format(a=tmp_path / "nothing", b=tmp_path / "b") for word in command]
+    failed = call(*words)
+    assert failed.exit_code == 1 and failed.stdout == ""
+    assert failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1
+    with pytest.raises((OSError, ValueError)):
+        call(*words, "--debug", catch_exceptions=False)
+
+
+def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):
+    pytest.importorskip("tensorstore")
+    maxtext, model = fixtures / "golden/A_jax/A1/checkpoints", tmp_path / "model"
+    done = call("convert", "maxtext", maxtext, model, "--step", 14000)
+    assert done.exit_code == 0 and "step 14000" in done.output.splitlines()[0], done.output
+    assert call("verify", model).exit_code == call("verify", maxtext, model).exit_code == 0
+    found = json.loads(call("inspect", maxtext, "--json").output)
+    assert found["step"] == 14000 and found["total_bytes"] == sum(each["nbytes"] for each in found["tensors"])
+    done = call("convert", "to-maxtext", model, tmp_path / "run", "--step", 7, "--approximate")
+    assert done.exit_code == 0 and "step 7" in done.output
+    different = call("verify", maxtext, torch_folder)
+    assert different.exit_code == 1 and "different" in different.output
+
+
+def test_pax_needs_its_configuration(fixtures, tmp_path):
+    config = json.loads((fixtures / "golden/C_pax/C2_info.json").read_text())["config"]
+    # The golden logits were computed with one key more than window_size.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "window_size": config["window_size"] + 1}))
+    weights, options = fixtures / "golden/C_pax/C2_pax_weights.npz", ("--config", tmp_path / "config.json")
+    assert call("convert", "pax", weights, tmp_path / "model", *options).exit_code == 0
+    assert json.loads(call("inspect", weights, *options, "--json").output)["architecture"]
+    assert call("verify", weights, tmp_path / "model", *options).exit_code == 0
+
+
+def test_a_conversion_is_replaced_by_force_alone(torch_folder, tmp_path):
+    options = ("convert", "torch", torch_folder, tmp_path / "model", "--no-verify")
+    assert call(*options, "--dtype", "bfloat16").exit_code == 0
+    refused = call(*options)
+    assert refused.exit_code == 1 and "--force" in refused.stderr
+    assert call(*options, "--force").exit_code == 0
