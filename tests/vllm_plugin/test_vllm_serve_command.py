@@ -1,6 +1,7 @@
 """`dcformer serve` with both real servers, asked by the `openai` client: what they answer is what `generate` writes."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,6 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from openai import OpenAI
 
-import dcformer
 from dcformer.generation import TextGenerator
 from dcformer.loading import load_model
 
@@ -26,6 +26,7 @@ from dcformer.loading import load_model
 # One process has the engine that these tests share.
 pytestmark = pytest.mark.xdist_group("serve_command")
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = (
     "There are Paris, Paris, Mumbai. Which is different? The city in",
     "< William has a piano. David has a jersey. Michael has a football. >. William possesses a kind of",
@@ -48,7 +49,7 @@ def served(request, tmp_path_factory):
     command += ["--port", str(port), "--dtype", "float32", *OPTIONS[request.param]]
     # As for users: engines are processes of their own.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment["PYTHONPATH"] = str(Path(dcformer.__file__).parents[1])
+    environment["PYTHONPATH"] = str(ROOT)
     with log.open("w") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -92,9 +93,15 @@ def test_a_completion_is_what_generate_writes_streamed_or_not(served, generator)
         assert "".join(pieces).strip() == expected.text.strip()
 
 
-def test_what_serves_is_said_first(served):
-    first = served.log.read_text().splitlines()[0]
-    assert served.engine in first and f"http://127.0.0.1:{served.port}/v1" in first
+def test_the_address_is_said_and_the_example_of_the_page_answered(served, capsys):
+    assert (
+        f"Starting {served.engine}: dcformer-tiny will be at http://127.0.0.1:{served.port}/v1"
+        in served.log.read_text()
+    )
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python server\n(.*?)^```", page, re.S | re.M)
+    exec(example.replace(":8000", f":{served.port}"), {})
+    assert capsys.readouterr().out == "India\n"
 
 
 def test_sigterm_ends_the_server_and_leaves_no_process(served):
