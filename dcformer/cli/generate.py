@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from .running import running_command
 
 
 if TYPE_CHECKING:
-    from ..generation import Generated, TextGenerator
+    from ..generation import Generated, TextGenerator, VLLMGenerator
 
 _OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 _OWN = "generation_config.json"
@@ -55,10 +55,7 @@ def generate_command(
     ] = None,
     field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
     output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="JSONL file of answers; repeat the command to resume.", show_default="stdout"
-        ),
+        Path | None, typer.Option(metavar="FILE", help="JSONL file of answers; repeat to resume.")
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Prompts of --prompts at once.", show_default="8; vllm 1024")
@@ -93,8 +90,8 @@ def generate_command(
     with running_command(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
         if prompts is not None and (chat or prompt is not None):
             raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
-        if prompts is None and (output is not None or batch_size is not None or engine == "vllm"):
-            raise ValueError("--output, --batch-size and --engine are for --prompts; leave them out.")
+        if (prompts is None) != (output is None):
+            raise ValueError("--prompts and --output need each other; give both or none.")
         with quiet_libraries():
             if prompts is not None:
                 _answer_file(given)
@@ -154,68 +151,50 @@ def _converse(generator: TextGenerator, first: str) -> None:
 
 def _answer_file(given: dict[str, Any]) -> None:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+    from transformers import set_seed
 
-    from ..generation import answer_line, read_prompts, write_answers
+    from ..common.files import file_digest
+    from ..generation import read_prompts, write_answers
+    from ..pretrained import find_model_folder
 
-    records, output = read_prompts(given["prompts"], given["field"]), given["output"]
-    size = given["batch_size"] or (1 if given["assistant_model"] else _BATCH_SIZES[given["engine"]])
-    answer = (_by_vllm if given["engine"] == "vllm" else _by_transformers)(given, records)
-    if output is None:
-        for start in range(0, len(records), size):
-            batch = records[start : start + size]
-            for record, text in zip(batch, answer(start, start + len(batch))):
-                typer.echo(answer_line(record, text), nl=False)
-        return
+    records, seed, field = read_prompts(given["prompts"], given["field"]), given["seed"], given["field"]
+    generator: Any = _load_vllm(given) if given["engine"] == "vllm" else _load(given)
+    prompts = [generator.encode(record[field], f"Line {number}") for number, record in enumerate(records, start=1)]
+
+    def answer(start: int, end: int) -> list[str]:
+        if given["engine"] == "vllm":
+            return generator.generate(prompts[start:end], None if seed is None else seed + start)
+        if seed is not None:  # so that a run that goes on draws what one without a break does
+            set_seed(seed + start)
+        return [answer.text for answer in generator.generate(prompts[start:end])]
+
+    # All that answers depend on, for a run that goes on.
+    weights = sorted(Path(find_model_folder(given["model"])).glob("*.safetensors"))
+    settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
+    settings["prompts"] = file_digest(given["prompts"])
+    settings["weights"] = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in weights}
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
         write_answers(
             records,
             answer,
-            output,
-            batch_size=size,
-            settings=_settings(given),
+            given["output"],
+            batch_size=given["batch_size"] or (1 if given["assistant_model"] else _BATCH_SIZES[given["engine"]]),
+            settings=settings,
             on_progress=lambda done: bar.update(row, completed=done),
         )
 
 
-def _by_transformers(given: dict[str, Any], records: list[dict[str, Any]]) -> Callable[[int, int], list[str]]:
-    from transformers import set_seed
-
-    generator, name = _load(given), given["field"]
-    prompts = [generator.encode(record[name], f"Line {number}") for number, record in enumerate(records, start=1)]
-
-    def answer(start: int, end: int) -> list[str]:
-        if given["seed"] is not None:  # so that a run that goes on draws what one without a break does
-            set_seed(given["seed"] + start)
-        return [answer.text for answer in generator.generate(prompts[start:end])]
-
-    return answer
-
-
-def _by_vllm(given: dict[str, Any], records: list[dict[str, Any]]) -> Callable[[int, int], list[str]]:
-    from ..generation import vllm_answers
+def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
+    from ..generation import VLLMGenerator
     from ..loading import find_model
 
     unknown = ("device", "attn_implementation", "oov_policy", "num_beams", "cache_implementation", "assistant_model")
     if foreign := [name for name in unknown if given[name] is not None]:
         raise ValueError(f"{foreign[0]}={given[foreign[0]]!r} is for --engine transformers; leave it out.")
     found = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
-    options = {name: given[name] for name in (*_OF_GENERATE, "seed", "dtype", "tokenizer")}
-    answers = vllm_answers(found, stop_strings=given["stop"] or (), **options)
-    return lambda start, end: answers([record[given["field"]] for record in records[start:end]], start)
-
-
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """All that answers depend on, the content of files included."""
-    from ..common.files import file_digest
-    from ..pretrained import find_model_folder
-
-    weights = Path(find_model_folder(given["model"])).glob("*.safetensors")
-    return {
-        **{name: value for name, value in given.items() if name not in ("output", "device", "debug")},
-        "prompts": file_digest(given["prompts"]),
-        "weights": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(weights)},
-    }
+    options = {name: given[name] for name in (*_OF_GENERATE, "dtype", "tokenizer")}
+    return VLLMGenerator(found, stop_strings=given["stop"] or (), **options)
 
 
 def _print(pieces: Generator[str, None, Generated]) -> Generated:

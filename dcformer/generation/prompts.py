@@ -95,14 +95,10 @@ def write_answers(
             for start in range(done, len(records), batch_size):
                 on_progress(start)
                 batch = records[start : start + batch_size]
-                answers = zip(batch, answer(start, start + len(batch)), strict=True)
-                file.write("".join(answer_line(record, text) for record, text in answers).encode())
+                for record, text in zip(batch, answer(start, start + len(batch)), strict=True):
+                    file.write(json.dumps({**record, ANSWER: text}, ensure_ascii=False).encode() + b"\n")
                 file.flush()
         write_atomically(output, unfinished.read_bytes().split(b"\n", 1)[1])
         unfinished.unlink()
         with contextlib.suppress(OSError):  # Windows does not remove open files
             lock.unlink()
-
-
-def answer_line(record: dict[str, Any], text: str) -> str:
-    return json.dumps({**record, ANSWER: text}, ensure_ascii=False) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -22,61 +22,63 @@ _ENVIRONMENT = {
 }
 
 
-def vllm_answers(
-    found: FoundModel,
-    *,
-    stop_strings: Sequence[str] = (),
-    seed: int | None = None,
-    dtype: str | None = None,
-    tokenizer: str | None = None,
-    **options: Any,
-) -> Callable[[Sequence[str | Sequence[int]], int], list[str]]:
+class VLLMGenerator:
     """
-    Start vLLM.
+    vLLM with a model and options of generate().
 
     Args:
         found: From [`dcformer.loading.find_model`].
-        stop_strings, options: As of [`TextGenerator`], without beams and drafts.
-        seed (*optional*): Of sampled tokens.
+        stop_strings (defaults to none), options: As of [`TextGenerator`], without beams and drafts.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
         tokenizer (*optional*): Folder or name on the Hub, in place of the model's.
 
-    Returns:
-        A function of prompts, texts or token ids, and the number of the first of them, that returns their answers.
+    Raises:
+        ImportError: without vLLM.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    vllm = import_optional("vllm", "--engine vllm needs vLLM: pip install 'dcformer[vllm]'.")
-    try:
-        own = GenerationConfig.from_pretrained(found.path, revision=found.revision)
-    except OSError:  # a model without the file
-        own = GenerationConfig.from_model_config(found.config)
-    given = {**own.to_dict(), **sampling_options(options)}
-    defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
-    values = {
-        name: default if given.get(name) is None else given[name]
-        for name, default in {"repetition_penalty": 1.0, **defaults}.items()
-    }
-    ends = {"stop": list(stop_strings), "stop_token_ids": eos_token_ids(own, found.tokenizer)}
-    values = {"temperature": 0.0, **values, **ends}
-    # By itself vLLM rounds weights in float32 to 16 bits.
-    stored = found.config.get_text_config().dtype
-    dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
-    engine = vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
 
-    def answer(prompts: Sequence[str | Sequence[int]], first: int) -> list[str]:
-        rows = [list(found.tokenizer(each)["input_ids"] if isinstance(each, str) else each) for each in prompts]
+    def __init__(
+        self,
+        found: FoundModel,
+        *,
+        stop_strings: Sequence[str] = (),
+        dtype: str | None = None,
+        tokenizer: str | None = None,
+        **options: Any,
+    ):
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._vllm: Any = import_optional("vllm", "--engine vllm needs vLLM: pip install 'dcformer[vllm]'.")
+        self.found, self.stop_strings, self.options = found, tuple(stop_strings), sampling_options(options)
+        try:
+            self._own = GenerationConfig.from_pretrained(found.path, revision=found.revision)
+        except OSError:  # a model without the file
+            self._own = GenerationConfig.from_model_config(found.config)
+        stored = found.config.get_text_config().dtype  # by itself vLLM rounds weights in float32 to 16 bits
+        dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
+        self._llm = self._vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
+
+    def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
+        """Token ids of a prompt; vLLM refuses those without an embedding."""
+        return list(self.found.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
+        """The texts after prompts, which are token ids; the seed is of sampled tokens."""
+        given = {**self._own.to_dict(), **self.options}
+        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
+        values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
+        values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
         params = [
-            vllm.SamplingParams(
+            self._vllm.SamplingParams(
                 **values,
-                max_tokens=new_tokens(options, own, found.config, len(ids)),
-                seed=None if seed is None else seed + first + place,
+                max_tokens=new_tokens(self.options, self._own, self.found.config, len(ids)),
+                seed=None if seed is None else seed + place,
+                stop=list(self.stop_strings),
+                stop_token_ids=eos_token_ids(self._own, self.found.tokenizer),
             )
-            for place, ids in enumerate(rows)
+            for place, ids in enumerate(prompts)
         ]
-        outputs = engine.generate([{"prompt_token_ids": ids} for ids in rows], params, use_tqdm=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         # vLLM's own text lacks the token that ended it, which generate() keeps.
-        texts = found.tokenizer.batch_decode([out.outputs[0].token_ids for out in outputs], skip_special_tokens=True)
-        return ["".join(text_before(stop_strings, [text])) for text in texts]
-
-    return answer
+        rows = [output.outputs[0].token_ids for output in outputs]
+        texts = self.found.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return ["".join(text_before(self.stop_strings, [text])) for text in texts]

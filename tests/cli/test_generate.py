@@ -128,8 +128,9 @@ def test_records_keep_their_fields_and_may_hold_token_ids(tmp_path):
     ids = TextGenerator(dcformer.loading.load_model("dcformer-tiny")).encode(PROMPT)
     lines = [{"id": 7, "question": PROMPT}, {"id": 8, "question": "Ruth likes Paris."}, {"question": ids}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = call("dcformer-tiny", "--prompts", file, "--field", "question", "--max-new-tokens", 9)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
+    output = tmp_path / "answers.jsonl"
+    call("dcformer-tiny", "--prompts", file, "--field", "question", "--max-new-tokens", 9, "--output", output)
+    records = records_of(output)
     assert [{name: record[name] for name in line} for record, line in zip(records, lines)] == lines
     assert records[0]["generated_text"] == records[2]["generated_text"] == "India\n"
 
@@ -174,10 +175,10 @@ WRONG = {
     "two kinds of prompt": (["dcformer-tiny", "x", "--prompts", "f"], "--prompts"),
     "no chat template": (["dcformer-tiny", "hello", "--chat"], "chat_template"),
     "output alone": (["dcformer-tiny", "x", "--output", "f"], "--output"),
-    "no file": (["dcformer-tiny", "--prompts", "f.txt"], "f.txt"),
+    "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
-    "not JSON": (["dcformer-tiny", "--prompts", "{bad}"], "Line 2 of "),
-    "no field": (["dcformer-tiny", "--prompts", "{bad}", "--field", "text"], "Line 1 of "),
+    "not JSON": (["dcformer-tiny", "--prompts", "{bad}", "--output", "o"], "Line 2 of "),
+    "no field": (["dcformer-tiny", "--prompts", "{bad}", "--output", "o", "--field", "text"], "Line 1 of "),
     "attention": (["dcformer-tiny", "x", "--attn-implementation", "sdpa"], "sdpa"),
 }
 
