@@ -125,10 +125,11 @@ setup(
     license_files=["LICENSE"],
     keywords=["transformers", "attention", "language model", "DCMHA", "DCFormer", "DCPythia"],
     packages=find_packages(include=["dcformer", "dcformer.*"]),
+    py_modules=["dcformer_command"],
     package_data={
-        "dcformer.cards": ["catalogue.json"],
+        "dcformer.cards": ["catalogue.json", "*.jinja"],
         "dcformer.kernels": ["native/*.cpp", "native/*.h"],
-        "dcformer.pretrained": ["*.json", "*/*"],
+        "dcformer.pretrained": ["*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
@@ -136,7 +137,7 @@ setup(
     ext_modules=[Extension("dcformer.kernels.native.library", sources=[], optional=True)],
     cmdclass={"build_ext": BuildLibraries},
     entry_points={
-        "console_scripts": ["dcformer = dcformer.cli:main"],
+        "console_scripts": ["dcformer = dcformer_command:main"],
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
     python_requires=">=3.10",

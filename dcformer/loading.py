@@ -106,7 +106,7 @@ def find_model(
     """
     name = os.fspath(name)
     path = find_model_folder(name)
-    options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     if looks_like_path(path) and not Path(path, "config.json").is_file():
         raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no config.json in it.")
     config = AutoConfig.from_pretrained(path, **options)
@@ -114,7 +114,11 @@ def find_model(
         getattr(config, "auto_map", None) or {}
     ):
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
-    return FoundModel(name, path, config, load_tokenizer(tokenizer or path, **options), **options)
+    if tokenizer is None:
+        found = load_tokenizer(path, **options)
+    else:  # the revision is the model's
+        found = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    return FoundModel(name, path, config, found, **options)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,5 @@
 from .main import main
 
 
-# Not in the processes that vLLM starts, which import this module.
-if __name__ == "__main__":
+if __name__ == "__main__":  # not in processes that vLLM starts, which import this module
     main()

@@ -7,25 +7,16 @@ from typing import Annotated
 import typer
 
 from ..common.quiet import quiet_libraries
-from .options import Debug, Device, Dtype, Revision, Tokenizer
+from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
 from .printing import status
 from .running import running_command
 
 
 def demo_command(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A bundled model, a folder or a name on the Hub."),
-    ] = "dcformer-tiny",
-    host: Annotated[
-        str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines open the page.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="The port to listen on; the first free one from 7860 on unless given.")
-    ] = None,
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser on this machine.")
-    ] = True,
+    model: Model = "dcformer-tiny",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first free one from 7860")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,

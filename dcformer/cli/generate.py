@@ -1,307 +1,210 @@
-"""`dcformer generate`: what a model writes after a prompt, in a conversation, or for a file of prompts."""
+"""`dcformer generate`: text after a prompt, in a conversation, or for a file of prompts."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
-from .options import (
-    Debug,
-    Device,
-    DoSample,
-    Dtype,
-    MinP,
-    RepetitionPenalty,
-    Revision,
-    Temperature,
-    Tokenizer,
-    TopK,
-    TopP,
-)
+from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
 from .printing import status
 from .running import running_command
 
 
 if TYPE_CHECKING:
-    from ..generation import LoadedModel, TextGenerator
+    from ..generation import Generated, TextGenerator, VLLMGenerator
 
-_FROM_STDIN = "-"
-_OF_GENERATE = (
-    "max_new_tokens",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "num_beams",
-)
-_OF_LOADING = ("tokenizer", "revision", "dtype", "device", "attn_implementation", "oov_policy")
-_BATCH_SIZE = 8
+_OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
+_OWN = "generation_config.json"
+_BATCH_SIZES = {"transformers": 8, "vllm": 1024}
 
 
 def generate_command(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A bundled model such as dcformer-tiny, a folder or a name on the Hub."),
-    ],
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="The text to continue; read from stdin if it is - or not given."),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Hold a conversation: every line of stdin is a message, which the model answers."),
-    ] = False,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A file with a chat template to use in place of the tokenizer's own.")
-    ] = None,
+    model: Model,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default="stdin")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer every line of stdin as a message.")] = False,
+    chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, for --chat.")] = None,
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="The largest number of tokens to write; what the model's generation_config.json says unless given, "
-            "else 256."
-        ),
+        int | None, typer.Option(min=1, help="Most tokens to write.", show_default=f"{_OWN}, else 256")
     ] = None,
-    do_sample: DoSample = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    num_beams: Annotated[
-        int | None, typer.Option(help="Follow so many texts at once and print the best one when it is finished.")
+    do_sample: Annotated[
+        bool | None,
+        typer.Option("--do-sample/--greedy", help="Draw tokens, or take the likeliest.", show_default=_OWN),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the random numbers, so that the same text is drawn again.")
+    temperature: Annotated[float | None, typer.Option(help="Divide logits by this before drawing.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 for all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this probability.")
     ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="End the text before this string; may be given several times."),
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this share of the likeliest's.")
     ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
+    num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Answer all prompts of a file: one on each line, or JSONL with a field."),
+        Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts: one on each line, or JSONL.")
     ] = None,
-    field: Annotated[
-        str | None,
-        typer.Option(help="The field that holds the prompt in a JSONL file of prompts; prompt if not given."),
-    ] = None,
+    field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
     output: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="The JSONL file to write answers to, for --prompts; stdout unless given."),
+        Path | None, typer.Option(metavar="FILE", help="JSONL file of answers; repeat to resume.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="The number of prompts answered at once, for --prompts; 8 unless given.")
+        int | None, typer.Option(min=1, help="Prompts of --prompts at once.", show_default="8; vllm 1024")
     ] = None,
+    engine: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="Program that answers --prompts.")
+    ] = "transformers",
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[
-        str | None,
-        typer.Option(help="How attention is computed, such as eager or dcmha_plain; chosen by itself unless given."),
+        str | None, typer.Option(help="Attention such as dcmha_plain.", show_default="chosen by itself")
     ] = None,
     oov_policy: Annotated[
         Literal["error", "clamp", "pad"] | None,
-        typer.Option(
-            help="What to do with token ids that have no embedding: stop with an error, use the last embedding, or "
-            "add embeddings; what the model's configuration says unless given."
-        ),
+        typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
     ] = None,
-    cache: Annotated[
+    cache_implementation: Annotated[
         Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
-        typer.Option(help="The kind of cache that keys and values are kept in; one that grows unless given."),
+        typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),
     ] = None,
-    assistant_model: Annotated[
-        str | None,
-        typer.Option(help="A small model that drafts tokens for the large one to check, named as MODEL is."),
-    ] = None,
+    assistant_model: Annotated[str | None, typer.Option(help="Small model that drafts tokens.")] = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
     debug: Debug = False,
 ) -> None:
     """
-    Continue a prompt with a model and print the text as it comes.
+    Continue a prompt and print the text as it comes.
 
-    Only generated text goes to stdout, and messages to stderr.
+    Only generated text goes to stdout, messages go to stderr.
     """
     given = dict(locals())
-    interrupted = "Interrupted."
-    if prompts is not None and output is not None:
-        interrupted = f"Interrupted; the answers that were finished are in {output}.partial."
-    with running_command(debug, interrupted), _until_the_reader_leaves():
-        _check_combinations(given)
-        found = None if prompts is None else _read_prompts(prompts, field, output)
-        text = None if chat or prompts is not None else _prompt_or_stdin(prompt)
+    with running_command(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
+        if prompts is not None and (chat or prompt is not None):
+            raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
+        if (prompts is None) != (output is None):
+            raise ValueError("--prompts and --output need each other; give both or none.")
         with quiet_libraries():
-            generator = _load(given)
-            if found is not None:
-                _answer_all(generator, found, output, batch_size)
+            if prompts is not None:
+                _answer_file(given)
             elif chat:
-                _converse(generator, None if prompt == _FROM_STDIN else prompt)
-            elif text is not None:
-                _write_line(lambda write: generator.generate(generator.loaded.encode(text), write))
-
-
-def _check_combinations(given: dict[str, Any]) -> None:
-    """Refuse options that contradict each other, before anything is loaded."""
-    of_files = [name for name in ("field", "output", "batch_size") if given[name] is not None]
-    if given["prompts"] is not None:
-        if given["prompt"] is not None:
-            raise ValueError("Both a prompt and --prompts are given; leave one of them out.")
-        if given["chat"]:
-            raise ValueError("--chat reads messages from stdin, not from a file; leave --chat or --prompts out.")
-        if given["assistant_model"] is not None and (given["batch_size"] or 1) > 1:
-            raise ValueError("--assistant-model drafts for one prompt at a time; leave --batch-size out.")
-    elif of_files:
-        raise ValueError(f"--{of_files[0].replace('_', '-')} is for --prompts only; leave it out.")
-    if given["chat_template"] is not None and not given["chat"]:
-        raise ValueError("--chat-template is for --chat only; leave it out, or hold a conversation by --chat.")
-    if given["batch_size"] is not None and given["batch_size"] < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {given['batch_size']}.")
-    from ..generation.options import check_options
-
-    check_options(_generate_options(given))
-
-
-def _generate_options(given: dict[str, Any]) -> dict[str, Any]:
-    return {**{name: given[name] for name in _OF_GENERATE}, "cache_implementation": given["cache"]}
-
-
-def _read_prompts(path: str, field: str | None, output: str | None) -> list:
-    from ..generation.prompts import check_output, read_prompts
-
-    if output is not None:
-        check_output(output, path)
-    return read_prompts(path, field)
-
-
-def _prompt_or_stdin(prompt: str | None) -> str:
-    """The prompt, from stdin without the end of its last line, which `echo` adds and no model should see."""
-    if prompt not in (None, _FROM_STDIN):
-        text = str(prompt)
-    else:
-        if _is_terminal():
-            typer.echo("Type the prompt, and end it by Ctrl-D on a line of its own.", err=True)
-        text = sys.stdin.read().removesuffix("\n").removesuffix("\r")
-    if not text.strip():
-        raise ValueError("The prompt is empty; give it as an argument, through stdin, or many of them by --prompts.")
-    return text
+                _converse(_load(given), prompt or "-")
+            else:
+                text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
+                _print(_load(given).stream(text))
 
 
 def _load(given: dict[str, Any]) -> TextGenerator:
-    from ..generation import TextGenerator, load_model
+    from transformers import set_seed
 
-    options = {name: given[name] for name in _OF_LOADING}
+    from ..generation import TextGenerator
+    from ..loading import load_model
+
+    shared = {name: given[name] for name in ("dtype", "device")}
+    own = {name: given[name] for name in ("tokenizer", "revision", "attn_implementation", "oov_policy")}
     with status("Loading"):
-        loaded = load_model(given["model"], **options)
-        assistant: LoadedModel | None = None
-        if given["assistant_model"] is not None:
-            assistant = load_model(given["assistant_model"], dtype=given["dtype"], device=given["device"])
+        loaded = load_model(given["model"], **shared, **own)
+        assistant = load_model(given["assistant_model"], **shared) if given["assistant_model"] else None
     if given["chat_template"] is not None:
-        from ..generation.chat import set_chat_template
-
-        set_chat_template(loaded.tokenizer, given["chat_template"])
+        loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8")
     if given["seed"] is not None:
-        from transformers import set_seed
-
         set_seed(given["seed"])
     return TextGenerator(
         loaded,
         stop_strings=given["stop"] or (),
         assistant=assistant,
         warn=lambda sentence: typer.echo(f"Warning: {sentence}", err=True),
-        **_generate_options(given),
+        **{name: given[name] for name in (*_OF_GENERATE, "num_beams", "cache_implementation")},
     )
 
 
-def _converse(generator: TextGenerator, first: str | None) -> None:
-    from ..generation.chat import Conversation
+def _converse(generator: TextGenerator, first: str) -> None:
+    """Answer messages, each after all before it, until stdin ends."""
+    from transformers import DynamicCache
 
-    conversation = Conversation(generator)
-    if _is_terminal():
-        typer.echo("Ctrl-D ends the conversation.", err=True)
-    for message in _messages(first):
-        _write_line(functools.partial(conversation.answer, message))
-
-
-def _messages(first: str | None) -> Iterator[str]:
-    """What the person says, line by line; empty lines say nothing."""
-    if first is not None:
-        yield first
-    while True:
-        if _is_terminal():
-            typer.echo("> ", err=True, nl=False)
-        line = ""
-        try:
-            line = sys.stdin.readline()
-        finally:
-            if not line and _is_terminal():
-                typer.echo(err=True)  # Ctrl-C and Ctrl-D end no line
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\r\n")
+    loaded = generator.loaded
+    messages: list[dict[str, str]] = []
+    read: list[int] = []
+    # Other caches than this one, and those of beams and drafts, cannot be continued.
+    goes_on = generator.options.keys().isdisjoint({"num_beams", "cache_implementation", "assistant_model"})
+    options: dict[str, Any] = {}
+    for line in itertools.chain([] if first == "-" else [first], sys.stdin):
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\r\n")})
+        text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        ids = generator.encode(text, "The conversation", add_special_tokens=False)
+        if goes_on and (not read or ids[: len(read)] != read):
+            options["past_key_values"] = DynamicCache(config=loaded.model.config)
+        answer = _print(generator.stream(ids, **options))
+        read = answer.sequence[:-1]
+        messages.append({"role": "assistant", "content": answer.text})
 
 
-def _answer_all(generator: TextGenerator, prompts: list, output: str | None, batch_size: int | None) -> None:
+def _answer_file(given: dict[str, Any]) -> None:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+    from transformers import set_seed
 
-    from ..generation.prompts import answer_prompts, whole_lines
+    from ..common.files import file_digest
+    from ..generation import read_prompts, write_answers
+    from ..pretrained import find_model_folder
 
-    size = batch_size or (_BATCH_SIZE if generator.assistant is None else 1)
-    target = contextlib.nullcontext(_write) if output is None else whole_lines(output)
-    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _), target as write:
-        row = bar.add_task("Answering", total=len(prompts))
-        answer_prompts(
-            generator,
-            prompts,
-            write,
-            batch_size=size,
-            on_progress=lambda done, total: bar.update(row, completed=done, total=total),
+    records, seed, field = read_prompts(given["prompts"], given["field"]), given["seed"], given["field"]
+    generator: Any = _load_vllm(given) if given["engine"] == "vllm" else _load(given)
+    prompts = [generator.encode(record[field], f"Line {number}") for number, record in enumerate(records, start=1)]
+
+    def answer(start: int, end: int) -> list[str]:
+        if given["engine"] == "vllm":
+            return generator.generate(prompts[start:end], None if seed is None else seed + start)
+        if seed is not None:  # so that a run that goes on draws what one without a break does
+            set_seed(seed + start)
+        return [answer.text for answer in generator.generate(prompts[start:end])]
+
+    # All that answers depend on, for a run that goes on.
+    weights = sorted(Path(find_model_folder(given["model"])).glob("*.safetensors"))
+    settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
+    settings["prompts"] = file_digest(given["prompts"])
+    settings["weights"] = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in weights}
+    with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
+        row = bar.add_task("Answering", total=len(records))
+        write_answers(
+            records,
+            answer,
+            given["output"],
+            batch_size=given["batch_size"] or (1 if given["assistant_model"] else _BATCH_SIZES[given["engine"]]),
+            settings=settings,
+            on_progress=lambda done: bar.update(row, completed=done),
         )
 
 
-def _write_line(produce: Callable[[Callable[[str], None]], Any]) -> None:
+def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
+    from ..generation import VLLMGenerator
+    from ..loading import find_model
+
+    unknown = ("device", "attn_implementation", "oov_policy", "num_beams", "cache_implementation", "assistant_model")
+    if foreign := [name for name in unknown if given[name] is not None]:
+        raise ValueError(f"{foreign[0]}={given[foreign[0]]!r} is for --engine transformers; leave it out.")
+    found = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
+    options = {name: given[name] for name in (*_OF_GENERATE, "dtype", "tokenizer")}
+    return VLLMGenerator(found, stop_strings=given["stop"] or (), **options)
+
+
+def _print(pieces: Generator[str, None, Generated]) -> Generated:
     """Write text as it comes, and end its line if the text itself does not."""
-    last = ""
-
-    def write(piece: str) -> None:
-        nonlocal last
-        _write(piece)
-        last = piece or last
-
-    try:
-        produce(write)
-    except BaseException:
-        if last and not last.endswith("\n"):
-            _write("\n")  # a message follows on the terminal
-        raise
-    if not last.endswith("\n"):
-        _write("\n")
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
-
-
-@contextlib.contextmanager
-def _until_the_reader_leaves() -> Iterator[None]:
-    """End without a word when the reader of stdout has gone, as `head` does when it has seen enough."""
-    try:
-        yield
-    except BrokenPipeError:
-        # Python writes what is left at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    text = ""
+    with contextlib.closing(pieces):
+        while True:
+            try:
+                text = next(pieces)
+            except StopIteration as end:
+                typer.echo(nl=not text.endswith("\n"))
+                return end.value
+            typer.echo(text, nl=False)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
+from ..version_dcformer import __version__
 from .bench import bench_command
 from .card import card_command
 from .convert import convert_app
@@ -19,10 +19,7 @@ from .verify import verify_command
 
 
 app = typer.Typer(
-    help=(
-        "Use, serve, train, evaluate, convert, inspect, verify and measure DCFormer models, whose attention heads are "
-        "composed dynamically."
-    ),
+    help="Generate with, serve, train, evaluate, convert and measure DCFormer models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

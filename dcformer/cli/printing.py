@@ -24,7 +24,7 @@ def checkpoint_console() -> Console:
 
 @contextlib.contextmanager
 def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A progress bar on stderr, as the conversions take it; nothing where stderr is no terminal."""
+    """A progress bar on stderr, as conversions take it."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
@@ -38,7 +38,7 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]
 
 @contextlib.contextmanager
 def status(task: str) -> Iterator[None]:
-    """A sign of life on stderr; nothing where stderr is no terminal."""
+    """A sign of life on stderr, where that is a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status(task):
@@ -46,7 +46,7 @@ def status(task: str) -> Iterator[None]:
 
 
 def print_location(form: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
-    """Say which checkpoint was read."""
+    """Print which checkpoint was read."""
     console = checkpoint_console()
     console.print(f"{form}, {location}" + ("" if step is None else f", step {step}"), soft_wrap=True)
     for number, reason in skipped_steps.items():

@@ -11,8 +11,8 @@ def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterato
     Switch off the progress bars of Transformers, the Hub and `datasets`, and their messages below errors.
 
     Args:
-        messages (`bool`, defaults to `True`): Whether messages are switched off too, not the progress bars alone.
-        datasets (`bool`, defaults to `False`): Whether the block uses `datasets`, which takes a second to import.
+        messages (defaults to `True`): Whether to switch off messages too, not the bars alone.
+        datasets (defaults to `False`): Whether the block uses `datasets`, which takes a second to import.
     """
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging

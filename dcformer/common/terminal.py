@@ -1,16 +1,17 @@
-"""What the commands share: a console that fits pipes, errors of one line, and the end of several processes."""
+"""What the commands share: a console that fits pipes, errors of one line, signals, and the end of several processes."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
-
-from .signals import Terminated, signals_as_interruptions
 
 
 # Imported where it is used: the help of a command waits for all that is imported here.
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def make_console(pipe_width: int) -> Console:
-    """A console on stdout; a pipe, which has no width, gets one, since 80 columns cut names and break tables."""
+    """A console on stdout; pipes, which have no width, get one, since 80 columns cut names and break tables."""
     from rich.console import Console
 
-    # Paths and values may hold brackets, which are no markup here.
+    # Paths and values may hold brackets, which are not markup here.
     console = Console(markup=False, highlight=False, emoji=False)
     return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
 
@@ -31,24 +32,30 @@ def make_console(pipe_width: int) -> Console:
 @contextlib.contextmanager
 def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[tuple[Progress, Console | None]]:
     """
-    A bar on stderr that is gone at the end.
+    Show a bar on stderr until the block ends.
 
     Args:
-        counters (`ProgressColumn`): What stands behind the bar.
-        is_first (`bool`, defaults to `True`): Whether this is the first of several processes; others show no bar.
+        counters: Columns behind the bar.
+        is_first (defaults to `True`): Whether this is the first of several processes; others show no bar.
 
     Yields:
-        The bar, hidden where stderr is no terminal, and the console on which to print lines instead of it; `None`
-        where the bar is shown or another process prints them.
+        The bar, hidden where stderr is not a terminal, and a console for lines in its place, `None` where none are due.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    shows_bar = console.is_terminal and is_first
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counters)
-    with Progress(*columns, console=console, transient=True, disable=not shows_bar) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_first)) as bar:
         yield bar, None if console.is_terminal or not is_first else console
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, raised as Ctrl-C is, with its number."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager
@@ -57,33 +64,53 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
     Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
     Args:
-        debug (`bool`): Let exceptions through, with their traceback.
-        interrupted (`str`): What is said after Ctrl-C or such a signal.
-        is_first (`bool`): Whether this is the first of several processes, all of which find wrong files and options.
+        debug: Let exceptions through, with their traceback.
+        interrupted (defaults to `"Interrupted."`): Printed after Ctrl-C or one of the signals.
+        is_first (defaults to `True`): Whether this is the first of several processes, all of which find wrong input.
     """
-    with signals_as_interruptions() as ignore_signals:
-        try:
+    try:
+        with _signals_as_interruptions():
             yield
-        except KeyboardInterrupt as error:
-            ignore_signals()
-            if is_first:
-                typer.echo(interrupted, err=True)
-            number = error.number if isinstance(error, Terminated) else signal.SIGINT
-            raise typer.Exit(128 + number) from None
-        except Exception as error:
-            if debug:
-                raise
-            message = str(error) or type(error).__name__
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                message = f"The disk is full; free some space and run the same command again ({message})."
-            if is_first or not isinstance(error, ValueError | OSError):
-                typer.echo(f"Error: {' '.join(message.split())}", err=True)
-            raise typer.Exit(1) from None
+    except KeyboardInterrupt as error:
+        if is_first:
+            typer.echo(interrupted, err=True)
+        raise typer.Exit(128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)) from None
+    except BrokenPipeError:  # the reader of stdout has seen enough, as `head` has; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        if debug:
+            raise
+        if is_first or not isinstance(error, ValueError | OSError):
+            typer.echo(f"Error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _signals_as_interruptions() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM and SIGHUP, so that what is done so far is kept as after Ctrl-C."""
+    chosen = []
+    # Processes of torchrun keep the default: one that waits for the others in a reduction would never raise.
+    if threading.current_thread() is threading.main_thread() and os.environ.get("WORLD_SIZE", "1") == "1":
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        chosen = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores SIGHUP
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in chosen:  # a terminal that closes sends two; the second must not stop the end of the work
+            signal.signal(each, lambda *_: None)
+        raise Terminated(number)
+
+    try:
+        for number in chosen:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number in chosen:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def leaving_process_group() -> Iterator[None]:
-    """Close the connections between processes, of which torch would complain at the end."""
+    """Close the connections between processes, about which torch would complain at the end."""
     try:
         yield
     finally:

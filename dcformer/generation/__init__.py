@@ -1,7 +1,8 @@
-"""Text from a model for people: streamed, as a conversation, or for a file of prompts; generate() does the work."""
+"""Text from a model: streamed, in batches, or for a file of prompts."""
 
-from .generator import TextGenerator
-from .models import LoadedModel, load_model
+from .generator import Generated, TextGenerator
+from .prompts import read_prompts, write_answers
+from .with_vllm import VLLMGenerator
 
 
-__all__ = ["LoadedModel", "TextGenerator", "load_model"]
+__all__ = ["Generated", "TextGenerator", "VLLMGenerator", "read_prompts", "write_answers"]

@@ -1,51 +1,57 @@
-"""One call of generate() for one prompt or a padded batch, streamed where that can be."""
+"""Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextvars
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StoppingCriteria
+from torch import Tensor
+from transformers import TextIteratorStreamer
 
-from .models import LoadedModel, context_warning
-from .options import check_options, new_tokens
-from .stopping import StopStrings, text_before
-from .streaming import TextWriter
+from ..loading import LoadedModel
 
 
-@dataclass
+DEFAULT_NEW_TOKENS = 256
+_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_TOKENS_BEFORE = 4  # decoded before those of a stop string: the first of a text may read otherwise than inside it
+
+
+@dataclass(frozen=True)
 class Generated:
     """
-    What a model wrote after a prompt.
+    A continuation of a prompt.
 
     Attributes:
-        ids: Of the new tokens, the one that ends the text included.
-        text: Of these, up to the first stop string, without special tokens.
-        sequence: Ids of the prompt and what followed.
-        cache: Keys and values of the sequence but its last token, if it can be continued from there.
+        ids: New token ids, with the one that ended the text.
+        text: Their text up to the first stop string, without special tokens.
+        sequence: Token ids of the prompt and the continuation.
     """
 
     ids: list[int]
     text: str
     sequence: list[int]
-    cache: Any = None
 
 
 class TextGenerator:
     """
-    A loaded model with its options of generate().
+    A loaded model with options of generate().
 
     Args:
-        loaded: From [`load_model`].
-        stop_strings (*optional*): A text ends before the first of them.
-        assistant (*optional*): A small model whose drafts the large one checks; single prompts only.
-        warn (*optional*): Called once with a sentence if a prompt is longer than the model was made for.
-        options: As [`check_options`] takes them.
+        loaded: From [`dcformer.loading.load_model`].
+        stop_strings (defaults to none): A text ends before the first of them. They are looked for in the text, not in
+            the vocabulary, so tokenizers of whole words have them too.
+        assistant (*optional*): A small model that drafts tokens, for one prompt at a time.
+        warn (defaults to `warnings.warn`): Called once with a sentence if texts leave the model's context.
+        options: Arguments of generate(); `None` leaves one to generation_config.json. A `temperature`, `top_k`,
+            `top_p` or `min_p` asks for sampling. Where nothing limits the text, 256 tokens or the context do.
 
     Raises:
-        ValueError: if an option is out of its range, or cannot be used with another.
+        ValueError: if a stop string is empty, or an option of sampling comes with `do_sample=False`.
     """
 
     def __init__(
@@ -54,118 +60,165 @@ class TextGenerator:
         *,
         stop_strings: Sequence[str] = (),
         assistant: LoadedModel | None = None,
-        warn: Callable[[str], None] | None = None,
+        warn: Callable[[str], Any] = warnings.warn,
         **options: Any,
     ):
         if "" in stop_strings:
-            raise ValueError("A stop string is empty, which ends every text before it begins; leave it out.")
-        self.loaded = loaded
-        self.stop_strings = tuple(stop_strings)
-        self.options = check_options(options)
-        self.assistant = assistant
-        self._warn = warn
-        if assistant is not None and self.uses_beams:
-            raise ValueError("An assistant model cannot draft for several beams; leave it or num_beams out.")
+            raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
+        self.loaded, self.stop_strings, self.options = loaded, tuple(stop_strings), sampling_options(options)
+        self._warn: Callable[[str], Any] | None = warn
+        self._eos = eos_token_ids(loaded.model.generation_config, loaded.tokenizer)
+        named = (loaded.model.generation_config.pad_token_id, loaded.tokenizer.pad_token_id, *self._eos, 0)
+        self._padding = next(number for number in named if number is not None)  # the mask hides it
+        if assistant is not None:
+            self.options["assistant_model"] = assistant.model
+            if assistant.model.config.get_text_config().vocab_size != loaded.model.config.get_text_config().vocab_size:
+                self.options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": assistant.tokenizer}
 
-    @property
-    def uses_beams(self) -> bool:
-        """Whether several texts are followed at once, of which none is certain before the end."""
-        return (self.options.get("num_beams") or self.loaded.model.generation_config.num_beams or 1) > 1
-
-    def generate(
-        self,
-        ids: Sequence[int],
-        write: Callable[[str], None] | None = None,
-        *,
-        cache: Any = None,
-        keeps_cache: bool = False,
-        criteria: Sequence[StoppingCriteria] = (),
-    ) -> Generated:
+    def encode(
+        self, prompt: str | Sequence[int], what: str = "The prompt", *, add_special_tokens: bool = True
+    ) -> list[int]:
         """
-        Continue one prompt.
+        Token ids of a prompt, a text or ids.
 
         Args:
-            ids: Of the prompt, with those that the cache holds.
-            write (*optional*): Called with the new text piece by piece, with beams once at the end.
-            cache (*optional*): Of the first of these ids, from an earlier call.
-            keeps_cache (defaults to `False`): Return the cache, if the text can be continued from it.
-            criteria (*optional*): Further reasons to end.
+            prompt: The prompt.
+            what (defaults to `"The prompt"`): Its name in errors.
+            add_special_tokens (defaults to `True`): `False` for texts of a chat template, which has them.
+
+        Raises:
+            ValueError: if it is empty, or an id has no embedding and `oov_policy` does not clamp it.
         """
-        streamer = None
-        if write is not None and not self.uses_beams:
-            streamer = TextWriter(self.loaded.tokenizer, write, self.stop_strings)
-        (answer,) = self._run([ids], streamer, cache, keeps_cache, criteria)
-        if write is not None and streamer is None:
-            write(answer.text)
-        return answer
+        if not prompt or (isinstance(prompt, str) and prompt.isspace()):
+            raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
+        if isinstance(prompt, str):
+            prompt = self.loaded.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        ids, config = [int(number) for number in prompt], self.loaded.model.config
+        rows = self.loaded.model.get_input_embeddings().num_embeddings
+        if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
+            raise ValueError(
+                f"{what} has token id {max(ids)} at position {ids.index(max(ids))}, and {self.loaded.name!r} has "
+                f"embeddings for ids below {rows}; use its own tokenizer, or oov_policy clamp or pad."
+            )
+        return ids
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]]) -> list[Generated]:
-        """Continue several prompts at once, padded on the left."""
-        if self.assistant is not None and len(prompts) > 1:
-            raise ValueError("An assistant model drafts for one prompt at a time; use a batch size of 1.")
-        return self._run(prompts, None, None, False, ())
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Generator[str, None, Generated]:
+        """
+        Continue a prompt, text or token ids, with further options of generate(); closing the iterator ends the text.
 
-    def _run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        streamer: TextWriter | None,
-        cache: Any,
-        keeps_cache: bool,
-        criteria: Sequence[StoppingCriteria],
-    ) -> list[Generated]:
-        loaded = self.loaded
+        Yields:
+            The new text in pieces as it comes; with beams whole at the end.
+
+        Returns:
+            The continuation.
+        """
+        ids = self.encode(prompt)
+        if (self.options.get("num_beams") or self.loaded.model.generation_config.num_beams or 1) > 1:
+            (answer,) = self.generate([ids])
+            yield answer.text
+            return answer
+        streamer = TextIteratorStreamer(self.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        closed = threading.Event()
+        results: list[Generated | BaseException] = []
+
+        def run() -> None:
+            try:
+                results.extend(self._generate([ids], closed, streamer=streamer, **options))
+            except BaseException as error:
+                results.append(error)
+            finally:
+                streamer.text_queue.put(streamer.stop_signal)
+
+        # In the caller's context, by which a web page knows whom a warning is for.
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
+        thread.start()
+        try:
+            yield from text_before(self.stop_strings, streamer)
+        finally:
+            closed.set()
+            thread.join()
+        (result,) = results
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Generated]:
+        """Continue several prompts at once, texts or token ids, padded on the left."""
+        return self._generate([self.encode(prompt) for prompt in prompts], threading.Event())
+
+    def _generate(self, prompts: Sequence[Sequence[int]], closed: threading.Event, **options: Any) -> list[Generated]:
+        model, tokenizer = self.loaded.model, self.loaded.tokenizer
         length = max(map(len, prompts))
-        padding = loaded.pad_token_id
-        ids = torch.tensor([[padding] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
+        ids = torch.tensor([[self._padding] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])
-        most = new_tokens(self.options, loaded, length)
-        self._warn_of_context(prompts, most)
-        options = {**self.options, "pad_token_id": padding, "eos_token_id": list(loaded.eos_token_ids) or None}
-        if most is not None:
-            options["max_new_tokens"] = most
-        if self.stop_strings:
-            criteria = [*criteria, StopStrings(self.stop_strings, loaded.tokenizer, length)]
-        if cache is not None:
-            options.pop("cache_implementation", None)
-            options["past_key_values"] = cache
-        device = loaded.model.device
-        out = loaded.model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            streamer=streamer,
-            stopping_criteria=list(criteria),
-            return_dict_in_generate=True,
-            **options,
-            **self._assistance(),
-        )
-        is_kept = keeps_cache and self.assistant is None and not self.uses_beams
-        kept = out.past_key_values if is_kept and isinstance(out.past_key_values, DynamicCache) else None
-        new = [self._ended(row) for row in out.sequences[:, length:].tolist()]
-        texts = loaded.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [
-            Generated(row, text_before(self.stop_strings, text), [*prompt, *row], kept)
-            for prompt, row, text in zip(prompts, new, texts)
-        ]
-
-    def _assistance(self) -> dict[str, Any]:
-        """Arguments for an assistant; with another vocabulary than the model's, its text is translated."""
-        if self.assistant is None:
-            return {}
-        given: dict[str, Any] = {"assistant_model": self.assistant.model}
-        sizes = (each.model.config.get_text_config().vocab_size for each in (self.loaded, self.assistant))
-        if len(set(sizes)) > 1:
-            given |= {"tokenizer": self.loaded.tokenizer, "assistant_tokenizer": self.assistant.tokenizer}
-        return given
-
-    def _ended(self, row: list[int]) -> list[int]:
-        """New ids up to the first that ends the text; the rest fills the batch."""
-        ends = [position for position, number in enumerate(row) if number in self.loaded.eos_token_ids]
-        return row[: ends[0] + 1] if ends else row
-
-    def _warn_of_context(self, prompts: Sequence[Sequence[int]], most: int | None) -> None:
-        if self._warn is None:
-            return
-        sentence = context_warning(prompts, most, self.loaded)
-        if sentence is not None:
-            self._warn(sentence)
+        limit = new_tokens(self.options, model.generation_config, model.config, length)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if self._warn is not None and context is not None and length + (limit or 0) > context:
+            self._warn(f"{length} tokens and {limit or 0} new ones exceed the {context} that the model was made for.")
             self._warn = None
+        # Every token of a stop string has a byte of it at least.
+        seen = max((len(string.encode()) for string in self.stop_strings), default=0) + _TOKENS_BEFORE
+
+        def is_done(sequences: Tensor, scores: Any, **_: Any) -> Tensor:
+            ends = tokenizer.batch_decode(sequences[:, length:][:, -seen:]) if self.stop_strings else sequences
+            done = [closed.is_set() or any(string in end for string in self.stop_strings) for end in ends]
+            return torch.tensor(done, device=sequences.device)
+
+        given = self.options | options | ({} if limit is None else {"max_new_tokens": limit})
+        sequences = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            pad_token_id=self._padding,
+            eos_token_id=self._eos or None,
+            stopping_criteria=[is_done],
+            **given,
+        )
+        answers = []
+        for prompt, row in zip(prompts, sequences[:, length:].tolist()):
+            ends = [place + 1 for place, number in enumerate(row) if number in self._eos]
+            new = row[: ends[0]] if ends else row  # padding of the batch follows
+            text = "".join(text_before(self.stop_strings, [tokenizer.decode(new, skip_special_tokens=True)]))
+            answers.append(Generated(new, text, [*prompt, *new]))
+        return answers
+
+
+def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that are given, with `do_sample` where one of them asks for it."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if asking := [name for name in _OF_SAMPLING if name in given]:
+        if given.get("do_sample") is False:
+            raise ValueError(f"{asking[0]}={given[asking[0]]} has no meaning for greedy decoding; leave one out.")
+        given["do_sample"] = True
+    return given
+
+
+def eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a text: those of generation_config.json, else the tokenizer's."""
+    found = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def new_tokens(options: dict[str, Any], config: Any, model_config: Any, length: int) -> int | None:
+    """New tokens at most; `None` if generation_config.json limits the length with the prompt."""
+    given = options.get("max_new_tokens") or config.max_new_tokens
+    if given is not None or config.max_length is not None:
+        return given
+    left = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
+    return min(DEFAULT_NEW_TOKENS, left) if left > 0 else DEFAULT_NEW_TOKENS
+
+
+def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
+    """Pieces of a text up to the first of the strings in it; an end that may begin one is held back."""
+    held = ""
+    longest = max(map(len, strings), default=1)
+    for piece in pieces:
+        held += piece
+        places = [held.index(string) for string in strings if string in held]
+        sure = min(places) if places else max(0, len(held) - longest + 1)
+        if sure:
+            yield held[:sure]
+        if places:
+            return
+        held = held[sure:]
+    if held:
+        yield held

@@ -1,22 +1,58 @@
-"""The `dcformer` command on the golden checkpoints."""
+"""The `dcformer` command: its help, its errors, and the commands on golden checkpoints."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from dcformer import __version__, conversion
+import dcformer
 from dcformer.cli import app
+from dcformer.common.terminal import Terminated, one_line_errors
+
+
+HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
+STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+PACKAGE = Path(dcformer.__file__).parent
+# Of every program, git, CSS and lm-eval.
+OTHERS = {
+    "--help",
+    "--untracked-files",
+    "--porcelain",
+    "--no-optional-locks",
+    "--body-text-color",
+    "--metadata",
+    "--include",
+}
 
 
 def call(*arguments, **options):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
-@pytest.fixture
-def maxtext(fixtures):
-    pytest.importorskip("tensorstore")
-    return fixtures / "golden/A_jax/A1/checkpoints"
+def commands():
+    """Names of all commands, and what typer knows of them."""
+    found, waiting = {}, [((), typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop()
+        found[name] = command
+        waiting += [((*name, key), child) for key, child in getattr(command, "commands", {}).items()]
+    return found
+
+
+def run_as_command(code):
+    """What Python code prints in a process as of the command's script."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    code = f"import dcformer_command, sys; dcformer_command.is_running = True\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -24,141 +60,110 @@ def torch_folder(fixtures):
     return fixtures / "golden/B_torch/B1_dcformer_9769ae6"
 
 
-@pytest.fixture
-def pax(fixtures, tmp_path):
-    config = json.loads((fixtures / "golden/C_pax/C2_info.json").read_text())["config"]
-    # The golden logits were computed with one key more than window_size.
-    path = tmp_path / "pax_config.json"
-    path.write_text(json.dumps({**config, "window_size": config["window_size"] + 1}))
-    return fixtures / "golden/C_pax/C2_pax_weights.npz", path
+def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
+    for name, command in commands().items():
+        assert command.help and all(parameter.help for parameter in command.params), name
+    printed = run_as_command(
+        "import contextlib, io\n"
+        "from dcformer.cli import app\n"
+        f"for name in {list(commands())!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
+        "        app([*name, '--help'], prog_name='dcformer')\n"
+        "    assert '--help' in text.getvalue(), name\n"
+        "print(*sys.modules)\n"
+    )
+    assert "dcformer.cli.evaluate" in printed and HEAVY.isdisjoint(printed.split())
 
 
-def test_version_and_help():
-    assert call("--version").output.strip() == f"dcformer {__version__}"
-    assert "to-maxtext" in call("convert", "--help").output
+def test_the_command_registers_models_before_it_loads_them():
+    code = (
+        "import dcformer\n"
+        "from dcformer.cli.running import running_command\n"
+        "assert 'torch' not in sys.modules\n"
+        "with running_command(debug=True):\n"
+        "    from transformers import AutoConfig\n"
+        "    print(type(AutoConfig.for_model('dcformer')) is dcformer.DCFormerConfig)\n"
+    )
+    assert run_as_command(code) == "True\n"
 
 
-def test_maxtext_to_a_folder_that_verifies(maxtext, tmp_path):
-    done = call("convert", "maxtext", maxtext, tmp_path / "model", "--step", 14000, "--max-shard-size", "20KB")
-    assert done.exit_code == 0, done.output
-    assert "│ default │" in done.output and "optimizer state" in done.output and "finite logits" in done.output
-    assert str(tmp_path / "model") in done.output.splitlines()[-1]
-    assert "0 shards resumed" in done.output.splitlines()[-1]
-    same = call("verify", maxtext, tmp_path / "model")
-    assert same.exit_code == 0 and "identical" in same.output
-    assert call("inspect", tmp_path / "model").output.startswith("torch files, our names")
+def test_options_that_messages_advise_exist():
+    known = OTHERS.union(*({*each.opts, *each.secondary_opts} for one in commands().values() for each in one.params))
+    for file in PACKAGE.rglob("*.py"):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", file.read_text(encoding="utf-8")):
+            assert option in known, f"{file} names {option}"
 
 
-def test_pax(pax, tmp_path):
-    weights, config = pax
-    done = call("convert", "pax", weights, tmp_path / "model", "--config", config)
-    assert done.exit_code == 0 and "padding of the vocabulary" in done.output
-    assert "needs its configuration" in call("inspect", weights).output
-    found = json.loads(call("inspect", weights, "--config", config, "--json").output)
-    assert found["format"] == "PAX (flat .npz)" and found["architecture"] and found["note"] == ""
-    assert call("verify", weights, tmp_path / "model", "--config", config).exit_code == 0
+def test_version():
+    assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
 
 
-def test_torch_options(torch_folder, tmp_path):
-    reference = tmp_path / "missing.npz"
-    refused = call("convert", "torch", torch_folder, tmp_path / "model", "--reference-logits", reference)
-    assert refused.exit_code == 1 and str(reference) in refused.stderr
-    done = call("convert", "torch", torch_folder, tmp_path / "model", "--dtype", "bfloat16", "--no-verify")
-    assert done.exit_code == 0 and "finite logits" not in done.output
-    again = call("convert", "torch", torch_folder, tmp_path / "model")
-    assert again.exit_code == 1 and "--force" in again.stderr
-    assert call("convert", "torch", torch_folder, tmp_path / "model", "--force").exit_code == 0
+@pytest.mark.parametrize("name", STATUS)
+def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
+    before = [signal.getsignal(getattr(signal, each)) for each in STATUS]
+    with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False, interrupted="Stopped."):
+        try:
+            os.kill(os.getpid(), getattr(signal, name))
+            pytest.fail("the signal was not heard")
+        except KeyboardInterrupt as error:
+            if isinstance(error, Terminated):  # a closing terminal sends two
+                os.kill(os.getpid(), signal.SIGHUP)
+            raise
+    assert ended.value.exit_code == STATUS[name] and capsys.readouterr().err == "Stopped.\n"
+    assert [signal.getsignal(getattr(signal, each)) for each in STATUS] == before
 
 
-def test_the_old_name_of_the_command_for_torch_files_works_and_names_the_new_one(torch_folder, tmp_path):
-    done = call("convert", "hub", torch_folder, tmp_path / "old", "--dtype", "bfloat16", "--no-verify")
-    assert done.exit_code == 0 and done.stderr == "`dcformer convert hub` is now called `dcformer convert torch`.\n"
-    assert call("convert", "torch", torch_folder, tmp_path / "new", "--dtype", "bfloat16", "--no-verify").stderr == ""
-    assert (tmp_path / "old/model.safetensors").read_bytes() == (tmp_path / "new/model.safetensors").read_bytes()
-    commands = call("convert", "--help").output
-    assert " torch " in commands and " hub " not in commands
-
-
-def test_to_maxtext(maxtext, tmp_path):
-    if not hasattr(conversion, "convert_to_maxtext"):
-        pytest.skip("no conversion to MaxText in this version")
-    assert call("convert", "maxtext", maxtext, tmp_path / "model").exit_code == 0
-    done = call("convert", "to-maxtext", tmp_path / "model", tmp_path / "run", "--step", 7, "--approximate")
-    assert done.exit_code == 0 and "step 7" in done.output
-
-
-def test_inspect_reports_arrays_and_counts_the_optimizer(maxtext, torch_folder):
-    found = json.loads(call("inspect", maxtext, "--json").output)
-    stored = [path for path in (maxtext / "14000/state").iterdir() if path.name.startswith("opt_state.")]
-    assert found["format"] == "MaxText (zarr 2)" and found["step"] == 14000
-    assert found["optimizer_arrays"] == len(stored)
-    assert not any(tensor["name"].startswith("opt_state") for tensor in found["tensors"])
-    assert found["total_bytes"] == sum(tensor["nbytes"] for tensor in found["tensors"])
-    assert sum(found["dtypes"].values()) == len(found["tensors"])
-    assert json.loads(call("inspect", torch_folder, "--json").output)["format"] == "torch files, the authors' names"
-
-
-def test_verify_tells_different_models_apart(maxtext, torch_folder):
-    different = call("verify", maxtext, torch_folder, "--json")
-    assert different.exit_code == 1 and json.loads(different.output)["verdict"] == "different"
-    assert "different" in call("verify", maxtext, torch_folder).output
+def test_an_ignored_signal_stays_ignored_and_torchrun_keeps_its_own(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with one_line_errors(debug=False):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with one_line_errors(debug=False):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
-    "command", (("inspect",), ("verify", "b"), ("convert", "maxtext", "b"), ("convert", "torch", "b"))
+    "command", (("inspect", "{a}"), ("verify", "{a}", "{b}"), ("convert", "torch", "{a}", "{b}"), ("card", "{a}"))
 )
 def test_a_wrong_path_is_one_line_and_a_traceback_with_debug(command, tmp_path):
-    words = [tmp_path / word if word == "b" else word for word in command]
-    words.insert(2 if "convert" in command else 1, tmp_path / "nothing")
+    words = [word.format(a=tmp_path / "nothing", b=tmp_path / "b") for word in command]
     failed = call(*words)
     assert failed.exit_code == 1 and failed.stdout == ""
     assert failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises((OSError, ValueError)):
         call(*words, "--debug", catch_exceptions=False)
 
 
-def test_interrupt_and_full_disk(torch_folder, tmp_path, monkeypatch):
-    for error, status, words in ((KeyboardInterrupt(), 130, "finished shards"), (OSError(28, "no"), 1, "disk is full")):
-
-        def fail(*_, error=error, **__):
-            raise error
-
-        monkeypatch.setattr("dcformer.conversion.convert_torch", fail)
-        failed = call("convert", "torch", torch_folder, tmp_path / "model")
-        assert failed.exit_code == status and words in failed.stderr and failed.stderr.count("\n") == 1
-
-
-def test_the_output_names_the_checkpoint_and_the_step(maxtext, torch_folder, tmp_path):
-    done = call("convert", "maxtext", maxtext, tmp_path / "model", "--no-verify")
-    assert done.output.splitlines()[0] == f"MaxText (zarr 2), {maxtext / '14000' / 'state'}, step 14000"
-    done = call("convert", "torch", torch_folder, tmp_path / "rewritten", "--no-verify")
-    assert done.output.splitlines()[0] == f"torch files, {torch_folder}"
+def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):
+    pytest.importorskip("tensorstore")
+    maxtext, model = fixtures / "golden/A_jax/A1/checkpoints", tmp_path / "model"
+    done = call("convert", "maxtext", maxtext, model, "--step", 14000)
+    assert done.exit_code == 0 and "step 14000" in done.output.splitlines()[0], done.output
+    assert call("verify", model).exit_code == call("verify", maxtext, model).exit_code == 0
+    found = json.loads(call("inspect", maxtext, "--json").output)
+    assert found["step"] == 14000 and found["total_bytes"] == sum(each["nbytes"] for each in found["tensors"])
+    done = call("convert", "to-maxtext", model, tmp_path / "run", "--step", 7, "--approximate")
+    assert done.exit_code == 0 and "step 7" in done.output
+    different = call("verify", maxtext, torch_folder)
+    assert different.exit_code == 1 and "different" in different.output
 
 
-@pytest.mark.parametrize(
-    "command, words",
-    [
-        (("convert", "torch", "{source}", "/"), "mount point"),
-        (("convert", "torch", "{source}", "{out}", "--max-shard-size", "0" * 99), "max_shard_size"),
-        (("convert", "to-maxtext", "{source}", "{out}", "--step", 10**25), "step must be between"),
-        (("convert", "to-maxtext", "{source}", "/proc/nothing/out", "--approximate"), "cannot be created"),
-        (("verify", "{source}"), "no conversion_report.json"),
-        (("verify", "gs://bucket/model"), "gs://bucket/model"),
-    ],
-    ids=["root", "shard_size", "step", "proc", "hashes", "bucket"],
-)
-def test_what_cannot_be_done_is_one_line(torch_folder, tmp_path, command, words):
-    failed = call(*(str(word).format(source=torch_folder, out=tmp_path / "out") for word in command))
-    assert failed.exit_code == 1 and failed.stdout == "", failed.output
-    assert failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1 and words in failed.stderr
-    assert not list(tmp_path.iterdir())
+def test_pax_needs_its_configuration(fixtures, tmp_path):
+    config = json.loads((fixtures / "golden/C_pax/C2_info.json").read_text())["config"]
+    # The golden logits were computed with one key more than window_size.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "window_size": config["window_size"] + 1}))
+    weights, options = fixtures / "golden/C_pax/C2_pax_weights.npz", ("--config", tmp_path / "config.json")
+    assert call("convert", "pax", weights, tmp_path / "model", *options).exit_code == 0
+    assert json.loads(call("inspect", weights, *options, "--json").output)["architecture"]
+    assert call("verify", weights, tmp_path / "model", *options).exit_code == 0
 
 
-def test_a_shard_size_of_any_length_is_one_file(torch_folder, tmp_path):
-    done = call("convert", "torch", torch_folder, tmp_path / "model", "--max-shard-size", "9" * 400, "--no-verify")
-    assert done.exit_code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
-
-
-def test_help_of_verify_names_both_uses():
-    text = call("verify", "--help").output
-    assert "conversion_report.json" in text and "compare" in text
+def test_a_conversion_is_replaced_by_force_alone(torch_folder, tmp_path):
+    options = ("convert", "torch", torch_folder, tmp_path / "model", "--no-verify")
+    assert call(*options, "--dtype", "bfloat16").exit_code == 0
+    refused = call(*options)
+    assert refused.exit_code == 1 and "--force" in refused.stderr
+    assert call(*options, "--force").exit_code == 0

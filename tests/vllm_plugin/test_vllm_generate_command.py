@@ -1,0 +1,34 @@
+"""`dcformer generate --prompts` answers by vLLM as by Transformers."""
+
+import functools
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+
+import vllm
+
+from dcformer.cli import app
+
+
+RECORDS = [
+    {"id": "question", "prompt": "There are Paris, Paris, Mumbai. Which is different? The city in"},
+    {"id": "ids", "prompt": [9, 7, 9, 20]},
+    {"id": "long", "prompt": "Ruth likes Paris. " * 12},
+]
+
+
+@pytest.mark.parametrize("options", [(), ("--stop", "Paris")], ids=["whole", "stopped"])
+def test_both_engines_write_the_same_file(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    for engine in ("transformers", "vllm"):
+        arguments = ["generate", "dcformer-tiny", "--prompts", str(prompts), "--engine", engine]
+        arguments += ["--output", str(tmp_path / engine), "--max-new-tokens", "20", "--dtype", "float32", *options]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "vllm").read_text() == (tmp_path / "transformers").read_text()
