@@ -394,8 +394,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
-        layer_ids = self._layers_here()
+            masks = self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        layer_ids = self.layers_here()
         if position_ids is None:
             past_length = 0 if past_key_values is None else past_key_values.get_seq_length(layer_ids[0])
             position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
@@ -416,7 +416,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _layers_here(self) -> list[int]:
+    def layers_here(self) -> list[int]:
         """Numbers of the layers that this process computes: all, but for a stage of a pipeline."""
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
         return [number for number, layer in layers if hasattr(layer, "self_attn")]
@@ -462,7 +462,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                     "without attention_mask and with use_cache=False."
                 )
 
-    def _masks(
+    def make_masks(
         self,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
@@ -471,7 +471,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
     ) -> dict[str, Any]:
         """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
         batch, length = inputs_embeds.shape[:2]
-        layer_ids = self._layers_here()
+        layer_ids = self.layers_here()
         # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
         is_static = getattr(past_key_values, "is_compileable", False)
         sequence_ids = None
@@ -572,8 +572,13 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
         for name, channels in extra.items():
             rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
             if channels > 0 and rows.shape[-1] == config.head_dim:
+                if is_tracing(rows):
+                    raise ValueError(
+                        f"past_key_values was allocated with rows of head_dim={config.head_dim} channels, which no "
+                        f"graph can widen; call early_initialization with head_dim={widest}."
+                    )
                 rows = functional.pad(rows, (0, channels))
-                if getattr(layer, "is_compileable", False) and not is_tracing(rows):
+                if getattr(layer, "is_compileable", False):
                     torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
                 setattr(layer, name, rows)
             elif rows.shape[-1] not in (config.head_dim + channels, widest):
@@ -654,16 +659,22 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
-        """The masks of static caches are made in forward, by the layers of this process."""
-        return attention_mask
+    def create_masks_for_generate(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The masks of static caches, outside of what is compiled."""
+        return self.model.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
         """Rows of static caches that are allocated before their first use: with room for compose weights."""
         if (shape := super()._get_static_cache_init_shape()) is None:
             return None
-        attention = self.model.layers[self.model._layers_here()[0]].self_attn
+        attention = self.model.layers[self.model.layers_here()[0]].self_attn
         return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)
 
 
