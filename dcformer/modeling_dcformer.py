@@ -38,7 +38,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from . import dcmha_projection
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import composed_attention_forward
+from .dcmha import checked_implementation, composed_attention_forward
 from .dcmha_cache import allocated_widths, pack, unpack
 from .dcmha_factors import ComposeSide, ComposeWeights
 from .dcmha_mask import Visibility
@@ -381,6 +381,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             inputs_embeds = self.embed_tokens(self._ids_with_rows(input_ids))
         batch, length = inputs_embeds.shape[:2]
 
+        if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
+            checked_implementation(self.config._attn_implementation)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
