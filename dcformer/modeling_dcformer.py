@@ -411,7 +411,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks.get(layer_type),
+                attention_mask=masks[layer_type],
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 **kwargs,
@@ -486,7 +486,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             cache = copy.copy(cache)
             cache.layers = [past_key_values.layers[i] for i in layer_ids if i < len(past_key_values.layers)]
 
-        masks: dict[str, Any] = {}
+        masks: dict[str, Any] = dict.fromkeys(self.config.layer_types)
         for layer_type, layer_idx in {self.config.layer_types[i]: i for i in reversed(layer_ids)}.items():
             past_length, key_length, key_offset = 0, length, 0  # the keys are those of the tokens from key_offset on
             if past_key_values is not None:
@@ -495,6 +495,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             if isinstance(attention_mask, Tensor):
                 total = key_offset + key_length if is_static else past_length + length
                 check_mask(attention_mask, batch, length, total, past_length + length)
+                attention_mask = attention_mask.expand(batch, *attention_mask.shape[1:])
             if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
                 is_bias = attention_mask.dtype.is_floating_point
                 masks[layer_type] = (attention_mask if is_bias else attention_mask.bool())[..., key_offset:]
@@ -505,7 +506,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                     is_causal=getattr(self.config, "is_causal", True),
                     sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
                     query_offset=past_length - key_offset,
-                    padding=padding_of_keys(attention_mask, batch, key_offset),
+                    padding=padding_of_keys(attention_mask, key_offset),
                     sequence_ids=sequence_ids,
                 )
             else:
@@ -550,11 +551,11 @@ def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, toke
         )
 
 
-def padding_of_keys(attention_mask: Tensor | None, batch: int, key_offset: int) -> Tensor | None:
-    """The part of a (batch or 1, past + length) mask that covers the keys, or None if it hides nothing."""
+def padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
+    """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
     if attention_mask is None:
         return None
-    padding = attention_mask.expand(batch, -1)[:, key_offset:]
+    padding = attention_mask[:, key_offset:]
     return None if values_are_known(padding) and bool((padding != 0).all()) else padding
 
 

@@ -12,7 +12,7 @@ from dcformer import DCFormerForCausalLM
 # float32 gives at the size of weights that training starts from has a test of its own.
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = TINY["sliding_window"]
-LENGTHS = [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 29]
+LENGTHS = [WINDOW, WINDOW + 1, 2 * WINDOW + 2]
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
     "dynamic_without_config": lambda config: DynamicCache(),
@@ -51,20 +51,19 @@ def test_chunked_and_token_by_token_equal_one_forward(length, cache):
     model = exact_model()
     tokens = random_tokens(2, length)
     expected = model(tokens, use_cache=False).logits
-    for pieces in ([1], [length], [3], [length - 1, 1], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
+    for pieces in ([1], [3], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
         logits = feed(model, tokens, CACHES[cache](model.config), pieces)
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_decodes_as_it_prefills(variant, cache):
+def test_every_variant_decodes_as_it_prefills(variant):
     model = exact_model(variant)
-    tokens = random_tokens(2, 21)
+    tokens = random_tokens(2, 17)
     expected = model(tokens, use_cache=False).logits
-    for pieces in ([1], [9, 4, 1]):
-        logits = feed(model, tokens, CACHES[cache](model.config), pieces)
+    for cache in ("dynamic", "static"):
+        logits = feed(model, tokens, CACHES[cache](model.config), [9, 4, 1])
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
