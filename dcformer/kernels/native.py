@@ -21,11 +21,9 @@ from torch.nn.modules import module as _module
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.utils.import_utils import is_tracing
 
-from .. import dcmha_projection
-from ..dcmha import register_implementation
-from ..dcmha_factors import ComposeWeights
-from ..dcmha_mask import Visibility
-from ..dcmha_projection import DCFormerCompose
+from .. import compose_dcformer
+from ..compose_dcformer import DCFormerCompose
+from ..dcmha import ComposeWeights, Visibility, register_implementation
 from ..modeling_dcformer import DCFormerRMSNorm
 from .build_native import compile_library, instruction_sets, library_name
 from .call import Call, channels_last, why_no_kernel
@@ -90,7 +88,7 @@ def why_not_native(
 def native_projection(
     attention: Any, states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """As [`dcmha_projection.fused_projection`], for a few tokens, whose weights are read once."""
+    """As [`compose_dcformer.fused_projection`], for a few tokens, whose weights are read once."""
     compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
     if compose is None or states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
@@ -421,4 +419,4 @@ def _has_bfloat16_products() -> bool:
 def register() -> None:
     """Add the form to the operator's table, and the projections of few tokens to the models'."""
     register_implementation("native", native_attention, why_not_native, automatic=why_not_native)
-    dcmha_projection.fused_projection = native_projection
+    compose_dcformer.fused_projection = native_projection

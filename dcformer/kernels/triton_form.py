@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from ..dcmha_factors import ComposeSide, ComposeWeights
-from ..dcmha_mask import Visibility
-from ..dcmha_plain import plain_attention
+from ..dcmha import ComposeSide, ComposeWeights, Visibility, plain_attention
 from .call import DIFFERENTIABLE, Call, why_no_kernel
 from .ops import decode_op, forward_op
 
