@@ -41,7 +41,7 @@ class ComposeSide:
             rank, then w2 of every rank, then the gate if the number of channels is odd.
 
     Raises:
-        ValueError: if nothing is given, w1 and w2 are not given together, or their shapes differ.
+        ValueError: if too little or too much is given, or shapes do not fit.
     """
 
     def __init__(
@@ -52,17 +52,13 @@ class ComposeSide:
         *,
         factors: Tensor | None = None,
     ):
+        if (w1 is None) != (w2 is None) or (factors is None) == (w1 is None and gate is None):
+            raise ValueError("A ComposeSide takes factors, or w1 and w2, a gate, or all three; use None for no side.")
         if factors is None:
-            if (w1 is None) != (w2 is None) or (w1 is None and gate is None):
-                raise ValueError("A ComposeSide needs w1 and w2, a gate, or all three; use None for an empty side.")
             if w1 is not None and w2 is not None and w1.shape != w2.shape:
-                raise ValueError(
-                    f"w1 and w2 must both be (batch, heads, length, rank), got {tuple(w1.shape)} and {tuple(w2.shape)}."
-                )
+                raise ValueError(f"w1 and w2 must have the same shape, got {tuple(w1.shape)} and {tuple(w2.shape)}.")
             parts = (w1, w2, None if gate is None else gate.unsqueeze(-1))
             factors = torch.cat([part for part in parts if part is not None], dim=-1)
-        elif w1 is not None or w2 is not None or gate is not None:
-            raise ValueError("A ComposeSide takes either factors or the parts w1, w2 and gate, got both.")
         if factors.dim() != 4:
             raise ValueError(f"factors must be (batch, heads, length, channels), got shape {tuple(factors.shape)}.")
         self.factors = factors
@@ -126,11 +122,10 @@ def map_tensors(weights: _Weights, function: Callable[[Tensor, str], Tensor]) ->
 
 class Visibility:
     """
-    The mask of one attention layer: which key a query may see, evaluated block by block.
+    The mask of one attention layer, evaluated block by block.
 
-    A mask with one number per query and key is quadratic in the sequence. Causality and the window follow from two
-    indices, padding is one bit per key and packed sequences one number per token, so blocks of the mask are built where
-    they are needed, and keys that no query of a block can see are never computed.
+    It grows linearly with the sequence: causality and the window follow from two indices, padding is one bit per key,
+    packed sequences are one number per token. Keys that no query of a block can see are never computed.
 
     Args:
         query_length (`int`): Number of queries.
@@ -221,10 +216,7 @@ class Visibility:
         return first, max(last, first + 1)
 
     def hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None = None) -> Tensor | None:
-        """
-        Boolean on `device`, broadcasts to (batch, heads, query, key): True where queries start..stop do not see keys
-        first..last. None if they see all.
-        """
+        """Boolean, broadcasts to (batch, heads, query, key): where queries start..stop do not see keys first..last."""
         parts = self._hidden_by_band(start, stop, first, last, device)
         if self.dense is not None:
             parts.append(_hidden_by_dense(self.dense[:, :, start:stop, first:last]))
@@ -319,13 +311,10 @@ def plain_attention(
     chunk_size: int | None = None,
 ) -> Tensor:
     """
-    Composed attention in torch operators, with derivatives of any order; an [`Implementation`]'s `forward`.
-
-    Queries are taken in chunks of `chunk_size`, each over the keys that it can see and recomputed in the backward pass,
-    so that memory grows linearly with the sequence.
+    Composed attention in torch operators, with derivatives of any order. Chunks of queries are computed over the keys
+    that they can see, and again in the backward pass, so that memory grows linearly with the sequence.
     """
-    batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
     arguments = (query, key, value, pre, post, scaling, mask, dropout)
     if not mask.lengths_are_known:
         # A graph for any length cannot hold one piece of code per chunk.
@@ -364,11 +353,13 @@ def _attend_block(
     if query.device.type == "cpu":
         # Most CPUs multiply numbers of 16 bits by far more slowly than those of 32.
         query, key, value = (states.to(dtype) for states in (query, key, value))
-    seen = {"query": slice(start, stop), "key": slice(first, last)}
-    pre, post = (
-        map_tensors(stage, lambda tensor, place: (tensor[:, :, seen[place]] if place in seen else tensor).to(dtype))
-        for stage in (pre, post)
-    )
+
+    def in_block(factors: Tensor, place: str) -> Tensor:
+        if place != "static":
+            factors = factors[:, :, start:stop] if place == "query" else factors[:, :, first:last]
+        return factors.to(dtype)
+
+    pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
     bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
     scores = compose(_scaled_scores(query, key, scaling, dtype), pre)  # (batch, heads, query, key)
     if bias is not None:
@@ -417,8 +408,7 @@ class Implementation:
             output. Shapes are those of [`composed_attention`] and fit; the mask is a [`Visibility`]; autocast is off.
         supports (`Callable`): Takes the same but `scaling` and `chunk_size`, returns None if it can compute them, else
             the reason why not, as the end of a sentence.
-        automatic (`Callable`, *optional*): As `supports`, asked where nobody named an implementation. None: used only
-            if it is named.
+        automatic (`Callable`, *optional*): As `supports`, asked where none is named. None: it is never chosen unasked.
     """
 
     name: str
@@ -441,13 +431,12 @@ def register_implementation(
     automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
-    Add an [`Implementation`] to the table, or replace the one of this name. The last one registered is tried first.
+    Add an [`Implementation`] to the table, or replace the one of this name; the last one registered is tried first.
     Models take it as `attn_implementation="dcmha_NAME"`.
     """
     _TABLE.pop(name, None)
     _TABLE[name] = Implementation(name, forward, supports, automatic)
-    forward_of_models = functools.partial(composed_attention_forward, implementation=name)
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, functools.partial(composed_attention_forward, implementation=name))
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
 
 
@@ -460,14 +449,11 @@ def explain_choice(
     query: Tensor, key: Tensor, value: Tensor, pre: _Weights, post: _Weights, *, dropout: float = 0.0, **mask: Any
 ) -> list[tuple[str, str | None]]:
     """
-    List the implementations that [`composed_attention`] tries for these arguments.
-
-    Args:
-        mask: `is_causal`, `sliding_window` and `attention_mask`, as there.
+    List the implementations that [`composed_attention`] tries for these arguments; `mask` stands for its `is_causal`,
+    `sliding_window` and `attention_mask`.
 
     Returns:
-        `list[tuple[str, str | None]]`: names in turn, each with the reason why it is passed over; None for the last,
-        which is chosen.
+        `list[tuple[str, str | None]]`: names, each with the reason why it is passed over, None for the chosen one.
     """
     visibility = _checked_mask(query, key, value, pre, post, **mask)
     return _tried(query, key, value, pre, post, mask=visibility, dropout=dropout)
@@ -511,7 +497,7 @@ def composed_attention(
 ) -> Any:
     """
     Dynamically Composable Multi-Head Attention for any model: softmax attention whose scores are composed across heads
-    by `pre` before the mask and the softmax, and whose weights by `post` after it (without renormalising).
+    by `pre` before the mask and the softmax, and whose weights by `post` after it; equations 3 to 8 of the paper.
 
     Args:
         query (`Tensor`): (batch, heads, query, channels).
@@ -519,8 +505,7 @@ def composed_attention(
         value (`Tensor`): (batch, key/value heads, key, value channels).
         pre, post (`ComposeWeights`, *optional*): None for no composition at that place.
         scaling (`float`, *optional*): Factor of the scores. None: channels ** -0.5.
-        is_causal (`bool`, defaults to `True`): Hide later keys. With fewer queries than keys, the last query
-            stands at the last key.
+        is_causal (`bool`, defaults to `True`): Hide later keys. The last query stands at the last key.
         sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
             |t - s| < w.
         attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
@@ -528,11 +513,9 @@ def composed_attention(
             composed scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands
             for all three.
         dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
-        chunk_size (`int`, *optional*): Queries computed at once, where the implementation has chunks. None: chosen so
-            that a chunk stays small.
+        chunk_size (`int`, *optional*): Queries that "plain" computes at once. None: so many that a chunk stays small.
         implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
-        return_weights (`bool`, defaults to `False`): Return the composed weights too, computed by "plain" with memory
-            quadratic in the sequence.
+        return_weights (`bool`, defaults to `False`): Return the composed weights too, by "plain", in quadratic memory.
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype; zeros for a query that sees no key. The
@@ -541,10 +524,7 @@ def composed_attention(
         Second derivatives need `implementation="plain"`.
 
     Raises:
-        ValueError: if shapes do not fit together, `chunk_size` or `sliding_window` is below 1, or there is no such
-            implementation or it cannot run; the message says why.
-
-    Source: equations 3 to 8 of the paper.
+        ValueError: if shapes do not fit, a number is below 1, or the implementation cannot run; the message says why.
     """
     mask = _checked_mask(query, key, value, pre, post, is_causal, sliding_window, attention_mask)
     if chunk_size is not None and chunk_size < 1:
@@ -594,15 +574,9 @@ def composed_attention_forward(
     is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    options: dict[str, Any] = {
-        "scaling": scaling,
-        "is_causal": is_causal and not is_whole,
-        "sliding_window": None if is_whole else sliding_window,
-        "attention_mask": attention_mask,
-        "dropout": dropout,
-        "implementation": implementation,
-        "return_weights": output_attentions,
-    }
+    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
+    options |= {"is_causal": is_causal and not is_whole, "sliding_window": None if is_whole else sliding_window}
+    options |= {"attention_mask": attention_mask, "return_weights": output_attentions}
     result = composed_attention(query, key, value, pre, post, **options)
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
@@ -640,9 +614,7 @@ def _checked_mask(
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
     if key.shape[1] == 0 or heads % key.shape[1] != 0:
         raise ValueError(f"The {key.shape[1]} key/value heads must divide the {heads} query heads.")
-    for name, weights in (("pre", pre), ("post", post)):
-        if weights is None:
-            continue
+    for name, weights in (("pre", pre or ComposeWeights()), ("post", post or ComposeWeights())):
         if weights.groups < 1 or heads % weights.groups != 0:
             raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
         static_shape = (weights.groups, heads // weights.groups, heads // weights.groups)
@@ -661,15 +633,16 @@ def _checked_mask(
     if not isinstance(mask, Visibility):
         if mask is not None and mask.dim() not in (2, 4):
             raise ValueError(f"attention_mask must have 2 dimensions (batch, key) or 4, got shape {tuple(mask.shape)}.")
-        of_kind = {} if mask is None else {"padding" if mask.dim() == 2 else "dense": mask}
-        mask = Visibility(queries, keys, is_causal=is_causal, sliding_window=sliding_window, **of_kind)
+        padding, dense = (mask if mask is not None and mask.dim() == number else None for number in (2, 4))
+        band: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window}
+        mask = Visibility(queries, keys, **band, padding=padding, dense=dense)
     tensors = [tensor for tensor in (mask.padding, mask.dense, mask.sequence_ids) if tensor is not None]
     fits = all(tensor.shape[0] in (1, batch) for tensor in tensors)
     fits = fits and (mask.dense is None or mask.dense.shape[1] in (1, heads))
     if not fits or (mask.query_length, mask.key_length) != (queries, keys):
         raise ValueError(
             f"The mask must be for {batch} rows, {heads} heads, {queries} queries and {keys} keys, got one for "
-            f"{mask.query_length} queries and {mask.key_length} keys of shapes {[tuple(t.shape) for t in tensors]}."
+            f"{mask.query_length} queries and {mask.key_length} keys with {[tuple(t.shape) for t in tensors]}."
         )
     return mask
 
