@@ -24,7 +24,7 @@ from operator_inputs import (
     sixteen_bit_attention,
     value_and_gradients,
 )
-from reference import composed_attention_reference, hidden_pairs, reference_attention, reference_compose
+from reference import as_visibility, composed_attention_reference, hidden_pairs, reference_attention, reference_compose
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,11 +61,8 @@ def forms_with(*dtypes: torch.dtype):
 def supports(form: str, case: Case) -> bool:
     inputs, options = case.build()
     inputs = inputs.to(FORMS[form][0])
-    mask = options.get("attention_mask")
-    if not isinstance(mask, Visibility):
-        band = {"is_causal": options.get("is_causal", True), "sliding_window": options.get("sliding_window")}
-        lengths = {"query_length": inputs.query.shape[2], "key_length": inputs.key.shape[2]}
-        mask = Visibility.from_mask(mask, **lengths, **band)
+    band = (options.get("is_causal", True), options.get("sliding_window"))
+    mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band)
     return implementations()[form].supports(*inputs.to(FORMS[form][0]), mask=mask, dropout=0.0) is None
 
 
@@ -455,8 +452,7 @@ def not_beyond_30_keys(query, key, value, pre, post, *, mask, dropout):
 @pytest.fixture
 def table(monkeypatch):
     """The table of implementations, as it was again afterwards."""
-    for name in ("_TABLE", "_AUTOMATIC"):
-        monkeypatch.setattr(dcmha, name, dict(getattr(dcmha, name)))
+    monkeypatch.setattr(dcmha, "_TABLE", dict(dcmha._TABLE))
 
 
 @pytest.mark.usefixtures("table")
