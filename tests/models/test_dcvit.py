@@ -8,8 +8,6 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -89,6 +87,7 @@ def test_a_copy_of_a_vit_gives_its_outputs(switches):
     assert_close(outputs.logits, expected.logits, **CLOSE)
     assert_close(outputs.hidden_states, expected.hidden_states, **CLOSE)
     assert_close(outputs.attentions, expected.attentions, **CLOSE)
+    assert DCViTForImageClassification.from_vit(vit.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("pooler", [True, False])
@@ -99,15 +98,6 @@ def test_a_copy_masks_patches_and_takes_larger_images_as_its_vit_does(pooler):
     outputs, expected = DCViTModel.from_vit(vit)(images(24), **given), vit(images(24), **given)
     assert_close(outputs.last_hidden_state, expected.last_hidden_state, **CLOSE)
     assert_close(outputs.pooler_output, expected.pooler_output, **CLOSE)
-
-
-def test_a_copy_keeps_dtype_labels_and_mode():
-    vit = tiny_vit().to(torch.bfloat16)
-    vit.config.id2label = {number: f"animal {number}" for number in range(5)}
-    model = DCViTForImageClassification.from_vit(vit)
-    assert model.dtype == torch.bfloat16 and not model.training
-    assert model.config.id2label == vit.config.id2label
-    assert model.config.model_type == "dcvit" and vit.config.model_type == "vit"
 
 
 def test_the_folder_of_a_vit_loads_as_it_is(tmp_path):
@@ -144,16 +134,6 @@ def test_implementations_give_the_same_and_attention_that_cannot_compose_is_refu
         model(images())
 
 
-def test_composition_changes_the_outputs():
-    model = tiny_dcvit()
-    expected = model(images()).logits
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "compose" in name:
-                parameter.zero_()
-    assert (model(images()).logits - expected).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("switches", [{}, PLAIN], ids=["composed", "plain"])
 def test_patches_that_are_masked_have_no_influence(switches):
     model = tiny_dcvit(**switches)
@@ -165,13 +145,12 @@ def test_patches_that_are_masked_have_no_influence(switches):
     assert not torch.allclose(model(changed).logits, model(images()).logits, atol=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_reentrant")
 def test_gradient_checkpointing_gives_the_same_gradients():
     gradients = []
     for checkpointing in (False, True):
         model = tiny_dcvit().train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         model(images(), labels=torch.tensor([0, 3, 1])).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert_close(gradients[1], gradients[0], **CLOSE)
@@ -232,22 +211,3 @@ def test_inputs_and_models_that_do_not_fit_are_refused():
             model(**inputs)
     with pytest.raises(ValueError, match="made of a ViTForImageClassification, got a ViTModel"):
         DCViTForImageClassification.from_vit(tiny_vit(ViTModel))
-
-
-def test_it_learns_to_read_digits():
-    pixels, labels = load_digits(return_X_y=True)
-    data = train_test_split(pixels / 8 - 1, labels, test_size=0.2, random_state=0, stratify=labels)
-    train_pixels, held_out_pixels = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) for part in data[:2])
-    train_labels, held_out_labels = (torch.tensor(part) for part in data[2:])
-    torch.manual_seed(0)
-    shape = {**TINY, "image_size": 8, "num_channels": 1, "num_labels": 10}
-    model = DCViTForImageClassification(DCViTConfig(**shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(100):
-        batch = torch.randint(len(train_labels), (48,))
-        model(train_pixels[batch], labels=train_labels[batch]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        guesses = model.eval()(held_out_pixels).logits.argmax(-1)
-    assert (guesses == held_out_labels).float().mean() > 0.6  # of ten classes
