@@ -10,7 +10,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from dcformer import DCMultiheadAttention
-from dcformer.compose_dcformer import DCFormerCompose
 
 
 # Two orders of summation in float32, of outputs near 1.
@@ -59,9 +58,7 @@ MASKS = {
     "padding": {"key_padding_mask": PADDING},
     "float_padding": {"key_padding_mask": normal(BATCH, KEYS, seed=5).masked_fill(PADDING, -math.inf)},
     "pairs": {"attn_mask": PAIRS[0]},
-    "pairs_of_every_head": {"attn_mask": PAIRS},
     "bias": {"attn_mask": BIAS[0]},
-    "bias_of_every_head": {"attn_mask": BIAS},
     "padding_and_pairs": {"key_padding_mask": PADDING, "attn_mask": PAIRS},
     "float_padding_and_bias": {
         "key_padding_mask": torch.zeros(BATCH, KEYS).masked_fill(PADDING, -math.inf),
@@ -92,22 +89,15 @@ def test_a_copy_of_torchs_module_computes_the_same(mask, average):
     assert_close(ours(*inputs, **options), theirs(*inputs, **options), **CLOSE)
 
 
-@pytest.mark.parametrize(
-    "widths, bias", [((24, 40), True), ((WIDTH, 40), True), ((24, WIDTH), False)], ids=["both", "value", "key_no_bias"]
-)
-def test_keys_and_values_of_other_widths_are_as_in_torch(widths, bias):
-    theirs = torch_module(kdim=widths[0], vdim=widths[1], bias=bias, batch_first=True)
-    inputs = sequences(KEYS, *widths)
-    assert_close(DCMultiheadAttention.from_torch(theirs)(*inputs), theirs(*inputs), **CLOSE)
-
-
-@pytest.mark.parametrize("widths", [{}, {"kdim": 24, "vdim": 40}], ids=["one_width", "other_widths"])
-def test_a_state_of_torchs_module_lacks_only_the_composition(widths):
-    missing, unexpected = DCMultiheadAttention(WIDTH, HEADS, **widths).load_state_dict(
-        torch_module(**widths).state_dict(), strict=False
-    )
-    assert unexpected == [] and len(missing) > 0
-    assert all(name.startswith("compose.") for name in missing)
+@pytest.mark.parametrize("off", [{}, {"pre": False, "post": False}], ids=["identity", "no_composition"])
+@pytest.mark.parametrize("widths", [{}, {"kdim": 24, "vdim": 40}, {"vdim": 40, "bias": False}], ids=str)
+def test_the_state_of_torchs_module_lacks_only_the_composition(widths, off):
+    theirs = torch_module(batch_first=True, **widths)
+    ours = DCMultiheadAttention(WIDTH, HEADS, batch_first=True, identity=True, **widths, **off)
+    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert unexpected == [] and missing == [f"compose.{name}" for name, _ in ours.compose.named_parameters()]
+    inputs = sequences(KEYS, widths.get("kdim", WIDTH), widths.get("vdim", WIDTH))
+    assert_close(ours(*inputs), theirs(*inputs), **CLOSE)
 
 
 def position_maps(compose, states, slot, gate_weight, hidden_weight):
@@ -212,26 +202,6 @@ def test_it_compiles_whole():
     assert_close(compiled(query, key, value, **masks, need_weights=False)[0], expected, rtol=0, atol=1e-4)
 
 
-def test_bfloat16_and_autocast_give_the_same_up_to_rounding():
-    module = composing()
-    expected, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, _ = module(*sequences(), need_weights=False, attn_mask=BIAS)
-    narrow, _ = module.to(torch.bfloat16)(*(states.bfloat16() for states in sequences()), attn_mask=BIAS)
-    assert output.dtype == narrow.dtype == torch.bfloat16
-    for found in (output, narrow):
-        assert_close(
-            found.float(), expected, rtol=0, atol=0.6
-        )  # of outputs up to 12, after several roundings to 8 bits
-
-
-def test_device_and_dtype_are_those_asked_for():
-    module = DCMultiheadAttention(WIDTH, HEADS, device="meta", dtype=torch.float16, static=True, kdim=24)
-    assert {(parameter.device.type, parameter.dtype) for parameter in module.parameters()} == {("meta", torch.float16)}
-    module.to_empty(device="cpu").reset_parameters()
-    assert all(parameter.isfinite().all() for parameter in module.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_encoder_layers_never_pass_it_over_for_their_own_kernel():
     """Their fast path reads in_proj_weight itself and would leave the composition out, in evaluation alone."""
@@ -262,21 +232,6 @@ def test_the_composition_starts_as_section_4_says():
         assert abs(weight.std().item() / deviation - 1) < 4 / math.sqrt(2 * weight.numel())
 
 
-@pytest.mark.parametrize("identity", [False, True])
-def test_weights_that_transformers_has_loaded_are_not_drawn_again(identity):
-    compose = DCFormerCompose(WIDTH, HEADS, static=True, key_size=24)
-    for parameter in compose.parameters():
-        parameter.data.fill_(7.0)
-        parameter._is_hf_initialized = True
-    compose.reset_parameters(identity)
-    assert all((parameter == 7.0).all() for parameter in compose.parameters())
-
-
-def test_a_composition_of_two_widths_asks_for_both_sequences():
-    with pytest.raises(ValueError, match="key_states must be given"):
-        DCFormerCompose(WIDTH, HEADS, key_size=24)(normal(BATCH, QUERIES, WIDTH))
-
-
 @pytest.mark.parametrize("side", ["query_wise", "key_wise"])
 def test_one_side_alone_has_no_parameters_of_the_other(side):
     """One without a gradient would stop distributed training."""
@@ -285,40 +240,30 @@ def test_one_side_alone_has_no_parameters_of_the_other(side):
     assert all(parameter.grad.abs().max() > 0 for parameter in module.parameters())
 
 
-def test_every_composition_off_is_plain_attention():
-    theirs = torch_module(batch_first=True)
-    ours = DCMultiheadAttention.from_torch(theirs, identity=False, pre=False, post=False)
-    assert_close(ours(*sequences()), theirs(*sequences()), **CLOSE)
-    assert len(list(ours.compose.parameters())) == 0
-
-
 @pytest.mark.parametrize("values", [{"num_heads": 5}, {"groups": 3}, {"rank": 0}], ids=str)
 def test_values_that_no_module_can_have_are_refused(values):
     ((name, value),) = values.items()
     with pytest.raises(ValueError, match=f"{name} must .*got {value}"):
         DCMultiheadAttention(**{"embed_dim": WIDTH, "num_heads": HEADS, **values})
-
-
-def test_torchs_additional_keys_are_refused():
     with pytest.raises(ValueError, match="add_bias_kv"):
         DCMultiheadAttention.from_torch(torch_module(add_bias_kv=True))
 
 
 @pytest.mark.parametrize(
-    ("shapes", "masks", "got"),
+    ("lengths", "masks", "got"),
     [
-        (((3, 7, 32), (3, 9, 32), (9, 32)), {}, "value (9, 32)"),
-        (((3, 7, 24), (3, 9, 32), (3, 9, 32)), {}, "query (3, 7, 24)"),
-        (((3, 7, 32), (3, 9, 32), (3, 8, 32)), {}, "value (3, 8, 32)"),
-        (((3, 7, 32), (2, 9, 32), (2, 9, 32)), {}, "key (2, 9, 32)"),
-        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"key_padding_mask": torch.zeros(3, 8)}, "got (3, 8)"),
-        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(9, 7)}, "got (9, 7)"),
-        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(3, 7, 9)}, "got (3, 7, 9)"),
-        (((3, 7, 32), (3, 9, 32), (3, 9, 32)), {"attn_mask": torch.zeros(7, 9).int()}, "got torch.int32"),
+        ((9, 8), {}, "value (3, 8, 32)"),
+        ((9, 9), {"key_padding_mask": torch.zeros(3, 8)}, "got (3, 8)"),
+        ((9, 9), {"attn_mask": torch.zeros(9, 7)}, "got (9, 7)"),
+        ((9, 9), {"attn_mask": torch.zeros(3, 7, 9)}, "got (3, 7, 9)"),
+        ((9, 9), {"attn_mask": torch.zeros(7, 9).int()}, "got torch.int32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_shapes_that_do_not_fit_are_refused(shapes, masks, got):
+def test_shapes_that_do_not_fit_are_refused(lengths, masks, got):
+    query, key, value = (torch.zeros(3, length, WIDTH) for length in (7, *lengths))
     module = DCMultiheadAttention(WIDTH, HEADS, batch_first=True)
     with pytest.raises(ValueError, match=re.escape(got)):
-        module(*(torch.zeros(shape) for shape in shapes), **masks)
+        module(query, key, value, **masks)
+    with pytest.raises(ValueError, match=re.escape("key (2, 9, 32)")):
+        module(query, key[:2], value[:2])
