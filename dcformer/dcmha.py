@@ -105,10 +105,10 @@ class ComposeWeights(NamedTuple):
     groups: int = 1
 
 
-_Weights: TypeAlias = ComposeWeights | None
+Weights: TypeAlias = ComposeWeights | None
 
 
-def map_tensors(weights: _Weights, function: Callable[[Tensor, str], Tensor]) -> _Weights:
+def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> Weights:
     """Apply `function(tensor, place)` to every tensor; the place is "query", "key" or "static"."""
     if weights is None:
         return None
@@ -261,7 +261,7 @@ def _hidden_by_dense(block: Tensor) -> Tensor:
     return ~block.to(torch.bool)
 
 
-def compose(attention: Tensor, weights: _Weights) -> Tensor:
+def compose(attention: Tensor, weights: Weights) -> Tensor:
     """
     Mix attention scores or weights across heads: equation 7, batched over queries and keys as in equation 8.
 
@@ -302,8 +302,8 @@ def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: _Weights,
-    post: _Weights,
+    pre: Weights,
+    post: Weights,
     *,
     scaling: float,
     mask: Visibility,
@@ -337,8 +337,8 @@ def _attend_block(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: _Weights,
-    post: _Weights,
+    pre: Weights,
+    post: Weights,
     scaling: float,
     mask: Visibility,
     dropout: float,
@@ -446,7 +446,7 @@ def implementations() -> dict[str, Implementation]:
 
 
 def explain_choice(
-    query: Tensor, key: Tensor, value: Tensor, pre: _Weights, post: _Weights, *, dropout: float = 0.0, **mask: Any
+    query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, dropout: float = 0.0, **mask: Any
 ) -> list[tuple[str, str | None]]:
     """
     List the implementations that [`composed_attention`] tries for these arguments; `mask` stands for its `is_causal`,
@@ -483,8 +483,8 @@ def composed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: _Weights,
-    post: _Weights,
+    pre: Weights,
+    post: Weights,
     *,
     scaling: float | None = None,
     is_causal: bool = True,
@@ -556,8 +556,8 @@ def composed_attention_forward(
     attention_mask: Tensor | Visibility | None,
     scaling: float,
     dropout: float = 0.0,
-    pre: _Weights = None,
-    post: _Weights = None,
+    pre: Weights = None,
+    post: Weights = None,
     output_attentions: bool = False,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
@@ -597,8 +597,8 @@ def _checked_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: _Weights,
-    post: _Weights,
+    pre: Weights,
+    post: Weights,
     is_causal: bool = True,
     sliding_window: int | None = None,
     attention_mask: Tensor | Visibility | None = None,

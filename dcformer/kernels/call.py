@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dcmha import ComposeWeights, Visibility
+from ..dcmha import Visibility, Weights
 
 
 LOG2_E = 1.4426950408889634
@@ -35,14 +35,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pre: ComposeWeights | None,
-        post: ComposeWeights | None,
-        mask: Visibility,
-        scaling: float,
+        cls, query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, mask: Visibility, scaling: float
     ) -> "Call":
         """The call with these arguments; pre and post have the same groups."""
         composed = [weights for weights in (pre, post) if not is_empty(weights)]
@@ -66,14 +59,12 @@ class Call(NamedTuple):
 DIFFERENTIABLE = Call._fields[:9]
 
 
-def is_empty(weights: ComposeWeights | None) -> bool:
+def is_empty(weights: Weights) -> bool:
     """Whether a composition changes nothing."""
     return weights is None or (weights.query is None and weights.key is None and weights.static is None)
 
 
-def why_no_kernel(
-    pre: ComposeWeights | None, post: ComposeWeights | None, mask: Visibility, dropout: float
-) -> str | None:
+def why_no_kernel(pre: Weights, post: Weights, mask: Visibility, dropout: float) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if its own reasons decide."""
     if pre is not None and post is not None and pre.groups != post.groups and not (is_empty(pre) or is_empty(post)):
         return "there are different groups of heads before and after the softmax"
@@ -94,7 +85,7 @@ def channels_last(states: Tensor) -> Tensor:
     return states if states.shape[-1] == 1 or states.stride(-1) == 1 else states.contiguous()
 
 
-def _tensors(weights: ComposeWeights | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _tensors(weights: Weights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The factors of the queries and of the keys, and the static map."""
     if weights is None:
         return None, None, None
