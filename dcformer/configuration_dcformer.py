@@ -375,7 +375,11 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> s
         config.architectures = [ours.get(name, name) for name in config.architectures]
     if kwargs.get("n_local_heads") == -1:
         kwargs["n_local_heads"] = None
-    renamed = {**config.attribute_map, "use_qk_norm": "qk_norm", "use_parallel_residual": "parallel_residual"}
+    renamed: dict[str, Any] = {
+        **config.attribute_map,
+        "use_qk_norm": "qk_norm",
+        "use_parallel_residual": "parallel_residual",
+    }
     for theirs in renamed.keys() & kwargs.keys():
         ours, value = renamed[theirs], kwargs.pop(theirs)
         if getattr(config, ours) not in (value, getattr(type(config), ours)):
@@ -394,9 +398,10 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> s
     mgate_dim = kwargs.pop("mgate_dim", None)
     if switches["mgate"]:
         config.mlp_gate_dim = mgate_dim or 44
-    for theirs, ours in (("rope_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")):
-        if theirs in kwargs:
-            kwargs.setdefault(ours, kwargs.pop(theirs))
+    if "rope_base" in kwargs:
+        kwargs.setdefault("rope_theta", kwargs.pop("rope_base"))
+    if "rotary_pct" in kwargs:
+        kwargs.setdefault("partial_rotary_factor", kwargs.pop("rotary_pct"))
     if config.intermediate_size is None:
         gated = -(-int(8 * config.hidden_size / 3) // 256) * 256
         config.intermediate_size = 4 * config.hidden_size if config.mlp_type == "plain" else gated

@@ -135,7 +135,7 @@ class ComposingModel(PreTrainedModel):
         Args:
             save_original_format (`bool`, defaults to `False`): Write the authors' names.
         """
-        read = getattr(self, "_weight_conversions", None)
+        read: Any = getattr(self, "_weight_conversions", None)
         if save_original_format:
             patterns = authors_patterns(self.config.model_type)
             self._weight_conversions = [WeightRenaming(*names) for names in patterns.items()]

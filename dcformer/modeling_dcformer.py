@@ -36,13 +36,10 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from . import dcmha_projection
+from . import compose_dcformer
+from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import checked_implementation, composed_attention_forward
-from .dcmha_cache import allocated_widths, pack, unpack
-from .dcmha_factors import ComposeSide, ComposeWeights
-from .dcmha_mask import Visibility
-from .dcmha_projection import DCFormerCompose, make_compose
+from .dcmha import ComposeSide, ComposeWeights, Visibility, checked_implementation, composed_attention_forward
 from .hub_dcformer import ComposingModel
 
 
@@ -223,7 +220,7 @@ class DCFormerAttention(nn.Module):
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
         pre = post = None
         # Packages of kernels compute all of it at once, where they can.
-        fused = dcmha_projection.fused_projection(self, hidden_states, position_embeddings)
+        fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
             states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
@@ -312,7 +309,6 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
 
 class DCFormerPreTrainedModel(ComposingModel):
     config: DCFormerConfig
-    config_class = DCFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DCFormerDecoderLayer"]
@@ -388,7 +384,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if past_key_values is not None:
             widen_cache_rows(past_key_values, self.config)
         if position_ids is not None:
-            self._check_position_ids(position_ids, (batch, length), attention_mask, past_key_values)
+            check_positions(position_ids, (batch, length), attention_mask, past_key_values is not None)
         elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
             raise ValueError(
                 "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart."
@@ -423,7 +419,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
         return [number for number, layer in layers if hasattr(layer, "self_attn")]
 
-    def _ids_with_rows(self, input_ids: Tensor) -> Tensor:
+    def _ids_with_rows(self, input_ids: Any) -> Tensor:
         """Ids that all have an embedding row; without one torch would read foreign memory on a GPU, or crash."""
         rows = self.embed_tokens.num_embeddings
         # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
@@ -437,38 +433,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
             )
         return input_ids
 
-    def _check_position_ids(
-        self,
-        position_ids: Tensor,
-        shape: tuple[int, int],
-        attention_mask: Tensor | dict | None,
-        past_key_values: Cache | None,
-    ) -> None:
-        if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
-            raise ValueError(
-                f"position_ids must be (batch, length) = {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
-            )
-        # As in Transformers, positions that restart keep documents apart only without a mask and without a cache.
-        is_flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        if not (is_flat or (attention_mask is None and past_key_values is not None)):
-            return
-        if values_are_known(position_ids):
-            restarts = position_ids[:, 1:] <= position_ids[:, :-1]
-            if is_flat:  # padding has positions that mean nothing
-                real = attention_mask[:, -shape[1] :] != 0
-                restarts = restarts & real[:, 1:] & real[:, :-1]
-            if restarts.any():
-                logger.warning_once(
-                    "position_ids restart within a row, as where several documents are packed into it, but a cache or "
-                    "an attention_mask is given too: the documents see each other. To keep them apart call the model "
-                    "without attention_mask and with use_cache=False."
-                )
-
     def make_masks(
         self,
         inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        attention_mask: Any,
+        past_key_values: Any,
         position_ids: Tensor | None,
     ) -> dict[str, Any]:
         """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
@@ -528,26 +497,42 @@ def values_are_known(values: Any) -> bool:
     return not isinstance(values, Tensor) or not (values.is_meta or is_tracing(values))
 
 
+def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
+    """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
+    if tuple(position_ids.shape) not in (shape, (1, shape[1])):
+        raise ValueError(
+            f"position_ids must be (batch, length) = {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
+        )
+    # As in Transformers, positions that restart keep documents apart only without a mask and without a cache.
+    is_flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not (is_flat or (attention_mask is None and has_cache)) or not values_are_known(position_ids):
+        return
+    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
+    if is_flat:  # padding has positions that mean nothing
+        real = attention_mask[:, -shape[1] :] != 0
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    if restarts.any():
+        logger.warning_once(
+            "position_ids restart within a row, but a cache or an attention_mask is given too: packed documents see "
+            "each other. To keep them apart call the model without attention_mask and with use_cache=False."
+        )
+
+
 def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tokens: int | Tensor) -> None:
     """
-    Raise ValueError unless a mask covers the tokens of cache and input: a narrower one would shift keys and queries.
-
-    Args:
-        attention_mask (`Tensor`): (batch or 1, covered), or (batch or 1, heads or 1, length, covered).
-        total (`int`): Tokens that it may cover, in a static cache with the rows not yet filled.
-        tokens (`int` or `Tensor`): Tokens that it must cover.
+    Raise ValueError unless a mask covers `tokens`, those of cache and input, and at most `total`, which for a static
+    cache counts the rows not yet filled: a narrower one would shift keys against queries.
     """
+    covered, is_dense = attention_mask.shape[-1], attention_mask.dim() == 4
     fits = attention_mask.dim() in (2, 4) and attention_mask.shape[0] in (1, batch)
-    if not fits or (attention_mask.dim() == 4 and attention_mask.shape[2:] != (length, total)):
+    if fits and is_dense:
+        fits = attention_mask.shape[2] == length and covered == total
+    elif fits and values_are_known(tokens):
+        fits = int(tokens) <= covered <= max(total, int(tokens))
+    if not fits:
         raise ValueError(
             "attention_mask must be (batch, past + length) or (batch or 1, heads or 1, length, past + length) for a "
-            f"batch of {batch}, {length} tokens and {total} keys, got shape {tuple(attention_mask.shape)}."
-        )
-    covered = attention_mask.shape[-1]
-    if values_are_known(tokens) and not int(tokens) <= covered <= max(total, int(tokens)):
-        raise ValueError(
-            f"attention_mask covers {covered} tokens, but cache and input hold {int(tokens)}; it must cover both, and "
-            "nothing else."
+            f"batch of {batch}, {length} tokens and {total} of cache and input, got {tuple(attention_mask.shape)}."
         )
 
 
@@ -677,7 +662,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         """Rows of static caches that are allocated before their first use: with room for compose weights."""
         if (shape := super()._get_static_cache_init_shape()) is None:
             return None
-        attention = self.model.layers[self.model.layers_here()[0]].self_attn
+        attention: Any = self.model.layers[self.model.layers_here()[0]].self_attn
         return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)
 
 
@@ -697,14 +682,12 @@ class DCPythiaModel(DCFormerModel):
     """As [`DCFormerModel`], of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
     """As [`DCFormerForCausalLM`], of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
     _model_class = DCPythiaModel
 
 
@@ -712,21 +695,18 @@ class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
     """As [`DCFormerForSequenceClassification`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 class DCPythiaForTokenClassification(DCFormerForTokenClassification):
     """As [`DCFormerForTokenClassification`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
     """As [`DCFormerForQuestionAnswering`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 # Transformers' classification heads ask for their decoder by its configuration, also where this file was copied beside

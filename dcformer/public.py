@@ -11,20 +11,19 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .common.architectures import add_to_transformers
+from .compose_dcformer import cache_bytes_per_token
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .configuration_dcvit import DCViTConfig
 from .dcmha import (
     ComposeSide,
     ComposeWeights,
+    Visibility,
     compose,
     composed_attention,
     implementations,
     register_implementation,
 )
-from .dcmha_cache import cache_bytes_per_token
-from .dcmha_mask import Visibility
 from .kernels import register as register_kernels
-from .kernels.workspace import set_workspace_bytes
+from .kernels import set_workspace_bytes
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -37,7 +36,7 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
-from .modeling_dcvit import DCViTForImageClassification, DCViTModel
+from .modeling_dcvit import DCViTConfig, DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
 from .parallel_dcformer import STYLE as STYLE  # puts its style into the tensor parallel plan
 from .pretrained import pretrained_path
