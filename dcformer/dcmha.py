@@ -1,44 +1,400 @@
 """Dynamically Composable Multi-Head Attention as an operator: equations 3 to 8 and appendix D of the paper.
 
-`composed_attention` checks its arguments and hands them to one of the implementations in a table, all of one signature.
-The table starts with `plain`, in torch operators, for every device and mask; packages add faster ones by
-`register_implementation`. A model takes the one that `attn_implementation="dcmha_NAME"` names.
+`composed_attention` checks its arguments and hands them to an implementation from a table. `plain`, in torch operators,
+takes every device, mask and dtype; packages add faster ones by `register_implementation`. A model takes the one that
+`attn_implementation="dcmha_NAME"` names.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from .dcmha_factors import ComposeSide, ComposeWeights, check_arguments
-from .dcmha_mask import Visibility
-from .dcmha_plain import compose, plain_attention, plain_attention_with_weights
+from transformers.utils.import_utils import is_tracing
 
 
-__all__ = [
-    "ComposeSide",
-    "ComposeWeights",
-    "Implementation",
-    "Visibility",
-    "checked_implementation",
-    "compose",
-    "composed_attention_forward",
-    "composed_attention",
-    "explain_choice",
-    "implementations",
-    "register_implementation",
-]
-
-_Attention = TypeVar("_Attention", bound=Callable[..., Any])
-
-# Before the name of an implementation where all of Transformers' attention functions are named.
+# Transformers knows the implementation NAME as the attention function dcmha_NAME.
 PREFIX = "dcmha_"
+
+
+class ComposeSide:
+    """
+    What the queries or the keys contribute to a composition: a low-rank map, a gate, or both.
+
+    All of it lies in one tensor, as in the cache: every position has, in every head, a short row of channels.
+
+    Args:
+        w1 (`Tensor`, *optional*): (batch, heads, length, rank), heads -> rank; W_q1 or W_k1 of equation 8, normalised
+            over heads. Given together with `w2`.
+        w2 (`Tensor`, *optional*): (batch, heads, length, rank), rank -> heads; W_q2 or W_k2.
+        gate (`Tensor`, *optional*): (batch, heads, length); W_qg or W_kg, after tanh.
+        factors (`Tensor`, *optional*): All of it in one tensor instead, (batch, heads, length, channels): w1 of every
+            rank, then w2 of every rank, then the gate if the number of channels is odd.
+
+    Raises:
+        ValueError: if too little or too much is given, or shapes do not fit.
+    """
+
+    def __init__(
+        self,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+        gate: Tensor | None = None,
+        *,
+        factors: Tensor | None = None,
+    ):
+        if (w1 is None) != (w2 is None) or (factors is None) == (w1 is None and gate is None):
+            raise ValueError("A ComposeSide takes factors, or w1 and w2, a gate, or all three; use None for no side.")
+        if factors is None:
+            if w1 is not None and w2 is not None and w1.shape != w2.shape:
+                raise ValueError(f"w1 and w2 must have the same shape, got {tuple(w1.shape)} and {tuple(w2.shape)}.")
+            parts = (w1, w2, None if gate is None else gate.unsqueeze(-1))
+            factors = torch.cat([part for part in parts if part is not None], dim=-1)
+        if factors.dim() != 4:
+            raise ValueError(f"factors must be (batch, heads, length, channels), got shape {tuple(factors.shape)}.")
+        self.factors = factors
+
+    @property
+    def rank(self) -> int:
+        """Rank of the low-rank map; 0 if there is none."""
+        return int(self.factors.shape[-1]) // 2  # a tensor under torch.jit.trace
+
+    @property
+    def w1(self) -> Tensor | None:
+        """(batch, heads, length, rank)."""
+        return self.factors[..., : self.rank] if self.rank > 0 else None
+
+    @property
+    def w2(self) -> Tensor | None:
+        """(batch, heads, length, rank)."""
+        return self.factors[..., self.rank : 2 * self.rank] if self.rank > 0 else None
+
+    @property
+    def gate(self) -> Tensor | None:
+        """(batch, heads, length)."""
+        return self.factors[..., -1] if int(self.factors.shape[-1]) % 2 else None
+
+    def __repr__(self) -> str:
+        return f"ComposeSide(factors={tuple(self.factors.shape)}, rank={self.rank}, gate={self.gate is not None})"
+
+
+class ComposeWeights(NamedTuple):
+    """
+    Everything one composition (before or after the softmax) needs. With groups, `rank` is the rank per group and the
+    heads of a group are consecutive.
+
+    Args:
+        query (`ComposeSide`, *optional*): Query-wise weights (branches 2 and 3), length = queries.
+        key (`ComposeSide`, *optional*): Key-wise weights (branches 4 and 5), length = keys.
+        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, no identity.
+        groups (`int`, defaults to 1): Groups of heads that compose among themselves (section 3.2).
+    """
+
+    query: ComposeSide | None = None
+    key: ComposeSide | None = None
+    static: Tensor | None = None
+    groups: int = 1
+
+
+Weights: TypeAlias = ComposeWeights | None
+
+
+def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> Weights:
+    """Apply `function(tensor, place)` to every tensor; the place is "query", "key" or "static"."""
+    if weights is None:
+        return None
+    query, key = (
+        None if side is None else ComposeSide(factors=function(side.factors, place))
+        for side, place in ((weights.query, "query"), (weights.key, "key"))
+    )
+    static = None if weights.static is None else function(weights.static, "static")
+    return ComposeWeights(query, key, static, weights.groups)
+
+
+class Visibility:
+    """
+    The mask of one attention layer, evaluated block by block.
+
+    It grows linearly with the sequence: causality and the window follow from two indices, padding is one bit per key,
+    packed sequences are one number per token. Keys that no query of a block can see are never computed.
+
+    Args:
+        query_length (`int`): Number of queries.
+        key_length (`int`): Number of keys.
+        is_causal (`bool`, defaults to `True`): Hide keys after the query.
+        sliding_window (`int`, *optional*): t - w < s <= t if causal, else |t - s| < w.
+        query_offset (`int`, *optional*): Position of the first query, counted in keys. None: the last query stands at
+            the last key.
+        padding (`Tensor`, *optional*): (batch, key), nonzero for real tokens.
+        dense (`Tensor`, *optional*): (batch or 1, heads or 1, query, key), boolean with True for visible, or floating
+            point, added to the scores; at or below half the smallest number it hides.
+        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences; a token sees its own
+            sequence only. Queries and keys are the same tokens then.
+
+    Raises:
+        ValueError: if a shape does not fit, or the window is below 1.
+    """
+
+    def __init__(
+        self,
+        query_length: int,
+        key_length: int,
+        *,
+        is_causal: bool = True,
+        sliding_window: int | None = None,
+        query_offset: int | None = None,
+        padding: Tensor | None = None,
+        dense: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+    ):
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {sliding_window}; use None for full attention.")
+        if padding is not None and padding.shape[-1] != key_length:
+            raise ValueError(f"The padding mask covers {padding.shape[-1]} keys, but there are {key_length}.")
+        if dense is not None and dense.shape[-2:] != (query_length, key_length):
+            raise ValueError(
+                f"The attention mask must end in (query, key) = {(query_length, key_length)}, got {tuple(dense.shape)}."
+            )
+        if sequence_ids is not None and (query_length != key_length or sequence_ids.shape[-1] != key_length):
+            raise ValueError(
+                "Packed sequences need as many queries as keys and one number for each, got "
+                f"{query_length} queries, {key_length} keys and {sequence_ids.shape[-1]} numbers."
+            )
+        self.query_length = query_length
+        self.key_length = key_length
+        self.is_causal = is_causal
+        self.sliding_window = sliding_window
+        self.query_offset = key_length - query_length if query_offset is None else query_offset
+        self.padding = None if padding is None else padding.to(torch.bool)
+        self.dense = dense
+        self.sequence_ids = sequence_ids
+
+    def to(self, *args: Any, **kwargs: Any) -> "Visibility":
+        """A copy with its tensors moved, as `Tensor.to`; models spread over devices move their inputs this way."""
+        moved = copy.copy(self)
+        for name in ("padding", "dense", "sequence_ids"):
+            tensor = getattr(self, name)
+            setattr(moved, name, None if tensor is None else tensor.to(*args, **kwargs))
+        return moved
+
+    @property
+    def lengths_are_known(self) -> bool:
+        """Whether the lengths are numbers, not symbols of a graph that is traced for any length."""
+        if not torch.compiler.is_compiling():
+            return True
+        return all(has_static_value(n) for n in (self.query_length, self.key_length, self.query_offset))
+
+    def key_range(self, start: int, stop: int) -> tuple[int, int]:
+        """First and last + 1 of the keys that queries start..stop may see, one key at least."""
+        first, last = 0, self.key_length
+        if self.is_causal:
+            last = min(last, stop + self.query_offset)
+        if self.sliding_window is not None:
+            first = max(first, start + self.query_offset - self.sliding_window + 1)
+            last = min(last, stop - 1 + self.query_offset + self.sliding_window)
+        for tensor in (self.dense, self.sequence_ids):
+            # This reads its values: not while tracing, nor where it spares nothing.
+            if tensor is None or self.query_length == 1 or tensor.is_meta or is_tracing(tensor):
+                continue
+            if tensor is self.dense:
+                seen = (~_hidden_by_dense(tensor[:, :, start:stop])).flatten(0, 2).any(0)
+            else:
+                seen = (tensor[:, start:stop, None] == tensor[:, None, :]).flatten(0, 1).any(0)
+            places = seen.nonzero()  # (seen keys, 1)
+            if len(places) > 0:
+                first, last = max(first, int(places[0])), min(last, int(places[-1]) + 1)
+        first = min(max(first, 0), self.key_length - 1)
+        return first, max(last, first + 1)
+
+    def hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None = None) -> Tensor | None:
+        """Boolean, broadcasts to (batch, heads, query, key): where queries start..stop do not see keys first..last."""
+        parts = self._hidden_by_band(start, stop, first, last, device)
+        if self.dense is not None:
+            parts.append(_hidden_by_dense(self.dense[:, :, start:stop, first:last]))
+        if self.padding is not None:
+            parts.append(~self.padding[:, None, None, first:last])
+        if self.sequence_ids is not None:
+            ids = self.sequence_ids
+            parts.append((ids[:, start:stop, None] != ids[:, None, first:last])[:, None])
+        return functools.reduce(torch.logical_or, parts) if parts else None
+
+    def _hidden_by_band(
+        self, start: int, stop: int, first: int, last: int, device: torch.device | None
+    ) -> list[Tensor]:
+        """(query, key) each: what causality and window hide, left out where they hide nothing."""
+        window, known = self.sliding_window, self.lengths_are_known
+        first_position, last_position = start + self.query_offset, stop - 1 + self.query_offset
+        # Comparing symbols would tie the graph to the lengths for which the answer is the same.
+        too_late = self.is_causal and not (known and last - 1 <= first_position)
+        too_old = window is not None and not (known and last_position - first < window)
+        too_new = window is not None and not self.is_causal and not (known and last - 1 - first_position < window)
+        if not (too_late or too_old or too_new):
+            return []
+        position = torch.arange(first_position, last_position + 1, device=device)
+        age = position[:, None] - torch.arange(first, last, device=device)  # (query, key)
+        parts = [age < 0] if too_late else []
+        if window is not None:
+            parts += [age >= window] if too_old else []
+            parts += [age <= -window] if too_new else []
+        return parts
+
+    def bias(self, start: int, stop: int, first: int, last: int) -> Tensor | None:
+        """What a floating point mask adds to this block's scores, (batch or 1, heads or 1, query, key), or None."""
+        if self.dense is None or not self.dense.dtype.is_floating_point:
+            return None
+        block = self.dense[:, :, start:stop, first:last]
+        return block.masked_fill(_hidden_by_dense(block), 0.0)
+
+
+def _hidden_by_dense(block: Tensor) -> Tensor:
+    if block.dtype.is_floating_point:
+        return block <= torch.finfo(block.dtype).min / 2
+    return ~block.to(torch.bool)
+
+
+def compose(attention: Tensor, weights: Weights) -> Tensor:
+    """
+    Mix attention scores or weights across heads: equation 7, batched over queries and keys as in equation 8.
+
+    Args:
+        attention (`Tensor`): (batch, heads, query, key).
+        weights (`ComposeWeights`, *optional*): None leaves the heads as they are.
+
+    Returns:
+        `Tensor`: (batch, heads, query, key). Every term reads the un-composed input.
+    """
+    if weights is None:
+        return attention
+    # Axis letters: b batch, g group, m and n heads of a group (in and out), t query, s key, r rank.
+    a = _in_groups(attention, weights.groups)  # (batch, group, head, query, key)
+    composed = a
+    if weights.static is not None:
+        composed = composed + torch.einsum("bgmts,gmn->bgnts", a, weights.static)  # A W_b
+    for side, axis in ((weights.query, "t"), (weights.key, "s")):
+        if side is None:
+            continue
+        w1, w2, gate = (
+            None if part is None else _in_groups(part, weights.groups) for part in (side.w1, side.w2, side.gate)
+        )  # (batch, group, head, length, rank), the gate without the rank
+        if w1 is not None and w2 is not None:
+            low_rank = torch.einsum(f"bgmts,bgm{axis}r->bgrts", a, w1)  # (batch, group, rank, query, key)
+            composed = composed + torch.einsum(f"bgrts,bgn{axis}r->bgnts", low_rank, w2)  # (A W_1) W_2
+        if gate is not None:
+            composed = composed + torch.einsum(f"bgmts,bgm{axis}->bgmts", a, gate)  # A * W_g
+    return composed.flatten(1, 2)
+
+
+def _in_groups(tensor: Tensor, groups: int) -> Tensor:
+    """(batch, heads, ...) -> (batch, group, head of the group, ...)."""
+    return tensor.reshape(tensor.shape[0], groups, tensor.shape[1] // groups, *tensor.shape[2:])
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Weights,
+    post: Weights,
+    *,
+    scaling: float,
+    mask: Visibility,
+    dropout: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """
+    Composed attention in torch operators, with derivatives of any order. Chunks of queries are computed over the keys
+    that they can see, and again in the backward pass, so that memory grows linearly with the sequence.
+    """
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    arguments = (query, key, value, pre, post, scaling, mask, dropout)
+    if not mask.lengths_are_known:
+        # A graph for any length cannot hold one piece of code per chunk.
+        return _attend_block(*arguments, (0, queries, 0, keys))[0]
+    chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * keys + 1)))
+    # Recomputing hooks into what a backward pass saves, which torch.func has no place for.
+    recompute = queries > chunk_size and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    outputs = []
+    for start in range(0, queries, chunk_size):
+        stop = min(start + chunk_size, queries)
+        block = (start, stop, *mask.key_range(start, stop))
+        if recompute:
+            outputs.append(checkpoint(_attend_block, *arguments, block, use_reentrant=False)[0])
+        else:
+            outputs.append(_attend_block(*arguments, block)[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Weights,
+    post: Weights,
+    scaling: float,
+    mask: Visibility,
+    dropout: float,
+    block: tuple[int, int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """Appendix D, lines 43 to 48: the output and the composed weights (batch, heads, query, key) of a block."""
+    start, stop, first, last = block  # of queries, and of keys
+    output_dtype = query.dtype
+    # Scores, softmax and compositions are computed in float32, or float64 if the query or the key is.
+    dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
+    query, key, value = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+    if query.device.type == "cpu":
+        # Most CPUs multiply numbers of 16 bits by far more slowly than those of 32.
+        query, key, value = (states.to(dtype) for states in (query, key, value))
+
+    def in_block(factors: Tensor, place: str) -> Tensor:
+        if place != "static":
+            factors = factors[:, :, start:stop] if place == "query" else factors[:, :, first:last]
+        return factors.to(dtype)
+
+    pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
+    bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
+    scores = compose(_scaled_scores(query, key, scaling, dtype), pre)  # (batch, heads, query, key)
+    if bias is not None:
+        scores = scores + bias.to(dtype)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(dtype).min)
+    weights = scores.softmax(dim=-1)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)  # a query that sees no key at all
+    weights = compose(weights, post)
+    if dropout > 0.0:
+        weights = torch.nn.functional.dropout(weights, p=dropout)
+    return _weighted_values(weights, value).to(output_dtype), weights
+
+
+def _scaled_scores(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Scores (batch, heads, query, key) in `dtype`; lines 43 and 44 of appendix D."""
+    batch, heads, queries, channels = query.shape
+    product_dtype = torch.promote_types(query.dtype, key.dtype)
+    # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
+    query = query.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
+    key = key.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
+    # In 16 bits a power of two scales the query exactly, and before the product, which could leave float16's range.
+    factor = scaling if product_dtype == dtype else 2.0 ** (math.frexp(scaling)[1] - 1)
+    scores = torch.bmm(query * factor, key.mT).to(dtype)
+    scores = scores if factor == scaling else scores * (scaling / factor)
+    return scores.view(batch, heads, queries, -1)
+
+
+def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
+    """Values summed by their weights, (batch, heads, query, value channels); line 48 of appendix D."""
+    batch, heads, queries, keys = weights.shape
+    grouped_weights = weights.to(value.dtype).reshape(batch * value.shape[1], -1, keys)
+    output = torch.bmm(grouped_weights, value.reshape(batch * value.shape[1], keys, -1))
+    return output.view(batch, heads, queries, -1)
 
 
 @dataclass(frozen=True)
@@ -47,26 +403,25 @@ class Implementation:
     One way to compute composed attention.
 
     Args:
-        name (`str`): By which it is asked for.
-        forward (`Callable`): `forward(query, key, value, pre, post, *, scaling, mask, dropout, chunk_size)`, with the
-            shapes of [`composed_attention`], a [`Visibility`] as the mask, and the output as its result. Lengths and
-            batch are at least 1, shapes fit, autocast is off.
-        supports (`Callable`): Of the same arguments but `scaling` and `chunk_size`: None if it can, else the reason why
-            not, as the end of a sentence.
+        name (`str`): As `implementation=` takes it.
+        forward (`Callable`): `forward(query, key, value, pre, post, *, scaling, mask, dropout, chunk_size)` returns the
+            output. Shapes are those of [`composed_attention`] and fit; the mask is a [`Visibility`]; autocast is off.
+        supports (`Callable`): Takes the same but `scaling` and `chunk_size`, returns None if it can compute them, else
+            the reason why not, as the end of a sentence.
+        automatic (`Callable`, *optional*): As `supports`, asked where none is named. None: it is never chosen unasked.
     """
 
     name: str
     forward: Callable[..., Tensor]
     supports: Callable[..., str | None]
+    automatic: Callable[..., str | None] | None = None
 
 
 _TABLE: dict[str, Implementation] = {}
-# By the names of those that may be chosen without being asked for: why one of them is not chosen for some arguments.
-_AUTOMATIC: dict[str, Callable[..., str | None]] = {}
 
 
 def _no_reason(*arguments: Any, **options: Any) -> None:
-    """There is no reason against it."""
+    """Nothing speaks against it."""
 
 
 def register_implementation(
@@ -76,198 +431,42 @@ def register_implementation(
     automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
-    Add an implementation to the table, or replace the one of its name. Models then take it as their
-    `attn_implementation`, by the name with `dcmha_` before it.
-
-    Args:
-        name, forward, supports: Of [`Implementation`].
-        automatic (`Callable`, *optional*): As `supports`, and asked instead of it where nobody named an
-            implementation: None if this one is to be chosen, else the reason why not. What is registered later is tried
-            earlier. None: it is never chosen without being asked for.
+    Add an [`Implementation`] to the table, or replace the one of this name; the last one registered is tried first.
+    Models take it as `attn_implementation="dcmha_NAME"`.
     """
-    _TABLE[name] = Implementation(name, forward, supports)
-    _AUTOMATIC.pop(name, None)
-    if automatic is not None:
-        _AUTOMATIC[name] = automatic
-    forward_of_models = functools.partial(composed_attention_forward, implementation=name)
-    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, forward_of_models)
+    _TABLE.pop(name, None)
+    _TABLE[name] = Implementation(name, forward, supports, automatic)
+    ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, functools.partial(composed_attention_forward, implementation=name))
     ALL_MASK_ATTENTION_FUNCTIONS.register(PREFIX + name, eager_mask)
 
 
 def implementations() -> dict[str, Implementation]:
-    """The table: every implementation by its name, in the order in which they were added."""
+    """The table: every implementation by its name, in the order in which they were registered."""
     return dict(_TABLE)
 
 
 def explain_choice(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    is_causal: bool = True,
-    sliding_window: int | None = None,
-    attention_mask: Tensor | Visibility | None = None,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, dropout: float = 0.0, **mask: Any
 ) -> list[tuple[str, str | None]]:
     """
-    What [`composed_attention`] tries in turn for these arguments where no implementation is named.
+    List the implementations that [`composed_attention`] tries for these arguments; `mask` stands for its `is_causal`,
+    `sliding_window` and `attention_mask`.
 
     Returns:
-        `list[tuple[str, str | None]]`: names, each with the reason why it is passed over, and None for the last, which
-        is chosen.
+        `list[tuple[str, str | None]]`: names, each with the reason why it is passed over, None for the chosen one.
     """
-    check_arguments(query, key, value, pre, post)
-    mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
-    return _tried(query, key, value, pre, post, mask=mask, dropout=dropout)
+    visibility = _checked_mask(query, key, value, pre, post, **mask)
+    return _tried(query, key, value, pre, post, mask=visibility, dropout=dropout)
 
 
 def _tried(*arguments: Any, **options: Any) -> list[tuple[str, str | None]]:
     tried: list[tuple[str, str | None]] = []
-    for name in reversed(list(_AUTOMATIC)):
-        tried.append((name, _AUTOMATIC[name](*arguments, **options)))
-        if tried[-1][1] is None:
-            break
+    for implementation in reversed(_TABLE.values()):
+        if implementation.automatic is not None:
+            tried.append((implementation.name, implementation.automatic(*arguments, **options)))
+            if tried[-1][1] is None:
+                break
     return tried
-
-
-def _without_autocast(attention: _Attention) -> _Attention:
-    """Autocast would take the sums of a composition down to 16 bits; the functions below choose their own types."""
-
-    @functools.wraps(attention)
-    def wrapper(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = query.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-            return attention(query, *args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return attention(query, *args, **kwargs)
-
-    return cast(_Attention, wrapper)
-
-
-@_without_autocast
-def composed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool = True,
-    sliding_window: int | None = None,
-    attention_mask: Tensor | Visibility | None = None,
-    dropout: float = 0.0,
-    chunk_size: int | None = None,
-    implementation: str | None = None,
-    return_weights: bool = False,
-) -> Any:
-    """
-    Dynamically Composable Multi-Head Attention, for any model: softmax attention whose scores are composed across
-    heads by `pre` before the mask and the softmax, and whose weights by `post` after it (without renormalising).
-
-    Args:
-        query (`Tensor`): (batch, heads, query, channels).
-        key (`Tensor`): (batch, key/value heads, key, channels); the key/value heads divide the heads.
-        value (`Tensor`): (batch, key/value heads, key, value channels).
-        pre, post (`ComposeWeights`, *optional*): None for no composition at that place.
-        scaling (`float`, *optional*): Factor of the scores. None: channels ** -0.5.
-        is_causal (`bool`, defaults to `True`): Hide later keys. With fewer queries than keys, the last query
-            stands at the last key.
-        sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
-            |t - s| < w.
-        attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
-            (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the
-            composed scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands
-            for all three.
-        dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
-        chunk_size (`int`, *optional*): Queries computed at once, where the implementation has chunks. None: chosen so
-            that a chunk stays small.
-        implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
-        return_weights (`bool`, defaults to `False`): Return the composed weights too, which the implementation "plain"
-            computes, with memory quadratic in the sequence.
-
-    Returns:
-        `Tensor`: (batch, heads, query, value channels), in the query's dtype. A query that sees no key gets zeros.
-        The softmax and the compositions run in float32 (float64 for float64 inputs). With `return_weights` a pair of
-        this and the composed weights (batch, heads, query, key), in the query's dtype; they can be negative, and a row
-        need not sum to one. Second derivatives need `implementation="plain"`.
-
-    Raises:
-        ValueError: if shapes do not fit together, `chunk_size` or `sliding_window` is below 1, or the implementation
-            asked for does not exist or cannot run; the message says why.
-
-    Source: equations 3 to 8 of the paper.
-    """
-    check_arguments(query, key, value, pre, post)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
-    mask = _visibility(query, key, is_causal, sliding_window, attention_mask)
-    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    implementation = "plain" if return_weights else implementation
-    chosen = _choose(implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
-    if query.shape[0] * query.shape[2] * key.shape[2] == 0:
-        output = query.new_zeros(*query.shape[:3], value.shape[3])
-        return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
-    options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout}
-    if return_weights:
-        return plain_attention_with_weights(query, key, value, pre, post, **options)
-    return chosen.forward(query, key, value, pre, post, **options, chunk_size=chunk_size)
-
-
-def composed_attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | Visibility | None,
-    scaling: float,
-    dropout: float = 0.0,
-    pre: ComposeWeights | None = None,
-    post: ComposeWeights | None = None,
-    output_attentions: bool = False,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    implementation: str | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """
-    Composed attention as Transformers calls it: `is_causal` is the module's if it is not given.
-
-    Returns:
-        (batch, query, heads, channels), and with `output_attentions` the composed weights of every head (batch, heads,
-        query, key).
-    """
-    # A mask made elsewhere says all there is to say: causality and window are in it.
-    is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    options: dict[str, Any] = {
-        "scaling": scaling,
-        "is_causal": is_causal and not is_whole,
-        "sliding_window": None if is_whole else sliding_window,
-        "attention_mask": attention_mask,
-        "dropout": dropout,
-        "implementation": implementation,
-        "return_weights": output_attentions,
-    }
-    result = composed_attention(query, key, value, pre, post, **options)
-    output, weights = result if output_attentions else (result, None)
-    return output.transpose(1, 2).contiguous(), weights
-
-
-def checked_implementation(name: str) -> str:
-    """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
-    if name == "eager" or (name.removeprefix(PREFIX) in _TABLE and name.startswith(PREFIX)):
-        return name
-    known = [kernel for kernel in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in kernel]
-    if name not in known and "|" not in name and "/" not in name and not name.startswith("flash_attention"):
-        raise ValueError(f"attn_implementation={name!r} is not an attention implementation; use 'eager' (the default).")
-    raise ValueError(
-        f"attn_implementation={name!r} cannot compose attention heads, since it never holds two heads' scores at "
-        "once; use attn_implementation='eager' (the default) or switch composition off."
-    )
 
 
 def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation:
@@ -280,26 +479,172 @@ def _choose(name: str | None, *arguments: Any, **options: Any) -> Implementation
     return _TABLE[name]
 
 
-def _visibility(
+def composed_attention(
     query: Tensor,
     key: Tensor,
-    is_causal: bool,
-    sliding_window: int | None,
+    value: Tensor,
+    pre: Weights,
+    post: Weights,
+    *,
+    scaling: float | None = None,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: Tensor | Visibility | None = None,
+    dropout: float = 0.0,
+    chunk_size: int | None = None,
+    implementation: str | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """
+    Dynamically Composable Multi-Head Attention for any model: softmax attention whose scores are composed across heads
+    by `pre` before the mask and the softmax, and whose weights by `post` after it; equations 3 to 8 of the paper.
+
+    Args:
+        query (`Tensor`): (batch, heads, query, channels).
+        key (`Tensor`): (batch, key/value heads, key, channels); the key/value heads divide the heads.
+        value (`Tensor`): (batch, key/value heads, key, value channels).
+        pre, post (`ComposeWeights`, *optional*): None for no composition at that place.
+        scaling (`float`, *optional*): Factor of the scores. None: channels ** -0.5.
+        is_causal (`bool`, defaults to `True`): Hide later keys. The last query stands at the last key.
+        sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
+            |t - s| < w.
+        attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
+            (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the
+            composed scores. It further restricts what `is_causal` and `sliding_window` allow. A [`Visibility`] stands
+            for all three.
+        dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
+        chunk_size (`int`, *optional*): Queries that "plain" computes at once. None: so many that a chunk stays small.
+        implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
+        return_weights (`bool`, defaults to `False`): Return the composed weights too, by "plain", in quadratic memory.
+
+    Returns:
+        `Tensor`: (batch, heads, query, value channels), in the query's dtype; zeros for a query that sees no key. The
+        softmax and the compositions run in float32 (float64 for float64 inputs). With `return_weights` a pair of this
+        and the composed weights (batch, heads, query, key); they can be negative, and a row need not sum to one.
+        Second derivatives need `implementation="plain"`.
+
+    Raises:
+        ValueError: if shapes do not fit, a number is below 1, or the implementation cannot run; the message says why.
+    """
+    mask = _checked_mask(query, key, value, pre, post, is_causal, sliding_window, attention_mask)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
+    chosen = _choose(
+        "plain" if return_weights else implementation, query, key, value, pre, post, mask=mask, dropout=dropout
+    )
+    if query.shape[0] * query.shape[2] * key.shape[2] == 0:
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
+    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    device = query.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # Autocast would compute compositions in 16 bits; implementations choose their own types.
+    with torch.autocast(device, enabled=False) if autocasts else nullcontext():
+        if return_weights:
+            block = (0, query.shape[2], 0, key.shape[2])
+            output, weights = _attend_block(query, key, value, pre, post, scaling, mask, dropout, block)
+            return output, weights.to(query.dtype)
+        options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout, "chunk_size": chunk_size}
+        return chosen.forward(query, key, value, pre, post, **options)
+
+
+def composed_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attention_mask: Tensor | Visibility | None,
-) -> Visibility:
-    batch, heads, queries = query.shape[:3]
-    if isinstance(attention_mask, Visibility):
-        visibility = attention_mask
-    else:
-        visibility = Visibility.from_mask(
-            attention_mask,
-            query_length=queries,
-            key_length=key.shape[2],
-            is_causal=is_causal,
-            sliding_window=sliding_window,
+    scaling: float,
+    dropout: float = 0.0,
+    pre: Weights = None,
+    post: Weights = None,
+    output_attentions: bool = False,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """
+    Composed attention as Transformers calls it: `is_causal` is the module's if it is not given.
+
+    Returns:
+        (batch, query, heads, channels), and with `output_attentions` the composed weights (batch, heads, query, key).
+    """
+    # A mask made elsewhere says all there is to say: causality and window are in it.
+    is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
+    options |= {"is_causal": is_causal and not is_whole, "sliding_window": None if is_whole else sliding_window}
+    options |= {"attention_mask": attention_mask, "return_weights": output_attentions}
+    result = composed_attention(query, key, value, pre, post, **options)
+    output, weights = result if output_attentions else (result, None)
+    return output.transpose(1, 2).contiguous(), weights
+
+
+def checked_implementation(name: str) -> str:
+    """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
+    names = ["eager", *(PREFIX + known for known in _TABLE)]
+    if name not in names:
+        raise ValueError(
+            f"attn_implementation={name!r} cannot compose attention heads; use one of {', '.join(names)}, or switch "
+            "composition off."
         )
-    visibility.check_fits(batch, heads, queries, key.shape[2])
-    return visibility
+    return name
+
+
+def _checked_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pre: Weights,
+    post: Weights,
+    is_causal: bool = True,
+    sliding_window: int | None = None,
+    attention_mask: Tensor | Visibility | None = None,
+) -> Visibility:
+    """The mask of a call; ValueError if the shapes of its arguments do not fit together."""
+    fits = query.dim() == key.dim() == value.dim() == 4 and value.shape[:3] == key.shape[:3]
+    if not fits or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(
+            "query must be (batch, heads, query, channels), key (batch, key/value heads, key, channels) and value "
+            f"(batch, key/value heads, key, value channels), got {tuple(query.shape)}, {tuple(key.shape)} and "
+            f"{tuple(value.shape)}."
+        )
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    if key.shape[1] == 0 or heads % key.shape[1] != 0:
+        raise ValueError(f"The {key.shape[1]} key/value heads must divide the {heads} query heads.")
+    for name, weights in (("pre", pre or ComposeWeights()), ("post", post or ComposeWeights())):
+        if weights.groups < 1 or heads % weights.groups != 0:
+            raise ValueError(f"{name}.groups must divide the {heads} heads, got {weights.groups}.")
+        static_shape = (weights.groups, heads // weights.groups, heads // weights.groups)
+        if weights.static is not None and weights.static.shape != static_shape:
+            raise ValueError(
+                f"{name}.static must be (groups, heads per group, heads per group) = {static_shape}, got "
+                f"{tuple(weights.static.shape)}."
+            )
+        for place, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
+            if side is not None and side.factors.shape[:3] != (batch, heads, length):
+                raise ValueError(
+                    f"{name}.{place} must hold factors (batch, heads, length, channels) for (batch, heads, length) "
+                    f"= {(batch, heads, length)}, got {tuple(side.factors.shape)}."
+                )
+    mask = attention_mask
+    if not isinstance(mask, Visibility):
+        if mask is not None and mask.dim() not in (2, 4):
+            raise ValueError(f"attention_mask must have 2 dimensions (batch, key) or 4, got shape {tuple(mask.shape)}.")
+        padding, dense = (mask if mask is not None and mask.dim() == number else None for number in (2, 4))
+        band: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window}
+        mask = Visibility(queries, keys, **band, padding=padding, dense=dense)
+    tensors = [tensor for tensor in (mask.padding, mask.dense, mask.sequence_ids) if tensor is not None]
+    fits = all(tensor.shape[0] in (1, batch) for tensor in tensors)
+    fits = fits and (mask.dense is None or mask.dense.shape[1] in (1, heads))
+    if not fits or (mask.query_length, mask.key_length) != (queries, keys):
+        raise ValueError(
+            f"The mask must be for {batch} rows, {heads} heads, {queries} queries and {keys} keys, got one for "
+            f"{mask.query_length} queries and {mask.key_length} keys with {[tuple(t.shape) for t in tensors]}."
+        )
+    return mask
 
 
 register_implementation("plain", plain_attention, automatic=_no_reason)

@@ -6,14 +6,15 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import copy
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -30,34 +31,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from . import dcmha_projection
-from .composing_dcformer import ComposingModel
+from . import compose_dcformer
+from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import checked_implementation, composed_attention_forward
-from .dcmha_cache import allocated_widths, pack, unpack
-from .dcmha_factors import ComposeSide, ComposeWeights, map_tensors
-from .dcmha_mask import Visibility
-from .dcmha_projection import DCFormerCompose, make_compose
-from .generation_dcformer import DCFormerGenerationMixin
-from .input_checks import (
-    KeySizes,
-    check_cache,
-    check_embeddings,
-    check_position_ids,
-    checked_input_ids,
-    checked_labels,
-    checked_learned_positions,
-    checked_mask,
-    values_are_known,
-    warn_of_documents_that_mix,
-)
-from .loading_dcformer import authors_patterns, load_checked, pad_rows
-from .parallel_dcformer import ParallelModel, RankShare, key_value_heads, layers_here
-from .saving_dcformer import SavedModel
+from .dcmha import ComposeSide, ComposeWeights, Visibility, checked_implementation, composed_attention_forward
+from .hub_dcformer import ComposingModel
+
+
+logger = logging.get_logger(__name__)
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -205,10 +191,12 @@ class DCFormerAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, pre, post = self._prepare(hidden_states, position_embeddings, past_key_values)
+        query, key, value, pre, post = self.project(hidden_states, position_embeddings)  # (batch, heads, length, ...)
+        if past_key_values is not None:
+            key, value, pre, post = self.update_cache(past_key_values, key, value, pre, post)
+
         eager: Callable = eager_attention_forward
         if self.compose is not None:
-            checked_implementation(self.config._attn_implementation)
             eager = composed_attention_forward
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
@@ -226,65 +214,43 @@ class DCFormerAttention(nn.Module):
         )
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
-    def _prepare(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        past_key_values: Cache | None,
+    def project(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Query, key and value with their compose weights, (batch, heads, length, ...); of all keys with a cache."""
-        input_shape = hidden_states.shape[:-1]
-        fused = dcmha_projection.fused_projection(self, hidden_states, position_embeddings)
+        """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
+        pre = post = None
+        # Packages of kernels compute all of it at once, where they can.
+        fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
-            states.view(*input_shape, -1, self.head_dim) for states in projected.split(self.qkv_sizes, dim=-1)
-        )  # (batch, length, heads, channels)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if fused is None and q_norm is not None and k_norm is not None:
-            query, key = q_norm(query), k_norm(key)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if fused is None and position_embeddings is not None:
+            states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
+            for states in projected.split(self.qkv_sizes, dim=-1)
+        )
+        if self.compose is not None and fused is not None:
+            sides = {slot: ComposeSide(factors=factors) for slot, factors in zip(self.compose.slots, fused[1])}
+            pre, post = self.compose.stages_of(sides)
+            return query, key, value, pre, post
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
-        pre = post = None
-        if self.compose is not None and fused is None:
+        if self.compose is not None:
             pre, post = self.compose(hidden_states)
-        elif self.compose is not None and fused is not None:
-            sides = zip(self.compose.slots, fused[1])
-            pre, post = self.compose.stages_of({slot: ComposeSide(factors=rows) for slot, rows in sides})
-        if past_key_values is not None:
-            key_length = None
-            if self.sliding_window == 1:
-                # Transformers' sliding caches hold one key less than the window, but for a window of 1 all keys.
-                key_length, _ = past_key_values.get_mask_sizes(key.shape[2], self.layer_idx)
-            key, value, pre, post = self._update_cache(past_key_values, key, value, pre, post)
-            if key_length is not None and (unseen := key.shape[2] - key_length) > 0:
-                key, value, pre, post = _drop_first_keys(unseen, key, value, pre, post)
         return query, key, value, pre, post
 
-    def _update_cache(
+    def update_cache(
         self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
     ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Store this call's keys and values with their compose weights; return those of all cached keys."""
+        """Store these keys and values with their compose weights, in one row each; return those of all cached keys."""
         pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
         key_width, value_width = allocated_widths(cache, self.layer_idx)
         key, value = pack(key, pre_side, key_width), pack(value, post_side, value_width)
         key, value = cache.update(key, value, self.layer_idx)
         key, pre_side = unpack(key, self.head_dim, pre_side, self.num_heads)
         value, post_side = unpack(value, self.head_dim, post_side, self.num_heads)
-        pre, post = (
-            None if stage is None else stage._replace(key=side) for stage, side in ((pre, pre_side), (post, post_side))
-        )
+        pre = None if pre is None else pre._replace(key=pre_side)
+        post = None if post is None else post._replace(key=post_side)
         return key, value, pre, post
-
-
-def _drop_first_keys(
-    number: int, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
-) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-    pre, post = (
-        map_tensors(stage, lambda tensor, side: tensor[:, :, number:] if side == "key" else tensor)
-        for stage in (pre, post)
-    )
-    return key[:, :, number:], value[:, :, number:], pre, post
 
 
 class DCFormerMLP(nn.Module):
@@ -300,18 +266,13 @@ class DCFormerMLP(nn.Module):
         self.gate_mix = None
         if config.mlp_gate_dim is not None:
             self.gate_mix = nn.Linear(config.hidden_size, config.mlp_gate_dim, bias=False)
-        if config.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act must be one of {', '.join(sorted(ACT2FN))}, got {config.hidden_act!r}.")
         self.act_fn = ACT2FN[config.hidden_act]
-        self.share: RankShare | None = None  # of the slices, in a tensor parallel model
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         inner = self.up_proj(hidden_states)  # (batch, length, intermediate)
         inner = self.act_fn(inner) if self.gate_proj is None else self.act_fn(self.gate_proj(hidden_states)) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)).softmax(dim=-1).to(inner.dtype)
-            if self.share is not None:
-                shares = self.share.part(shares)
             inner = (inner.view(*shares.shape, -1) * shares.unsqueeze(-1)).flatten(-2)
         return self.down_proj(inner)
 
@@ -346,9 +307,8 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DCFormerPreTrainedModel(ParallelModel, ComposingModel, SavedModel):
+class DCFormerPreTrainedModel(ComposingModel):
     config: DCFormerConfig
-    config_class = DCFormerConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DCFormerDecoderLayer"]
@@ -368,52 +328,11 @@ class DCFormerPreTrainedModel(ParallelModel, ComposingModel, SavedModel):
         if isinstance(module, DCFormerCompose):
             module.reset_parameters()
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        output_loading_info: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
-
-        Args:
-            output_loading_info (`bool`, defaults to `False`): Return the loading info too. Weights that the file lacks
-                are then drawn and listed there, instead of being an error.
-
-        Raises:
-            FileNotFoundError: if a local path does not exist.
-            ValueError: if a weights file is truncated, lacks a weight that its own configuration asks for, holds one
-                of another shape than the configuration says (unless `ignore_mismatched_sizes=True`), or has query, key
-                and value projections of their own.
-        """
-        load = super().from_pretrained
-        kwargs["key_mapping"] = {**cls._authors_patterns(), **(kwargs.get("key_mapping") or {})}
-        model, info = load_checked(cls, load, pretrained_model_name_or_path, output_loading_info, *args, **kwargs)
-        if model.config.oov_policy == "pad":
-            model.pad_vocabulary()
-        return (model, info) if output_loading_info else model
-
-    @classmethod
-    def _authors_patterns(cls) -> dict[str, str]:
-        return authors_patterns(cls.config_class.model_type)
-
-    def pad_vocabulary(self) -> None:
-        """
-        Add embedding (and output) rows up to the next multiple of 128, each the mean of the rows there are. The mean
-        of the logits is never their largest, so greedy decoding cannot pick a row that was added; sampling is kept from
-        it by `suppress_tokens` of the generation configuration.
-        """
-        pad_rows(self)
-
 
 class DCFormerModel(DCFormerPreTrainedModel):
     """The decoder, without a head."""
 
     def __init__(self, config: DCFormerConfig):
-        config.validate()  # values that were set after the configuration was made
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = None
@@ -449,149 +368,215 @@ class DCFormerModel(DCFormerPreTrainedModel):
             use_cache (`bool`, *optional*): Create a cache if none is given.
 
         Raises:
-            ValueError: for empty or non-integer input, or a token id without an embedding row (`oov_policy="error"`).
+            ValueError: for a token id without an embedding row (`oov_policy="error"`), and for lengths of mask,
+                positions and cache that do not fit the input.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            rows = self.embed_tokens.num_embeddings
-            inputs_embeds = self.embed_tokens(checked_input_ids(input_ids, rows, self.config.oov_policy))
-        check_embeddings(inputs_embeds, self.config.hidden_size)
+            inputs_embeds = self.embed_tokens(self._ids_with_rows(input_ids))
         batch, length = inputs_embeds.shape[:2]
 
+        if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
+            checked_implementation(self.config._attn_implementation)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None:
-            check_cache(past_key_values, self.config, batch, length, key_value_heads(self))
+            widen_cache_rows(past_key_values, self.config)
         if position_ids is not None:
-            check_position_ids(position_ids, batch, length)
-            warn_of_documents_that_mix(position_ids, attention_mask, past_key_values is not None)
+            check_positions(position_ids, (batch, length), attention_mask, past_key_values is not None)
         elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
             raise ValueError(
-                "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids, which restart at every "
-                "document, without attention_mask and with use_cache=False."
+                "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart."
             )
-        masks = self._masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        layer_ids = self.layers_here()
         if position_ids is None:
-            first = layers_here(self)[0]
-            past_length = past_key_values.get_seq_length(first) if past_key_values is not None else 0
-            position_ids = torch.arange(length, device=inputs_embeds.device) + past_length
-            position_ids = position_ids.unsqueeze(0)
+            past_length = 0 if past_key_values is None else past_key_values.get_seq_length(layer_ids[0])
+            position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
 
         hidden_states = inputs_embeds
-        position_embeddings = None
-        if self.embed_positions is not None:
-            rows = self.embed_positions.num_embeddings
-            hidden_states = hidden_states + self.embed_positions(checked_learned_positions(position_ids, rows))
-        elif self.rotary_emb is not None:
-            position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        if self.embed_positions is not None and layer_ids[0] == 0:
+            hidden_states = hidden_states + self.embed_positions(position_ids)
+        position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         # Assisted generation that exits early lowers the number of layers for the time of a draft.
         for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
-                attention_mask=masks.get(layer_type),
+                attention_mask=masks[layer_type],
                 past_key_values=past_key_values,
                 position_ids=position_ids,
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
-    def _masks(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | dict[str, Any] | None,
-        past_key_values: Cache | None,
-        position_ids: Tensor | None,
-    ) -> Mapping[str, Any]:
-        """The mask of every layer type, from what the caller gave."""
-        first_layers: dict[str, int] = {}  # of each type
-        for layer_idx in layers_here(self):
-            first_layers.setdefault(self.config.layer_types[layer_idx], layer_idx)
-        batch, length = inputs_embeds.shape[:2]
-        sizes = {}
-        for layer_type, layer_idx in first_layers.items():
-            sizes[layer_type] = KeySizes(0, length, 0)
-            if past_key_values is not None:
-                past_length = past_key_values.get_seq_length(layer_idx)
-                sizes[layer_type] = KeySizes(past_length, *past_key_values.get_mask_sizes(length, layer_idx))
-        # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
-        is_static = getattr(past_key_values, "is_compileable", False)
-        if attention_mask is not None:
-            heads = self.config.num_attention_heads // self.config.num_key_value_heads * key_value_heads(self)
-            attention_mask = checked_mask(attention_mask, batch, length, heads, sizes, is_static)
-        if isinstance(attention_mask, dict):
-            return attention_mask
-        if self.config.composes_heads and not is_static:
-            return self._visibilities(batch, length, attention_mask, position_ids, sizes, past_key_values is None)
-        if past_key_values is not None and len(layers_here(self)) < self.config.num_hidden_layers:
-            # Transformers looks into the first layer of a cache.
-            layers, past_key_values = past_key_values.layers, copy.copy(past_key_values)
-            past_key_values.layers = [layers[layer_idx] for layer_idx in layers_here(self) if layer_idx < len(layers)]
-        return self._dense_masks(list(sizes), inputs_embeds, attention_mask, past_key_values, position_ids)
+    def layers_here(self) -> list[int]:
+        """Numbers of the layers that this process computes: all, but for a stage of a pipeline."""
+        layers = enumerate(self.layers[: self.config.num_hidden_layers])
+        return [number for number, layer in layers if hasattr(layer, "self_attn")]
 
-    def _visibilities(
-        self,
-        batch: int,
-        length: int,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        sizes: dict[str, KeySizes],
-        may_be_packed: bool,
-    ) -> dict[str, Visibility]:
-        """One [`Visibility`] per layer type: what Transformers' masks say, without their quadratic size."""
-        sequence_ids = None
-        if attention_mask is None and may_be_packed and position_ids is not None and not position_ids.is_meta:
-            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
-        return {
-            layer_type: Visibility(
-                length,
-                key_length,
-                is_causal=getattr(self.config, "is_causal", True),
-                sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
-                # A tensor only in static caches, which do not come here.
-                query_offset=past_length - key_offset,  # type: ignore[arg-type]
-                padding=_padding(attention_mask, key_length, key_offset),
-                sequence_ids=sequence_ids,
+    def _ids_with_rows(self, input_ids: Any) -> Tensor:
+        """Ids that all have an embedding row; without one torch would read foreign memory on a GPU, or crash."""
+        rows = self.embed_tokens.num_embeddings
+        # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
+        if self.config.oov_policy == "clamp" or not values_are_known(input_ids):
+            return input_ids.clamp(0, rows - 1)
+        if (outside := (input_ids < 0) | (input_ids >= rows)).any():
+            position = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "
+                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp' or 'pad'."
             )
-            for layer_type, (past_length, key_length, key_offset) in sizes.items()
-        }
+        return input_ids
 
-    def _dense_masks(
+    def make_masks(
         self,
-        layer_types: list[str],
         inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
+        attention_mask: Any,
+        past_key_values: Any,
         position_ids: Tensor | None,
     ) -> dict[str, Any]:
-        """Transformers' own masks: for plain attention and for static caches."""
-        if inputs_embeds.is_meta:
-            attention_mask = position_ids = None  # they have no values, by which Transformers would decide
-        arguments: dict[str, Any] = {
-            "config": self.config,
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "position_ids": position_ids,
-        }
-        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks: dict[str, Any] = {layer_type: makers[layer_type](**arguments) for layer_type in layer_types}
-        if self.config.composes_heads and (attention_mask is None or attention_mask.dim() == 2):
-            # These hold zero and the smallest number; as booleans every layer has less to do with them.
-            masks = {layer_type: None if mask is None else mask == 0 for layer_type, mask in masks.items()}
+        """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
+        batch, length = inputs_embeds.shape[:2]
+        layer_ids = self.layers_here()
+        # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
+        is_static = getattr(past_key_values, "is_compileable", False)
+        sequence_ids = None
+        if position_ids is not None and attention_mask is None and past_key_values is None and not position_ids.is_meta:
+            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
+        cache = past_key_values
+        if (
+            cache is not None and len(layer_ids) < self.config.num_hidden_layers
+        ):  # Transformers looks at its first layers
+            cache = copy.copy(cache)
+            cache.layers = [past_key_values.layers[i] for i in layer_ids if i < len(past_key_values.layers)]
+
+        masks: dict[str, Any] = dict.fromkeys(self.config.layer_types)
+        for layer_type, layer_idx in {self.config.layer_types[i]: i for i in reversed(layer_ids)}.items():
+            past_length, key_length, key_offset = 0, length, 0  # the keys are those of the tokens from key_offset on
+            if past_key_values is not None:
+                past_length = past_key_values.get_seq_length(layer_idx)
+                key_length, key_offset = past_key_values.get_mask_sizes(length, layer_idx)
+            if isinstance(attention_mask, Tensor):
+                total = key_offset + key_length if is_static else past_length + length
+                check_mask(attention_mask, batch, length, total, past_length + length)
+                attention_mask = attention_mask.expand(batch, *attention_mask.shape[1:])
+            if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
+                is_bias = attention_mask.dtype.is_floating_point
+                masks[layer_type] = (attention_mask if is_bias else attention_mask.bool())[..., key_offset:]
+            elif self.config.composes_heads and not is_static:
+                masks[layer_type] = Visibility(
+                    length,
+                    key_length,
+                    is_causal=getattr(self.config, "is_causal", True),
+                    sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
+                    query_offset=past_length - key_offset,
+                    padding=padding_of_keys(attention_mask, key_offset),
+                    sequence_ids=sequence_ids,
+                )
+            else:
+                make_mask = create_causal_mask if layer_type == "full_attention" else create_sliding_window_causal_mask
+                mask = make_mask(
+                    config=self.config,
+                    inputs_embeds=inputs_embeds,
+                    attention_mask=None if inputs_embeds.is_meta else attention_mask,
+                    past_key_values=cache,
+                    position_ids=None if inputs_embeds.is_meta else position_ids,
+                )
+                # Eager masks hold zero and the smallest number; as booleans every layer has less to do with them.
+                masks[layer_type] = mask == 0 if self.config.composes_heads and mask is not None else mask
         return masks
 
 
-def _padding(attention_mask: Tensor | None, key_length: int, key_offset: int) -> Tensor | None:
+def values_are_known(values: Any) -> bool:
+    """Whether Python may look at values and decide by them: not in a graph that is being traced."""
+    return not isinstance(values, Tensor) or not (values.is_meta or is_tracing(values))
+
+
+def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
+    """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
+    if tuple(position_ids.shape) not in (shape, (1, shape[1])):
+        raise ValueError(
+            f"position_ids must be (batch, length) = {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
+        )
+    # As in Transformers, positions that restart keep documents apart only without a mask and without a cache.
+    is_flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not (is_flat or (attention_mask is None and has_cache)) or not values_are_known(position_ids):
+        return
+    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
+    if is_flat:  # padding has positions that mean nothing
+        real = attention_mask[:, -shape[1] :] != 0
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    if restarts.any():
+        logger.warning_once(
+            "position_ids restart within a row, but a cache or an attention_mask is given too: packed documents see "
+            "each other. To keep them apart call the model without attention_mask and with use_cache=False."
+        )
+
+
+def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tokens: int | Tensor) -> None:
+    """
+    Raise ValueError unless a mask covers `tokens`, those of cache and input, and at most `total`, which for a static
+    cache counts the rows not yet filled: a narrower one would shift keys against queries.
+    """
+    covered, is_dense = attention_mask.shape[-1], attention_mask.dim() == 4
+    fits = attention_mask.dim() in (2, 4) and attention_mask.shape[0] in (1, batch)
+    if fits and is_dense:
+        fits = attention_mask.shape[2] == length and covered == total
+    elif fits and values_are_known(tokens):
+        fits = int(tokens) <= covered <= max(total, int(tokens))
+    if not fits:
+        raise ValueError(
+            "attention_mask must be (batch, past + length) or (batch or 1, heads or 1, length, past + length) for a "
+            f"batch of {batch}, {length} tokens and {total} of cache and input, got {tuple(attention_mask.shape)}."
+        )
+
+
+def padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
     """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
     if attention_mask is None:
         return None
-    padding = attention_mask[:, key_offset : key_offset + key_length]
+    padding = attention_mask[:, key_offset:]
     return None if values_are_known(padding) and bool((padding != 0).all()) else padding
 
 
-class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
+def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
+    """
+    Give cached rows that are as wide as a head alone (learned prefixes, static caches allocated by `head_dim`) room for
+    compose weights: zeros, which compose nothing.
+
+    Raises:
+        ValueError: for rows of another width, which hold something else.
+    """
+    extra = dict(zip(("keys", "values"), config.compose_cache_channels))
+    widest = config.head_dim + max(extra.values())
+    for layer in cache.layers:
+        if not layer.is_initialized or layer.keys.dim() != 4:
+            continue
+        for name, channels in extra.items():
+            rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
+            if channels > 0 and rows.shape[-1] == config.head_dim:
+                if is_tracing(rows):
+                    raise ValueError(
+                        f"past_key_values was allocated with rows of head_dim={config.head_dim} channels, which no "
+                        f"graph can widen; call early_initialization with head_dim={widest}."
+                    )
+                rows = functional.pad(rows, (0, channels))
+                if getattr(layer, "is_compileable", False):
+                    torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
+                setattr(layer, name, rows)
+            elif rows.shape[-1] not in (config.head_dim + channels, widest):
+                raise ValueError(
+                    f"past_key_values holds {name} of {rows.shape[-1]} channels, but this model's have "
+                    f"{config.head_dim + channels}; it is the cache of another model."
+                )
+
+
+class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     """The decoder with an output layer: the language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -642,15 +627,17 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        if labels is not None:
-            fits = hidden_states.shape[:2], self.lm_head.out_features, self.config.oov_policy
-            ignored = kwargs.get("ignore_index", -100)
-            labels = checked_labels(labels, "labels", *fits, ignored)
-            if kwargs.get("shift_labels") is not None:
-                kwargs["shift_labels"] = checked_labels(kwargs["shift_labels"], "shift_labels", *fits, ignored)
         logits = self.lm_head(hidden_states)
         loss = None
         if labels is not None:
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels must be (batch, length) = {tuple(logits.shape[:2])} as the logits, got "
+                    f"{tuple(labels.shape)}; with logits_to_keep give the labels of the positions that are kept."
+                )
+            if self.config.oov_policy == "clamp":  # as the ids that they repeat
+                ignored = labels == kwargs.get("ignore_index", -100)
+                labels = torch.where(ignored, labels, labels.clamp(0, self.config.vocab_size - 1))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -659,6 +646,24 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, DCFormerGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def create_masks_for_generate(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The masks of static caches, outside of what is compiled."""
+        return self.model.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+
+    def _get_static_cache_init_shape(self) -> Any:
+        """Rows of static caches that are allocated before their first use: with room for compose weights."""
+        if (shape := super()._get_static_cache_init_shape()) is None:
+            return None
+        attention: Any = self.model.layers[self.model.layers_here()[0]].self_attn
+        return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
@@ -677,14 +682,12 @@ class DCPythiaModel(DCFormerModel):
     """As [`DCFormerModel`], of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
-class DCPythiaForCausalLM(DCFormerForCausalLM, DCFormerGenerationMixin):
+class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
     """As [`DCFormerForCausalLM`], of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
     _model_class = DCPythiaModel
 
 
@@ -692,21 +695,18 @@ class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
     """As [`DCFormerForSequenceClassification`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 class DCPythiaForTokenClassification(DCFormerForTokenClassification):
     """As [`DCFormerForTokenClassification`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
     """As [`DCFormerForQuestionAnswering`], of the Pythia architecture."""
 
     config: DCPythiaConfig
-    config_class = DCPythiaConfig
 
 
 # Transformers' classification heads ask for their decoder by its configuration, also where this file was copied beside

@@ -1,15 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
 """DCViT: a vision transformer with Dynamically Composable Multi-Head Attention (section 4.5 of the paper).
 
-As ViT of Transformers, whose embeddings, MLP, pooler and parameter names it has, except for the attention: its scores
-are composed across heads before the softmax, and its weights after it. Nothing is causal. With composition switched off
-it is a plain ViT and runs through sdpa or FlashAttention.
+Embeddings, MLP, pooler and parameter names are those of Transformers' ViT; the attention's scores are composed across
+heads before the softmax, and its weights after it. With composition switched off it is a plain ViT and runs through
+sdpa or FlashAttention.
 """
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
@@ -32,12 +34,87 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .composing_dcformer import ComposingModel
-from .configuration_dcvit import DCViTConfig
+from .compose_dcformer import DCFormerCompose, make_compose
+from .configuration_dcformer import DCFormerConfig
 from .dcmha import checked_implementation, composed_attention_forward
-from .dcmha_projection import DCFormerCompose, make_compose
-from .loading_dcformer import load_checked
-from .saving_dcformer import SavedModel
+from .hub_dcformer import ComposingModel
+
+
+_Config = TypeVar("_Config", bound="DCViTConfig")
+
+
+@strict
+class DCViTConfig(ViTConfig):
+    r"""
+    Configuration of a DCViT model: every field of Transformers' `ViTConfig`, and the composition of
+    [`DCFormerConfig`]. The defaults are DCViT-S/16 of Table 7 with 22 million parameters; what the paper does not say
+    (class token, learned positions, epsilons) is as in `ViTConfig`.
+
+    Args:
+        hidden_size (`int`, defaults to 384): Width of the residual stream.
+        num_attention_heads (`int`, defaults to 6): Heads; composition mixes these.
+        intermediate_size (`int`, defaults to 1536): Width of the MLP's inner layer.
+        compose_init (`str`, defaults to `"paper"`): How composition parameters that no checkpoint holds start:
+            `"paper"` small, as section 4 draws them, or `"identity"`, composing nothing at first, for weights that
+            were trained without.
+        compose_rank, compose_groups, compose_activation, compose_norm_eps, compose_pre, compose_post, compose_query,
+            compose_key, compose_low_rank, compose_gate, compose_static: As in [`DCFormerConfig`].
+
+    Example:
+
+    ```python
+    >>> from dcformer import DCViTConfig, DCViTForImageClassification
+
+    >>> model = DCViTForImageClassification(DCViTConfig(num_hidden_layers=2, num_labels=10))
+    ```
+    """
+
+    model_type = "dcvit"
+
+    hidden_size: int = 384
+    num_attention_heads: int = 6
+    intermediate_size: int = 1536
+    compose_init: str = "paper"
+    compose_rank: int = 2
+    compose_groups: int = 1
+    compose_activation: str = "gelu"
+    compose_norm_eps: float | int = 1e-6
+    compose_pre: bool = True
+    compose_post: bool = True
+    compose_query: bool = True
+    compose_key: bool = True
+    compose_low_rank: bool = True
+    compose_gate: bool = True
+    compose_static: bool = False
+
+    composes_heads = DCFormerConfig.composes_heads
+
+    @classmethod
+    def from_vit(cls: type[_Config], config: ViTConfig, **overrides: Any) -> _Config:
+        """The configuration of a ViT with composition that starts as identity; `overrides` are fields to set."""
+        return cls.from_dict({**_of_vit(config.to_dict()), **overrides})
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As the base class; the configuration of a ViT is read as by [`from_vit`]."""
+        values, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return _of_vit(values) if values.get("model_type") == ViTConfig.model_type else values, kwargs
+
+    def validate_architecture(self) -> None:
+        """Part of `@strict` validation: values that no model can have."""
+        if self.compose_init not in ("paper", "identity"):
+            raise ValueError(f"compose_init must be 'paper' or 'identity', got {self.compose_init!r}.")
+        for name, divided in (("num_attention_heads", "hidden_size"), ("compose_groups", "num_attention_heads")):
+            if getattr(self, name) < 1 or getattr(self, divided) % getattr(self, name) != 0:
+                raise ValueError(f"{name} must divide {divided} ({getattr(self, divided)}), got {getattr(self, name)}.")
+
+
+def _of_vit(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a ViT's configuration as those of one whose composition starts as identity."""
+    kept = {name: value for name, value in values.items() if name not in ("architectures", "auto_map")}
+    return {**kept, "model_type": DCViTConfig.model_type, "compose_init": "identity"}
 
 
 class DCViTAttention(nn.Module):
@@ -101,7 +178,7 @@ class DCViTLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states)))
 
 
-class DCViTPreTrainedModel(ComposingModel, SavedModel):
+class DCViTPreTrainedModel(ComposingModel):
     config: DCViTConfig
     config_class = DCViTConfig
     base_model_prefix = "vit"
@@ -111,7 +188,7 @@ class DCViTPreTrainedModel(ComposingModel, SavedModel):
     _no_split_modules = ["ViTEmbeddings", "DCViTLayer"]
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
     _input_embed_layer = "patch_embeddings"
-    # Of the same weights one task makes no use and another starts anew, as in ViT.
+    # Weights that one task does not use and another starts anew, as in ViT.
     _heads_that_may_be_new = r"^(classifier|(vit\.)?pooler)\."
     _vit_class: type[PreTrainedModel]
 
@@ -129,55 +206,31 @@ class DCViTPreTrainedModel(ComposingModel, SavedModel):
     @classmethod
     def from_vit(cls, vit: PreTrainedModel, **composition: Any) -> Any:
         """
-        A model with the weights of a ViT of Transformers, whose composition starts as identity: it gives the same
-        outputs until it is trained. The ViT stays as it is.
-
-        Args:
-            vit (`ViTModel` or `ViTForImageClassification`): Of the same task as this class.
-            composition: Fields of [`DCViTConfig`], such as `compose_rank`.
-
-        Raises:
-            ValueError: for a model of another class.
+        A copy of a ViT (`ViTModel` or `ViTForImageClassification`, as this class) whose composition starts as identity:
+        it gives the same outputs until it is trained. `composition` are fields of [`DCViTConfig`].
         """
         if not isinstance(vit, cls._vit_class):
             raise ValueError(f"{cls.__name__} is made of a {cls._vit_class.__name__}, got a {type(vit).__name__}.")
         config = DCViTConfig.from_vit(vit.config, **composition)
-        model = cls(config, **cls._parts_of(vit)).to(device=vit.device, dtype=vit.dtype)
+        parts = {}
+        if isinstance(vit, ViTModel):
+            has_pooler, has_mask_token = vit.pooler is not None, vit.embeddings.mask_token is not None
+            parts = {"add_pooling_layer": has_pooler, "use_mask_token": has_mask_token}
+        model = cls(config, **parts).to(device=vit.device, dtype=vit.dtype)
         model.load_state_dict({**model.state_dict(), **vit.state_dict()})
         return model.train(vit.training)
 
-    @staticmethod
-    def _parts_of(vit: PreTrainedModel) -> dict[str, Any]:
-        """Arguments of the constructor for the optional parts that a ViT has."""
-        return {}
-
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *args: Any,
-        output_loading_info: bool = False,
-        **kwargs: Any,
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """
-        As `PreTrainedModel.from_pretrained`. The files of a ViT load as they are, and the composition then starts as
-        identity.
-
-        Args:
-            output_loading_info (`bool`, defaults to `False`): Return the loading info too. Weights that the file lacks
-                are then drawn and listed there, instead of being an error.
-
-        Raises:
-            FileNotFoundError: if a local path does not exist.
-            ValueError: if a weights file is truncated, lacks a weight other than those of a head, or holds one of
-                another shape than the configuration says (unless `ignore_mismatched_sizes=True`).
-        """
-        path, load = pretrained_model_name_or_path, super().from_pretrained
-        is_vit = _is_vit(path, kwargs)
+        """As the base class. The files of a ViT load as they are; the composition then starts as identity."""
+        is_vit = _is_vit(pretrained_model_name_or_path, kwargs)
         if is_vit:
             kwargs.setdefault("key_mapping", _names_of_vit())
-        model, info = load_checked(cls, load, path, output_loading_info or is_vit, *args, **kwargs)
-        return (model, info) if output_loading_info else model
+        wants_info = output_loading_info or is_vit  # with it, missing weights are no error
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs)
+        return loaded[0] if wants_info and not output_loading_info else loaded
 
 
 def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
@@ -185,10 +238,7 @@ def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
     if path is None:
         return False
     where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(path, **where)
-    except OSError:
-        return False  # nothing there: loading says so
+    values, _ = PreTrainedConfig.get_config_dict(path, **where)
     return values.get("model_type") == ViTConfig.model_type
 
 
@@ -204,8 +254,8 @@ class DCViTModel(DCViTPreTrainedModel):
 
     Args:
         config (`DCViTConfig`): Its shape.
-        add_pooling_layer (`bool`, defaults to `True`): Whether to have a pooler over the class token.
-        use_mask_token (`bool`, defaults to `False`): Whether to have a token that stands for masked patches.
+        add_pooling_layer (`bool`, defaults to `True`): Add a pooler over the class token.
+        use_mask_token (`bool`, defaults to `False`): Add a token that stands for masked patches.
     """
 
     _vit_class = ViTModel
@@ -219,15 +269,11 @@ class DCViTModel(DCViTPreTrainedModel):
         self.pooler = ViTPooler(config) if add_pooling_layer else None
         self.post_init()
 
-    @staticmethod
-    def _parts_of(vit: PreTrainedModel) -> dict[str, Any]:
-        return {"add_pooling_layer": vit.pooler is not None, "use_mask_token": vit.embeddings.mask_token is not None}
-
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
-        pixel_values: Tensor | None = None,
+        pixel_values: Tensor,
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         attention_mask: Tensor | None = None,
@@ -246,15 +292,7 @@ class DCViTModel(DCViTPreTrainedModel):
         Returns:
             `BaseModelOutputWithPooling`: last_hidden_state (batch, 1 + patches, hidden), the class token first, and
             with a pooler pooler_output (batch, pooler_output_size).
-
-        Raises:
-            ValueError: for missing pixels, or shapes that do not fit the configuration.
         """
-        if pixel_values is None or pixel_values.dim() != 4:
-            got = "nothing" if pixel_values is None else f"shape {tuple(pixel_values.shape)}"
-            raise ValueError(f"pixel_values must be (batch, channels, height, width), got {got}.")
-        if bool_masked_pos is not None:
-            self._check_masked_positions(bool_masked_pos, pixel_values)
         hidden_states = self.embeddings(
             pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype),
             bool_masked_pos=bool_masked_pos,
@@ -269,16 +307,6 @@ class DCViTModel(DCViTPreTrainedModel):
         hidden_states = self.layernorm(hidden_states)
         pooled = self.pooler(hidden_states) if self.pooler is not None else None
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
-
-    def _check_masked_positions(self, bool_masked_pos: Tensor, pixel_values: Tensor) -> None:
-        if self.embeddings.mask_token is None:
-            raise ValueError("bool_masked_pos needs a mask token; make the model with use_mask_token=True.")
-        height, width = self.embeddings.patch_embeddings.patch_size
-        expected = (pixel_values.shape[0], (pixel_values.shape[2] // height) * (pixel_values.shape[3] // width))
-        if bool_masked_pos.shape != expected:
-            raise ValueError(
-                f"bool_masked_pos must be (batch, patches) = {expected}, got {tuple(bool_masked_pos.shape)}."
-            )
 
 
 class DCViTForImageClassification(DCViTPreTrainedModel):
@@ -296,7 +324,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        pixel_values: Tensor | None = None,
+        pixel_values: Tensor,
         labels: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         attention_mask: Tensor | None = None,
@@ -327,4 +355,4 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         )
 
 
-__all__ = ["DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]
+__all__ = ["DCViTConfig", "DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]

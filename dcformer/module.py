@@ -1,8 +1,7 @@
 """`DCMultiheadAttention`: composed attention with the calling convention and the parameters of nn.MultiheadAttention.
 
-Section 3 of the paper calls DCMHA a drop-in replacement in any architecture. With keys from another sequence
-(cross-attention) the query-wise weights come from the query's sequence and the key-wise ones from the key's, as the
-two are written in equation 8; the value's sequence is only read, and composes nothing.
+Section 3 of the paper calls DCMHA a drop-in replacement in any architecture. In cross-attention the query-wise weights
+come from the query's sequence and the key-wise ones from the key's, as equation 8 writes them; values compose nothing.
 """
 
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .dcmha import composed_attention
-from .dcmha_mask import Visibility
-from .dcmha_projection import DCFormerCompose
+from .compose_dcformer import DCFormerCompose
+from .dcmha import Visibility, composed_attention
 
 
 class DCMultiheadAttention(nn.Module):
@@ -24,27 +22,16 @@ class DCMultiheadAttention(nn.Module):
     `strict=False`, and then only `compose.*` is missing. [`from_torch`] makes a copy that starts from the same outputs.
 
     Args:
-        embed_dim (`int`): Channels of the query's sequence and of the output.
-        num_heads (`int`): Heads; they divide `embed_dim`.
-        dropout (`float`, defaults to 0.0): Probability of dropping a composed weight, in training.
-        bias (`bool`, defaults to `True`): Biases of the projections.
-        kdim, vdim (`int`, *optional*): Channels of the key's and of the value's sequence. None: `embed_dim`.
-        batch_first (`bool`, defaults to `False`): Whether sequences are (batch, length, channels) instead of (length,
-            batch, channels).
-        device, dtype (*optional*): Of the parameters. None: torch's defaults.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. `dropout` drops
+            composed weights.
         is_causal (`bool`, defaults to `False`): Hide later keys in every call. With fewer queries than keys, the last
             query stands at the last key.
         sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
             |t - s| < w.
-        identity (`bool`, defaults to `False`): Start without any composition, as plain attention; the composition is
-            then learned. Otherwise it starts small, as the paper draws it.
+        identity (`bool`, defaults to `False`): Start as plain attention; the composition is then learned. Otherwise it
+            starts small, as the paper draws it.
         rank, groups, activation, norm_eps, pre, post, query_wise, key_wise, low_rank, gate, static: The composition,
             see [`DCFormerCompose`].
-        add_bias_kv, add_zero_attn (`bool`, default to `False`): Have to be false: a key that is in no sequence has
-            nothing to compute key-wise weights from.
-
-    Raises:
-        ValueError: for sizes that do not fit together, or a number out of its range.
 
     Example:
 
@@ -56,12 +43,9 @@ class DCMultiheadAttention(nn.Module):
     >>> x = torch.randn(2, 10, 64)
     >>> output, _ = attention(x, x, x, need_weights=False)
     ```
-
-    Source: equations 3 to 8 of the paper.
     """
 
-    # Torch's encoder layers hand an attention of which this is true to a kernel of their own, which reads the
-    # projections and never calls `forward`: it would leave the composition out.
+    # Where this is true, torch's encoder layers run a kernel of their own that would leave the composition out.
     _qkv_same_embed_dim = False
 
     def __init__(
@@ -79,36 +63,12 @@ class DCMultiheadAttention(nn.Module):
         is_causal: bool = False,
         sliding_window: int | None = None,
         identity: bool = False,
-        rank: int = 2,
-        groups: int = 1,
-        activation: str = "gelu",
-        norm_eps: float = 1e-6,
-        pre: bool = True,
-        post: bool = True,
-        query_wise: bool = True,
-        key_wise: bool = True,
-        low_rank: bool = True,
-        gate: bool = True,
-        static: bool = False,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
+        **composition: Any,
     ):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
-        for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("kdim", kdim), ("vdim", vdim)):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}.")
-        if embed_dim % num_heads != 0:
+        if num_heads < 1 or embed_dim % num_heads != 0:
             raise ValueError(f"num_heads must divide embed_dim ({embed_dim}), got {num_heads}.")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, got {sliding_window}; use None for full attention.")
-        if add_bias_kv or add_zero_attn:
-            raise ValueError(
-                "add_bias_kv and add_zero_attn must be false: the key they add is in no sequence, so there is nothing "
-                "to compute its key-wise compose weights from."
-            )
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.dropout = dropout
@@ -130,24 +90,7 @@ class DCMultiheadAttention(nn.Module):
         if bias:
             self.in_proj_bias = parameter(3 * embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self.compose = DCFormerCompose(
-            embed_dim,
-            num_heads,
-            rank=rank,
-            groups=groups,
-            activation=activation,
-            norm_eps=norm_eps,
-            pre=pre,
-            post=post,
-            query_wise=query_wise,
-            key_wise=key_wise,
-            low_rank=low_rank,
-            gate=gate,
-            static=static,
-            key_size=kdim,
-            device=device,
-            dtype=dtype,
-        )
+        self.compose = DCFormerCompose(embed_dim, num_heads, key_size=kdim, device=device, dtype=dtype, **composition)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -169,13 +112,13 @@ class DCMultiheadAttention(nn.Module):
         A copy of a torch module, which computes exactly what it computed until the composition is trained.
 
         Args:
-            attention (`nn.MultiheadAttention`): It stays as it is.
+            attention (`nn.MultiheadAttention`): The module, without `add_bias_kv` and `add_zero_attn`: the key that
+                they add is in no sequence, so there is nothing to compute its key-wise weights from.
             identity (`bool`, defaults to `True`): Start without composition. False: with the paper's small one.
             options: Further arguments of this class by name: causality, window and the composition.
-
-        Raises:
-            ValueError: if it was made with `add_bias_kv` or `add_zero_attn`.
         """
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise ValueError("A module with add_bias_kv or add_zero_attn has a key without key-wise compose weights.")
         copy = cls(
             attention.embed_dim,
             attention.num_heads,
@@ -187,8 +130,6 @@ class DCMultiheadAttention(nn.Module):
             attention.out_proj.weight.device,
             attention.out_proj.weight.dtype,
             identity=identity,
-            add_bias_kv=attention.bias_k is not None,
-            add_zero_attn=attention.add_zero_attn,
             **options,
         )
         copy.load_state_dict({**copy.state_dict(), **attention.state_dict()})
@@ -206,11 +147,11 @@ class DCMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """
+        As `nn.MultiheadAttention.forward`; key-wise compose weights come from `key`.
+
         Args:
-            query (`Tensor`): (query length, batch, embed_dim), or (batch, query length, embed_dim) with
-                `batch_first`, or without a batch (query length, embed_dim).
-            key (`Tensor`): The same with key length and kdim. Key-wise compose weights come from it.
-            value (`Tensor`): The same with key length and vdim.
+            query, key, value (`Tensor`): (length, batch, channels), or (batch, length, channels) with `batch_first`, or
+                without a batch (length, channels).
             key_padding_mask (`Tensor`, *optional*): (batch, key length), without a batch (key length): True for keys
                 to ignore, or floating point, added to the composed scores.
             need_weights (`bool`, defaults to `True`): Return the weights too. Without them it is faster and memory
@@ -218,8 +159,8 @@ class DCMultiheadAttention(nn.Module):
             attn_mask (`Tensor`, *optional*): (query length, key length) or (batch x heads, query length, key length):
                 True for pairs to ignore, or floating point, added to the composed scores.
             average_attn_weights (`bool`, defaults to `True`): Average the weights over the heads.
-            is_causal (`bool`, defaults to `False`): Hide later keys in this call. As in torch, `attn_mask` decides
-                alone where both are given.
+            is_causal (`bool`, defaults to `False`): Hide later keys in this call, unless there is an `attn_mask`, which
+                then decides alone, as in torch.
 
         Returns:
             The output, shaped as the query, and the composed weights or None: (batch, query length, key length), or
@@ -234,10 +175,11 @@ class DCMultiheadAttention(nn.Module):
         is_same = key is query
         if not batched:
             query, key, value = (states.unsqueeze(0) for states in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         # (batch, length, channels) each
-        mask = self._visibility(query, key, key_padding_mask, attn_mask, is_causal, batched)
+        mask = self._visibility(query.shape[:2], key.shape[1], key_padding_mask, attn_mask, is_causal)
         pre, post = self.compose(query) if is_same else self.compose(query, key)
         q, k, v = (
             functional.linear(states, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
@@ -264,56 +206,34 @@ class DCMultiheadAttention(nn.Module):
         """Whether there is a batch; raise ValueError for sequences that do not fit together."""
         if query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(
-                "query, key and value must not be nested tensors; make nn.TransformerEncoder with "
-                "enable_nested_tensor=False, or set its use_nested_tensor to False."
+                "Nested tensors are not supported; set use_nested_tensor of nn.TransformerEncoder to False."
             )
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
-        if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-            raise ValueError(
-                "query, key and value must all be (batch, length, channels) with batch_first, (length, batch, "
-                f"channels) without, or (length, channels), got {shapes}."
-            )
-        for name, states, size in (
-            ("query", query, self.embed_dim),
-            ("key", key, self.kdim),
-            ("value", value, self.vdim),
-        ):
-            if states.shape[-1] != size:
-                raise ValueError(f"{name} must have {size} channels, got shape {tuple(states.shape)}.")
-        if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(f"value must be as long as key and have its batch, got {shapes}.")
-        batch_dim = 0 if self.batch_first else 1
-        if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
+        batch = slice(0, 0) if query.dim() == 2 else slice(0, 1) if self.batch_first else slice(1, 2)
+        fits = query.dim() in (2, 3) and query.dim() == key.dim() and query.shape[batch] == key.shape[batch]
+        if not fits or key.shape[:-1] != value.shape[:-1]:
             order = "(batch, length, channels)" if self.batch_first else "(length, batch, channels)"
-            raise ValueError(f"query and key must have the same batch in {order}, got {shapes}.")
+            raise ValueError(f"query, key and value must be {order} or (length, channels), of one batch, got {shapes}.")
+        if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
+            raise ValueError(f"Channels must be {self.embed_dim}, {self.kdim} and {self.vdim}, got {shapes}.")
         return query.dim() == 3
 
     def _visibility(
-        self,
-        query: Tensor,
-        key: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        batched: bool,
+        self, rows: torch.Size, keys: int, padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> Visibility:
         """Torch's masks, in which True hides, as one of ours."""
-        batch, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        batch, queries = rows
+        for name, mask in (("key_padding_mask", padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise ValueError(f"{name} must be boolean (True hides) or floating point, got {mask.dtype}.")
         padding = dense = None
-        if key_padding_mask is not None:
-            if key_padding_mask.shape != ((batch, keys) if batched else (keys,)):
-                raise ValueError(
-                    f"key_padding_mask must be {'(batch, key length)' if batched else '(key length,)'} = "
-                    f"{(batch, keys) if batched else (keys,)}, got {tuple(key_padding_mask.shape)}."
-                )
-            key_padding_mask = key_padding_mask.reshape(batch, keys)
-            if key_padding_mask.dtype == torch.bool:
-                padding = ~key_padding_mask
+        if padding_mask is not None:
+            if padding_mask.shape != (batch, keys):
+                raise ValueError(f"key_padding_mask must be {(batch, keys)}, got {tuple(padding_mask.shape)}.")
+            if padding_mask.dtype == torch.bool:
+                padding = ~padding_mask
             else:
-                dense = key_padding_mask[:, None, None].expand(batch, 1, queries, keys)
+                dense = padding_mask[:, None, None].expand(batch, 1, queries, keys)
         if attn_mask is not None:
             pairs = self._pairs(attn_mask, batch, queries, keys)
             if dense is None:
@@ -322,35 +242,17 @@ class DCMultiheadAttention(nn.Module):
                 dense = dense.masked_fill(~pairs, -torch.inf)
             else:
                 dense = dense + pairs
-        return Visibility(
-            queries,
-            keys,
-            is_causal=self.is_causal or (is_causal and attn_mask is None),
-            sliding_window=self.sliding_window,
-            padding=padding,
-            dense=dense,
-        )
+        is_causal = self.is_causal or (is_causal and attn_mask is None)
+        band: dict[str, Any] = {"is_causal": is_causal, "sliding_window": self.sliding_window}
+        return Visibility(queries, keys, **band, padding=padding, dense=dense)
 
     def _pairs(self, attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
         """`attn_mask` as (batch or 1, heads or 1, query, key), in which True shows, or floating point."""
-        if attn_mask.shape == (queries, keys):
-            pairs = attn_mask[None, None]
-        elif attn_mask.shape == (batch * self.num_heads, queries, keys):
-            pairs = attn_mask.view(batch, self.num_heads, queries, keys)
-        else:
-            raise ValueError(
-                f"attn_mask must be (query length, key length) = {(queries, keys)} or (batch x heads, query length, "
-                f"key length) = {(batch * self.num_heads, queries, keys)}, got {tuple(attn_mask.shape)}."
-            )
+        of_all, of_each = (queries, keys), (batch * self.num_heads, queries, keys)
+        if attn_mask.shape not in (of_all, of_each):
+            raise ValueError(f"attn_mask must have shape {of_all} or {of_each}, got {tuple(attn_mask.shape)}.")
+        pairs = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.view(batch, self.num_heads, queries, keys)
         return ~pairs if pairs.dtype == torch.bool else pairs
-
-    def extra_repr(self) -> str:
-        shown = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}", f"batch_first={self.batch_first}"]
-        shown += [f"{name}={getattr(self, name)}" for name in ("kdim", "vdim") if getattr(self, name) != self.embed_dim]
-        shown += [
-            f"{name}={value}" for name in ("dropout", "is_causal", "sliding_window") if (value := getattr(self, name))
-        ]
-        return ", ".join(shown)
 
 
 __all__ = ["DCMultiheadAttention"]

@@ -1,5 +1,9 @@
 """The public names of the package; importing them registers the models with the Auto classes of Transformers."""
 
+import importlib.abc
+import importlib.util
+import sys
+from types import ModuleType
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GPTNeoXTokenizer, PreTrainedConfig, PreTrainedModel
@@ -7,20 +11,19 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .common.architectures import add_to_transformers
+from .compose_dcformer import cache_bytes_per_token
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .configuration_dcvit import DCViTConfig
 from .dcmha import (
     ComposeSide,
     ComposeWeights,
+    Visibility,
     compose,
     composed_attention,
     implementations,
     register_implementation,
 )
-from .dcmha_cache import cache_bytes_per_token
-from .dcmha_mask import Visibility
 from .kernels import register as register_kernels
-from .kernels.workspace import set_workspace_bytes
+from .kernels import set_workspace_bytes
 from .modeling_dcformer import (
     DCFormerForCausalLM,
     DCFormerForQuestionAnswering,
@@ -33,11 +36,21 @@ from .modeling_dcformer import (
     DCPythiaForTokenClassification,
     DCPythiaModel,
 )
-from .modeling_dcvit import DCViTForImageClassification, DCViTModel
+from .modeling_dcvit import DCViTConfig, DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
+from .parallel_dcformer import STYLE as STYLE  # puts its style into the tensor parallel plan
 from .pretrained import pretrained_path
-from .sharing_dcformer import AUTO_CLASSES
 
+
+# How the names of model classes end -> their Auto class and the Hub's name of their task.
+AUTO_CLASSES = {
+    "Model": ("AutoModel", "feature-extraction"),
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+}
 
 register_kernels()
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
@@ -87,3 +100,49 @@ for _model in _models:
     _auto_class, _ = AUTO_CLASSES[_ending]
     getattr(modeling_auto, _auto_class).register(_model.config_class, _model, exist_ok=True)
 add_to_transformers([_class for _class in _classes if issubclass(_class, PreTrainedConfig | PreTrainedModel)])
+
+
+_PEFT_TABLES = "peft.utils.constants"
+
+
+def _add_peft_targets(constants: ModuleType) -> None:
+    """
+    Let PEFT adapt by itself what it adapts in GPT-NeoX, whose projections are fused as these, and the norms of Llama.
+
+    Args:
+        constants: The module that holds PEFT's tables, one a method, from model types to names of modules.
+    """
+    names = {"query_key_value": "qkv_proj", "dense_4h_to_h": "down_proj"}
+    for name, table in vars(constants).items():
+        if not name.startswith("TRANSFORMERS_MODELS_TO_") or not isinstance(table, dict):
+            continue
+        targets = [names.get(target) for target in table.get("gpt_neox", ())]
+        if "LNTUNING" in name:
+            targets = ["input_layernorm", "post_attention_layernorm", "norm"]
+        if targets and None not in targets:  # half of a choice would be another one
+            for config in (DCFormerConfig, DCPythiaConfig):
+                table.setdefault(config.model_type, list(targets))
+
+
+class _WhenPeftIsImported(importlib.abc.MetaPathFinder):
+    """Adds to PEFT's tables once they are imported; to import PEFT for it takes two seconds."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _PEFT_TABLES:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_add(module: ModuleType) -> None:
+            execute(module)
+            _add_peft_targets(module)
+
+        spec.loader.exec_module = execute_and_add
+        return spec
+
+
+if _PEFT_TABLES in sys.modules:
+    _add_peft_targets(sys.modules[_PEFT_TABLES])
+else:
+    sys.meta_path.insert(0, _WhenPeftIsImported())

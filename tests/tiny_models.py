@@ -56,7 +56,6 @@ VARIANTS = {
     "grouped": {"compose_groups": 2, "compose_rank": 1},
     "wide_heads": {"head_dim": 12},
     "grouped_query_attention": {"num_key_value_heads": 2},
-    "window_of_one": {"sliding_window": 1},
     "no_qk_norm_with_biases": {"qk_norm": False, "attention_bias": True, "mlp_bias": True},
     "tanh_gelu": {"compose_activation": "gelu_pytorch_tanh"},
 }

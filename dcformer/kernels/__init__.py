@@ -1,7 +1,8 @@
-"""Fast forms of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
+"""Fast implementations of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
 
 from ..dcmha import register_implementation
 from .native import register as register_native
+from .ops import set_workspace_bytes
 from .triton_form import triton_attention, why_not_automatic, why_not_triton
 
 
@@ -9,3 +10,6 @@ def register() -> None:
     """Add the implementations "native" and "triton". Triton itself is imported when its kernels first run."""
     register_native()
     register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)
+
+
+__all__ = ["register", "set_workspace_bytes"]

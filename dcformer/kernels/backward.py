@@ -9,8 +9,8 @@ Only the inputs and the logarithms of the softmax's sums are kept from the forwa
 3. composed weights, gradients of scores, and what each block adds to the gradients of factors;
 4. gradients of queries, keys and values by matrix products.
 
-Weights are computed from the scores whenever they are needed, which is cheaper than storing them. What blocks add is
-summed by programs that each own a part of a gradient, so two runs give the same bits.
+Weights are computed from the scores whenever they are needed, which is cheaper than storing them. Programs that each
+own a part of a gradient add up what blocks contribute, so two runs give the same bits.
 
 Letters: a input of a composition, d gradient of its output. The gradient of a is the transposed composition of d. The
 gradient of w1 is a times the map of d, of w2 it is d times the map of a, and of a gate it is a d, each summed over the
@@ -50,13 +50,8 @@ def composed_backward(
     output_gradient: Tensor, call: Call, log_sums: Tensor, workspace_bytes: int
 ) -> tuple[Tensor | None, ...]:
     """
-    Gradients of the inputs of [`composed_forward`].
-
-    Args:
-        output_gradient (`Tensor`): (batch, heads, query, value channels), in the output's type.
-        log_sums (`Tensor`): What the forward pass returned beside its output.
-        workspace_bytes (`int`): Bound of what is needed beside inputs and gradients; those of keys, values and factors
-            are summed in float32, whatever their type.
+    Gradients of the inputs of [`composed_forward`], which returned the `log_sums`, within so many bytes beside inputs
+    and gradients; those of keys, values and factors are summed in float32, whatever their type.
 
     Returns:
         One for each of the first nine tensors of the call, in their types and shapes; None for what is None. Queries
@@ -65,14 +60,13 @@ def composed_backward(
     query, key, value = call.query, call.key, call.value
     batch, heads, queries, _ = query.shape
     sizes, mask = Sizes.of(call), Mask.of(call)
-    pre = Stage.before(call)
-    post = Stage.after(call)
+    pre, post = Stage.both(call)
     query_gradient = query.new_empty(query.shape)
     key_gradient = key.new_zeros(key.shape, dtype=torch.float32)
     value_gradient = value.new_zeros(value.shape, dtype=torch.float32)
     # Of the factors before and after the softmax, one after the other.
-    query_sums = query.new_zeros(batch, queries, pre.query_factors + post.query_factors, heads, dtype=torch.float32)
-    key_sums = query.new_zeros(batch, pre.key_factors + post.key_factors, heads, mask.keys, dtype=torch.float32)
+    query_sums = query.new_zeros(batch, queries, pre.query.number + post.query.number, heads, dtype=torch.float32)
+    key_sums = query.new_zeros(batch, pre.key.number + post.key.number, heads, mask.keys, dtype=torch.float32)
     static_sums = query.new_zeros(2, sizes.GROUPS, sizes.HEADS, sizes.HEADS, dtype=torch.float32)
     bytes_per_column = _bytes_per_column(sizes, query, query_sums.shape[2], key_sums.shape[1])
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
@@ -113,11 +107,11 @@ def composed_backward(
         if own_static_sums is not None:
             static_sums += own_static_sums.sum((0, 1, 2)).transpose(0, 1)
     # The scores hold a factor of log2(e).
-    query_sums[:, :, : pre.query_factors] /= LOG2_E
-    key_sums[:, : pre.key_factors] /= LOG2_E
+    query_sums[:, :, : pre.query.number] /= LOG2_E
+    key_sums[:, : pre.key.number] /= LOG2_E
     static_sums[0] /= LOG2_E
-    of_query = query_sums.permute(0, 3, 1, 2).split([pre.query_factors, post.query_factors], dim=3)
-    of_key = key_sums.permute(0, 2, 3, 1).split([pre.key_factors, post.key_factors], dim=3)
+    of_query = query_sums.permute(0, 3, 1, 2).split([pre.query.number, post.query.number], dim=3)
+    of_key = key_sums.permute(0, 2, 3, 1).split([pre.key.number, post.key.number], dim=3)
     of_factors = (of_query[0], of_key[0], static_sums[0], of_query[1], of_key[1], static_sums[1])
     # Copies, since they share memory, which gradients may not.
     options = {"copy": True, "memory_format": torch.contiguous_format}
@@ -353,14 +347,7 @@ def _join_over_keys_kernel(mask, chunk, partial, sums, batch_stride, VALUES: tl.
 
 @triton.jit
 def _join_over_queries_kernel(
-    mask,
-    chunk,
-    partial,
-    sums,
-    VALUES: tl.constexpr,
-    sizes,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
+    mask, chunk, partial, sums, VALUES: tl.constexpr, sizes, BLOCK: tl.constexpr, KEYS: tl.constexpr
 ):
     """Program (block of keys, block of values, row of the batch)."""
     batch_row = tl.program_id(2).to(tl.int64)

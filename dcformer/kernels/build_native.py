@@ -1,8 +1,7 @@
 """Compiling the C++ operator: by `pip install` (setup.py loads this file alone) or where it is first used.
 
-There is one library for each instruction set, of plain C functions that take pointers. It contains nothing of torch or
-Python, so that it takes seconds to compile and serves every version of both. Its name holds a digest of the sources:
-one that was made of others is never loaded.
+There is one library for each instruction set, of plain C functions that take pointers. It uses nothing of torch or
+Python, so that it compiles in seconds and serves every version of both. Its name holds a digest of the sources.
 """
 
 import hashlib
@@ -70,18 +69,10 @@ def compile_library(instruction_set: str, folder: Path) -> Path:
     target = folder / library_name(instruction_set)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / target.name
-        command = [
-            compiler,
-            *FLAGS,
-            *INSTRUCTION_SETS[instruction_set],
-            str(SOURCES / "attention.cpp"),
-            "-o",
-            str(made),
-        ]
+        flags = (*FLAGS, *INSTRUCTION_SETS[instruction_set])
+        command = [compiler, *flags, str(SOURCES / "attention.cpp"), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
-            raise OSError(
-                f"{compiler} failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
-            )
+            raise OSError(f"{compiler} failed with status {done.returncode}: {done.stderr.strip()}")
         made.replace(target)
     return target

@@ -57,13 +57,10 @@ class Cache(NamedTuple):
 
 
 def composed_decode(
-    call: Call,
-    key_lengths: Tensor | None = None,
-    block_table: Tensor | None = None,
-    ring_size: int | None = None,
+    call: Call, key_lengths: Tensor | None = None, block_table: Tensor | None = None, ring_size: int | None = None
 ) -> Tensor:
     """
-    Attention of few queries with composed heads over a contiguous, static, ring or paged cache, without gradients.
+    Attention of few queries over a contiguous, static, ring or paged cache, without gradients.
 
     Keys, values and factors may be views of cache rows [key | factors] and [value | factors]; nothing is copied.
     Columns of the call's padding and dense mask are places in a row: positions, in a ring their remainders.
@@ -80,19 +77,15 @@ def composed_decode(
             places.
 
     Returns:
-        `Tensor`: (batch, heads, queries, value channels), contiguous, of query's type. Zeros for a query that sees no
+        `Tensor`: (batch, heads, queries, value channels), contiguous, in query's type; zeros for a query that sees no
         key.
-
-    Raises:
-        ValueError: if the arguments about the cache do not fit the call.
     """
     query, key, value = call.query, call.key, call.value
     _check(call, key_lengths, block_table, ring_size)
     batch, heads, queries, channels = query.shape
     slots = ring_size or key.shape[2] * (1 if block_table is None else block_table.shape[1])
     mask = Mask.of(call)._replace(keys=slots)
-    pre = Stage.before(call, as_vectors=True)
-    post = Stage.after(call, as_vectors=True)
+    pre, post = Stage.both(call, as_vectors=True)
     group = heads // call.groups
     has_static = call.pre_static is not None or call.post_static is not None
     padded = max(triton.next_power_of_2(group), 16 if has_static else 1)
@@ -104,15 +97,8 @@ def composed_decode(
     parts = max(1, min(triton.cdiv(_PROGRAMS, programs), _MOST_PARTS, triton.cdiv(span, keys)))
     page = 0 if block_table is None else key.shape[2]
     constants = (page, queries, heads // key.shape[1], call.groups, group, padded, keys, triton.next_power_of_2(parts))
-    cache = Cache(
-        key_lengths,
-        block_table,
-        0 if block_table is None else block_table.stride(0),
-        ring_size,
-        span,
-        parts,
-        *map(tl.constexpr, constants),
-    )
+    table_stride = 0 if block_table is None else block_table.stride(0)
+    cache = Cache(key_lengths, block_table, table_stride, ring_size, span, parts, *map(tl.constexpr, constants))
     scores = query.new_empty(batch, heads, queries, span, dtype=torch.float32)
     maxima, sums = (query.new_empty(batch, heads, queries, parts, dtype=torch.float32) for _ in range(2))
     _scores_kernel[(parts, call.groups * queries, batch)](
@@ -159,7 +145,7 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
     """Raise ValueError if what a call says about the cache does not fit."""
     batch, slots = call.query.shape[0], call.key.shape[2]
     if call.sequence_ids is not None:
-        raise ValueError("Decoding knows no packed sequences; give a mask without sequence_ids.")
+        raise ValueError("Decoding takes no packed sequences; give a mask without sequence_ids.")
     for name, states in (("key", call.key), ("value", call.value)):
         if states.shape[3] > 1 and states.stride(3) != 1:
             raise ValueError(f"The channels of {name} must lie side by side, got strides {states.stride()}.")
@@ -228,17 +214,7 @@ def _place_of(position, inside, cache, b):
 
 @triton.jit
 def _scores_kernel(
-    mask,
-    cache,
-    pre,
-    query,
-    key,
-    scores,
-    maxima,
-    sums,
-    scale,
-    CHANNELS: tl.constexpr,
-    STEP: tl.constexpr,
+    mask, cache, pre, query, key, scores, maxima, sums, scale, CHANNELS: tl.constexpr, STEP: tl.constexpr
 ):
     """Composed scores of all heads of a group for one query: program (part, group and query, row of the batch)."""
     b = tl.program_id(2).to(tl.int64)
@@ -302,18 +278,7 @@ def _scores_kernel(
 
 
 @triton.jit
-def _values_kernel(
-    mask,
-    cache,
-    post,
-    scores,
-    maxima,
-    sums,
-    value,
-    output,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _values_kernel(mask, cache, post, scores, maxima, sums, value, output, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """
     Sums of values by composed weights, for all heads of a group, one query and a block of channels: program (part,
     group, query and block, row of the batch). `output` is (batch, parts, heads, queries, channels).

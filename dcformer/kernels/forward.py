@@ -45,10 +45,7 @@ SCORE_TYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch
 
 def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """
-    Composed attention of float32, float16 or bfloat16 inputs.
-
-    Args:
-        workspace_bytes (`int`): Bound of what is needed beside inputs and outputs.
+    Composed attention of float32, float16 or bfloat16 inputs within so many bytes beside inputs and outputs.
 
     Returns:
         output (batch, heads, query, value channels) in the query's type, zeros for a query that sees no key; and the
@@ -59,8 +56,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     sizes, mask = Sizes.of(call), Mask.of(call)
-    pre = Stage.before(call)
-    post = Stage.after(call)
+    pre, post = Stage.both(call)
     # Scores, and the largest score and the sum of each block of keys.
     bytes_per_column = heads * query.element_size() + -(-8 * heads // sizes.KEYS)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):

@@ -21,11 +21,9 @@ from torch.nn.modules import module as _module
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.utils.import_utils import is_tracing
 
-from .. import dcmha_projection
-from ..dcmha import register_implementation
-from ..dcmha_factors import ComposeWeights
-from ..dcmha_mask import Visibility
-from ..dcmha_projection import DCFormerCompose
+from .. import compose_dcformer
+from ..compose_dcformer import DCFormerCompose
+from ..dcmha import Visibility, Weights, register_implementation
 from ..modeling_dcformer import DCFormerRMSNorm
 from .build_native import compile_library, instruction_sets, library_name
 from .call import Call, channels_last, why_no_kernel
@@ -48,15 +46,14 @@ def native_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
+    pre: Weights,
+    post: Weights,
     *,
     scaling: float,
     mask: Visibility,
-    dropout: float = 0.0,
-    chunk_size: int | None = None,
+    **_: Any,
 ) -> Tensor:
-    """As every implementation in the table, without dropout; the sizes of tiles are those of the code."""
+    """The `forward` of an [`Implementation`], without dropout and with tiles of its own."""
     call = Call.of(query, key, value, pre, post, mask, scaling)
     if call.needs_gradient:
         return forward_op(*call)[0]
@@ -64,14 +61,7 @@ def native_attention(
 
 
 def why_not_native(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Visibility,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, mask: Visibility, dropout: float = 0.0
 ) -> str | None:
     """Why the C++ form cannot compute this, as the end of a sentence; None if it can."""
     if query.device.type != "cpu":
@@ -90,7 +80,7 @@ def why_not_native(
 def native_projection(
     attention: Any, states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """As [`dcmha_projection.fused_projection`], for a few tokens, whose weights are read once."""
+    """As [`compose_dcformer.fused_projection`], for a few tokens, whose weights are read once."""
     compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
     if compose is None or states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
@@ -284,17 +274,9 @@ def _stage(call: Call, first: int, gradients: list[Tensor | None] | None) -> tup
     """One composition as the code's `Stage`, whose tensors stand from field `first` on."""
     query, key, static = call[first : first + 3]
     found = (None,) * 3 if gradients is None else gradients[first : first + 3]
-    return (
-        *_view(query),
-        *_view(key),
-        *_flat_view(static),
-        *_view(found[0]),
-        *_view(found[1]),
-        *_flat_view(found[2]),
-        call.groups,
-        0 if query is None else query.shape[3],
-        0 if key is None else key.shape[3],
-    )
+    channels = (0 if side is None else side.shape[3] for side in (query, key))
+    of_gradients = (*_view(found[0]), *_view(found[1]), *_flat_view(found[2]))
+    return *_view(query), *_view(key), *_flat_view(static), *of_gradients, call.groups, *channels
 
 
 def _fields(
@@ -309,19 +291,12 @@ def _fields(
 ) -> tuple[int, ...]:
     """The fields of the code's `Call`."""
     query, key, value = call[:3]
+    (batch, heads, queries, channels), key_heads, keys = query.shape, key.shape[1], key.shape[2]
     return (
         *_threads(),
-        *query.shape[:2],
-        key.shape[1],
-        query.shape[2],
-        key.shape[2],
-        query.shape[3],
-        value.shape[3],
-        _rank(call),
+        *(batch, heads, key_heads, queries, keys, channels, value.shape[3], _rank(call)),
         _bits(call.scaling if scaling is None else scaling),
-        call.is_causal,
-        call.sliding_window or 0,
-        call.query_offset,
+        *(call.is_causal, call.sliding_window or 0, call.query_offset),
         *_mask_view(call.padding, 0, None, 1, None),
         *_mask_view(call.sequence_ids, 0, None, 1, None),
         *_mask_view(call.dense, 0, None, 2, 3),
@@ -397,9 +372,9 @@ def _library() -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         reason = f"it could not be compiled or loaded ({error})"
         logger.warning(
-            "Composed attention runs in its plain form, which takes several times as long: %s. It needs a C++ compiler "
-            "(such as g++), a folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer) and torch 2.10 or "
-            "later; DCFORMER_NATIVE=0 does without it.",
+            "Composed attention runs in plain torch, which takes several times as long: %s. It needs a C++ compiler, a "
+            "folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer) and torch 2.10 or later; "
+            "DCFORMER_NATIVE=0 does without it.",
             reason,
         )
         return reason
@@ -421,4 +396,4 @@ def _has_bfloat16_products() -> bool:
 def register() -> None:
     """Add the form to the operator's table, and the projections of few tokens to the models'."""
     register_implementation("native", native_attention, why_not_native, automatic=why_not_native)
-    dcmha_projection.fused_projection = native_projection
+    compose_dcformer.fused_projection = native_projection

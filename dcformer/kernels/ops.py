@@ -12,7 +12,23 @@ import torch
 from torch import Tensor
 
 from .call import DIFFERENTIABLE, Call, channels_last
-from .workspace import workspace_bytes
+
+
+_workspace_bytes: int | None = None
+
+
+def set_workspace_bytes(number: int | None) -> None:
+    """
+    Set how much memory the Triton kernels may use beside inputs and outputs; see `docs/gpu.md`.
+
+    Args:
+        number (`int`, *optional*): Bytes, at least 1; one block of queries is computed at once whatever it takes. None:
+            256 MB in a forward pass and 1 GB in a backward pass.
+    """
+    global _workspace_bytes
+    if number is not None and number < 1:
+        raise ValueError(f"The workspace must have at least 1 byte, got {number}; use None for the default.")
+    _workspace_bytes = number
 
 
 _ARGUMENTS = (
@@ -27,7 +43,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     call = Call(*arguments).with_channels_last()
     with _on_device_of(call.query):
-        output, log_sums = composed_forward(call, workspace_bytes())
+        output, log_sums = composed_forward(call, _workspace_bytes or 2**28)
     return _heads_inside(output), log_sums
 
 
@@ -36,7 +52,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 
     call, log_sums = Call(*arguments[:-1]).with_channels_last(), arguments[-1]
     with _on_device_of(call.query):
-        gradients = composed_backward(channels_last(output_gradient), call, log_sums, workspace_bytes(training=True))
+        gradients = composed_backward(channels_last(output_gradient), call, log_sums, _workspace_bytes or 2**30)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -60,13 +76,12 @@ def _output_fake(*arguments: Any) -> Tensor:
 
 def inference_op(name: str, function: Callable[..., Tensor], more_arguments: str = "") -> Callable[..., Tensor]:
     """
-    An operator without gradients.
+    Register `torch.ops.dcformer.NAME`, without gradients.
 
     Args:
-        name (`str`): Under `torch.ops.dcformer`.
-        function (`Callable`): Of the fields of a [`Call`] and what follows them: the output (batch, heads, query, value
-            channels), of which (batch, query, heads, channels) lies in memory, as models go on with it.
-        more_arguments (`str`): What follows, as in a schema of torch, with a comma before it.
+        function (`Callable`): Takes the fields of a [`Call`] and more arguments, returns the output (batch, heads,
+            query, value channels), which lies as (batch, query, heads, channels) in memory, as models go on with it.
+        more_arguments (`str`): Their schema, with a comma before it.
     """
     made = torch.library.custom_op(
         f"dcformer::{name}", function, mutates_args=(), schema=f"({_ARGUMENTS}{more_arguments}) -> Tensor"
@@ -79,15 +94,14 @@ def differentiable_op(
     name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]], form: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """
-    An operator with first derivatives.
+    Register `torch.ops.dcformer.NAME_forward` and `NAME_backward`, with first derivatives.
 
     Args:
-        name (`str`): The operators are `NAME_forward` and `NAME_backward` under `torch.ops.dcformer`.
-        forward (`Callable`): Of the fields of a [`Call`]: the output as of `inference_op`, and the logarithms of the
-            sums of the softmax, (batch, heads, query) in float32.
-        backward (`Callable`): Of the output's gradient, the fields of a [`Call`] and the logarithms: the gradients of
-            all differentiable tensors that there are, in their types.
-        form (`str`): What to call it in an error.
+        forward (`Callable`): Takes the fields of a [`Call`], returns the output, as `inference_op` has it, and the
+            logarithms of the softmax's sums, (batch, heads, query) in float32.
+        backward (`Callable`): Takes the output's gradient, the fields of a [`Call`] and the logarithms, returns the
+            gradients of those differentiable tensors that are not None, in their types.
+        form (`str`): Its name in an error.
     """
     forward_op = torch.library.custom_op(
         f"dcformer::{name}_forward", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"

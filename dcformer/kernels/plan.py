@@ -59,10 +59,8 @@ class Factors(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor | None, heads: int, as_vectors: bool) -> "Factors":
         """
-        Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors).
-
-        Args:
-            as_vectors (`bool`): Read eight at once where they lie so.
+        Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors). `as_vectors` reads
+        eight at once where they lie so.
         """
         if tensor is None:
             return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 1)))
@@ -73,6 +71,10 @@ class Factors(NamedTuple):
         strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
         return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, unit)))
 
+    @property
+    def number(self) -> int:
+        return 2 * self.RANK.value + self.GATE.value
+
 
 class Stage(NamedTuple):
     """One composition; the static map is (groups, heads per group, heads per group)."""
@@ -82,29 +84,14 @@ class Stage(NamedTuple):
     static: Tensor | None
 
     @classmethod
-    def before(cls, call: Call, as_vectors: bool = False) -> "Stage":
-        """The composition before the softmax."""
-        return cls._of(call, "pre", as_vectors)
-
-    @classmethod
-    def after(cls, call: Call, as_vectors: bool = False) -> "Stage":
-        """The composition after the softmax."""
-        return cls._of(call, "post", as_vectors)
-
-    @classmethod
-    def _of(cls, call: Call, name: str, as_vectors: bool) -> "Stage":
-        heads = call.query.shape[1]
-        query, key, static = (getattr(call, f"{name}_{side}") for side in ("query", "key", "static"))
-        static = None if static is None else static.contiguous()
-        return cls(Factors.of(query, heads, False), Factors.of(key, heads, as_vectors), static)
-
-    @property
-    def query_factors(self) -> int:
-        return _number(self.query)
-
-    @property
-    def key_factors(self) -> int:
-        return _number(self.key)
+    def both(cls, call: Call, as_vectors: bool = False) -> tuple["Stage", "Stage"]:
+        """The compositions before and after the softmax; with `as_vectors` for the keys' factors."""
+        stages = []
+        for query, key, static in (call[3:6], call[6:9]):
+            heads = call.query.shape[1]
+            sides = Factors.of(query, heads, False), Factors.of(key, heads, as_vectors)
+            stages.append(cls(*sides, None if static is None else static.contiguous()))
+        return stages[0], stages[1]
 
 
 class Mask(NamedTuple):
@@ -218,10 +205,7 @@ def row_stride(tensor: Tensor | None) -> int:
 def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
     """
     Chunks of queries, and of the batch if it is large, whose workspace stays within a bound: at least one block of
-    queries of one row of the batch.
-
-    Args:
-        bytes_per_column (`int`): What a query of one row of the batch takes for each of its columns.
+    queries of one row of the batch. A query of a row takes `bytes_per_column` for each of its columns.
     """
     batch, heads, queries, _ = call.query.shape
     columns = _columns(call, queries, sizes)
@@ -274,10 +258,6 @@ def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     for places in (first_places, last_places):
         ranges.append(torch.empty_like(order).scatter_(1, order, order.gather(1, places)).to(torch.int32))
     return ranges[0], ranges[1]
-
-
-def _number(side: Factors) -> int:
-    return 2 * side.RANK.value + side.GATE.value
 
 
 def _reads_eight(factors: Tensor) -> bool:

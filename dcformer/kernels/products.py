@@ -58,12 +58,8 @@ def launch_key_products(
     mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, query: Tensor, gradients: Tensor
 ) -> None:
     """
-    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves.
-
-    Args:
-        weights (`Tensor`): (batch, heads, row, column): of the output's gradient, or of the queries.
-        query (`Tensor`): (batch, heads, query, channels).
-        gradients (`Tensor`): (batch, key/value heads, key, channels), float32.
+    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves: float32
+    gradients of values, with the output's gradient as the query, or of keys, with gradients of scores as the weights.
     """
     key_heads, channels = gradients.shape[1], query.shape[3]
     block = _output_block(channels, query)
@@ -101,16 +97,7 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _products_kernel(
-    mask,
-    chunk,
-    query,
-    key,
-    products,
-    factor,
-    sizes,
-    SERVED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STEP: tl.constexpr,
+    mask, chunk, query, key, products, factor, sizes, SERVED: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from ..dcmha_factors import ComposeSide, ComposeWeights
-from ..dcmha_mask import Visibility
-from ..dcmha_plain import plain_attention
+from ..dcmha import ComposeSide, ComposeWeights, Visibility, Weights, plain_attention
 from .call import DIFFERENTIABLE, Call, why_no_kernel
 from .ops import decode_op, forward_op
 
@@ -37,15 +35,14 @@ def triton_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
+    pre: Weights,
+    post: Weights,
     *,
     scaling: float,
     mask: Visibility,
-    dropout: float = 0.0,
-    chunk_size: int | None = None,
+    **_: Any,
 ) -> Tensor:
-    """As every implementation in the table, without dropout; chunks are as large as the workspace allows."""
+    """The `forward` of an [`Implementation`], without dropout and with chunks as large as the workspace allows."""
     call = Call.of(query, key, value, pre, post, mask, scaling)
     if is_decoding(call):
         return decode_op(*call, None, None, None)
@@ -58,14 +55,7 @@ def is_decoding(call: Call) -> bool:
 
 
 def why_not_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Visibility,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, mask: Visibility, dropout: float = 0.0
 ) -> str | None:
     """Why the kernels cannot compute this, as the end of a sentence; None if they can."""
     if (reason := _why_not_here(query.device.type, query.device.index)) is not None:
@@ -83,18 +73,11 @@ def why_not_triton(
 
 
 def why_not_automatic(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: ComposeWeights | None,
-    post: ComposeWeights | None,
-    *,
-    mask: Visibility,
-    dropout: float = 0.0,
+    query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, mask: Visibility, dropout: float = 0.0
 ) -> str | None:
     """
-    Why the kernels are not chosen unasked: what `why_not_triton` says, other devices than CUDA, or a comparison with
-    the plain form in this process, on this device, in this type and with such heads, that failed or has yet to come.
+    Why the kernels are not chosen unasked: what `why_not_triton` says, or a comparison with plain torch that failed, or
+    has yet to be made in this process on this device, in this type and with such heads.
     """
     if query.device.type != _UNASKED_ON:
         return "it is chosen unasked on CUDA devices only"
@@ -120,14 +103,12 @@ _compared: dict[tuple[Any, ...], str | None] = {}
 @torch.compiler.assume_constant_result
 def _known(device_index: int | None, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> str | None:
     """What a comparison has found, where none can be made: in a graph or a backward pass."""
-    unknown = (
-        "it was not compared with the plain form yet, which a graph or a backward pass cannot do; run it once before"
-    )
+    unknown = "it was not compared with plain torch yet, which a graph or a backward pass cannot do; run it once before"
     return _compared.get((device_index, dtype, shape, decodes), unknown)
 
 
 def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> str | None:
-    """Compute a small problem by the kernels and by the plain form, once for each kind; why not to use the kernels."""
+    """Compute a small problem by the kernels and by plain torch, once for each kind; why not to use the kernels."""
     kind = (device.index, dtype, shape, decodes)
     if kind not in _compared:
         devices = [device] if device.type == "cuda" else []
@@ -136,9 +117,7 @@ def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], d
             torch.manual_seed(0)
             try:
                 error = _largest_error(device, dtype, shape, decodes)
-                why = (
-                    None if error <= _TOLERANCES[dtype] else f"its results differ from the plain form's by {error:.2g}"
-                )
+                why = None if error <= _TOLERANCES[dtype] else f"its results differ from plain torch's by {error:.2g}"
             except Exception as failure:  # whatever a compiler or a driver may raise
                 why = f"it fails here with {type(failure).__name__}: {failure}"
         _compared[kind] = why

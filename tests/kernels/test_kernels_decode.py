@@ -8,8 +8,8 @@ from operator_inputs import Inputs, make_inputs
 from reference import reference_attention
 from torch import Tensor
 
-from dcformer.dcmha_cache import pack, unpack
-from dcformer.dcmha_mask import Visibility
+from dcformer.compose_dcformer import pack, unpack
+from dcformer.dcmha import Visibility
 from dcformer.kernels import decode as decode_module
 from dcformer.kernels.call import Call
 from dcformer.kernels.decode import composed_decode

@@ -13,7 +13,7 @@ from reference import composed_attention_reference, hidden_pairs
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
 
-from dcformer import dcmha_projection
+from dcformer import compose_dcformer
 from dcformer.dcmha import Visibility, composed_attention, implementations
 from dcformer.kernels import build_native, native
 from dcformer.kernels.call import Call
@@ -157,7 +157,7 @@ def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, chan
     monkeypatch.setattr(native, "_run", lambda name, call: (calls.append(name), run(name, call)))
     with torch.no_grad():
         found = model.to(dtype)(ids).logits
-        monkeypatch.setattr(dcmha_projection, "fused_projection", lambda *arguments: None)
+        monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *arguments: None)
         of_modules = model(ids).logits
         exact = model.double()(ids).logits  # of the same, rounded weights
     assert calls.count("dcformer_project") == model.config.num_hidden_layers

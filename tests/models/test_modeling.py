@@ -1,6 +1,7 @@
 """The model as a Transformers user meets it: losses, inputs, precisions, initialisation, baselines."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from dcformer import DCFormerForCausalLM, DCFormerModel, compose, register_implementation
 
 
-COMPOSING = [name for name in VARIANTS if tiny_config(name).composes_heads]
 PLAIN = [name for name in VARIANTS if not tiny_config(name).composes_heads]
 
 
@@ -56,13 +56,11 @@ def test_positions_are_relative_and_can_be_given():
 def test_scaled_rope_also_after_loading(tmp_path):
     """Linear scaling by two sees position 2p as the plain table sees p."""
     plain, tokens = tiny_model().double(), random_tokens(1, 15)
-    scaled = tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
-    scaled.save_pretrained(tmp_path)
-    loaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval()
-    mask, position_ids = torch.ones(1, 15), 2 * torch.arange(15)[None]
-    for model in (scaled.double(), loaded.double()):
-        logits = model(tokens, attention_mask=mask, position_ids=position_ids).logits
-        torch.testing.assert_close(logits, plain(tokens).logits, atol=1e-6, rtol=0)
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    tiny_model(rope_parameters=scaled).save_pretrained(tmp_path)
+    loaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval().double()
+    logits = loaded(tokens, attention_mask=torch.ones(1, 15), position_ids=2 * torch.arange(15)[None]).logits
+    torch.testing.assert_close(logits, plain(tokens).logits, atol=1e-6, rtol=0)
 
 
 @torch.no_grad()
@@ -94,7 +92,7 @@ def reference_form(*arguments, scaling, mask, **options):
     return reference_attention(*arguments, scaling=scaling, mask=mask)[0]
 
 
-@pytest.mark.parametrize("variant", COMPOSING)
+@pytest.mark.parametrize("variant", ["dcpythia", "all_branches", "grouped_query_attention", "grouped", "gates_only"])
 def test_gradients_equal_those_of_the_reference(variant):
     register_implementation("reference", reference_form)
     tokens = random_tokens(2, 23)
@@ -109,7 +107,7 @@ def test_gradients_equal_those_of_the_reference(variant):
         torch.testing.assert_close(ours[name], expected, atol=1e-10, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(use_reentrant):
     tokens = random_tokens(2, 23)
     gradients = []
@@ -165,10 +163,9 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
     assert 0 < ours <= 2 * eager
 
 
-@pytest.mark.parametrize("length", [8, 40])
-def test_autocast_leaves_the_composition_in_float32(length):
+def test_autocast_leaves_the_composition_in_float32():
     """Only the linear layers round: the step is the same as with the operator run outside autocast."""
-    tokens = random_tokens(2, length)
+    tokens = random_tokens(2, 40)
 
     def step(implementation):
         model = tiny_model(attn_implementation=implementation).train()
@@ -296,56 +293,21 @@ def test_switching_composition_off_by_weights_is_switching_it_off_by_value():
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "paged|eager"])
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "paged|eager", "sdpaa"])
 def test_attention_that_cannot_mix_heads_is_refused(name):
-    with pytest.raises(ValueError, match=r"attn_implementation='.*' cannot compose attention heads"):
+    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
         DCFormerForCausalLM(tiny_config(attn_implementation=name))
+    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
+        tiny_model().set_attn_implementation(name)
     model = tiny_model()
-    with pytest.raises(ValueError, match="cannot compose attention heads"):
-        model.set_attn_implementation(name)
-    model.config._attn_implementation = name
-    with pytest.raises(ValueError, match="cannot compose attention heads"):
+    model.config._attn_implementation = name  # as a kernel of the Hub is set
+    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
         model(random_tokens(1, 5))
 
 
-@pytest.mark.parametrize("name", ["sdpaa", "flash", "eagr"])
-def test_a_name_that_is_no_attention_implementation_is_said_to_be_none(name):
-    with pytest.raises(
-        ValueError, match=f"attn_implementation='{name}' is not an attention implementation; use 'eager'"
-    ):
-        DCFormerForCausalLM(tiny_config(attn_implementation=name))
-    with pytest.raises(ValueError, match="is not an attention implementation"):
-        tiny_model().set_attn_implementation(name)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "input is empty"),
-        ({"input_ids": torch.zeros(1, 4)}, "must be integers, got torch.float32"),
-        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"\(batch, length\), got shape \(4,\)"),
-        ({}, "exactly one of input_ids and inputs_embeds"),
-        ({"input_ids": torch.tensor([[1, 2]]), "inputs_embeds": torch.zeros(1, 2, 32)}, "exactly one"),
-        ({"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": torch.ones(1, 2)}, "covers 2 tokens.*3"),
-    ],
-    ids=["empty", "float", "one_axis", "nothing", "both", "short_mask"],
-)
-def test_wrong_inputs_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_model()(**arguments)
-
-
-def test_a_position_without_learned_embedding_is_refused():
-    model = tiny_model("plain_transformer_with_learned_positions")
-    with pytest.raises(ValueError, match="Position 64 has no learned embedding; max_position_embeddings is 64"):
-        model(random_tokens(1, 65))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.isfinite(compiled(random_tokens(1, 65), use_cache=False).logits).all()
-
-
-def test_an_unknown_activation_is_refused():
-    with pytest.raises(ValueError, match=r"hidden_act must be one of .*gelu.*, got 'gulp'"):
-        DCFormerForCausalLM(tiny_config(hidden_act="gulp"))
+def test_continuous_batching_is_refused():
+    with pytest.raises(ValueError, match="cannot compose attention heads"):
+        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
 @torch.no_grad()
@@ -355,10 +317,3 @@ def test_not_causal_when_the_configuration_says_so():
     other = tokens.clone()
     other[0, -1] = (tokens[0, -1] + 1) % TINY["vocab_size"]
     assert not torch.equal(model(tokens).logits[:, 0], model(other).logits[:, 0])
-
-
-@torch.no_grad()
-def test_a_compiled_forward_equals_the_eager_one():
-    model, tokens = tiny_model(), random_tokens(2, 20)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 
 import dcformer
-from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, pretrained_path
+from dcformer import DCFormerForCausalLM, DCPythiaConfig, pretrained_path
 from dcformer.common.architectures import add_to_transformers
 
 
@@ -36,14 +36,6 @@ def test_who_imported_transformers_before_it_was_complete_finds_them_too(monkeyp
     monkeypatch.setitem(sys.modules, "holder", holder)
     add_to_transformers([DCFormerForCausalLM])
     assert early.DCFormerForCausalLM is DCFormerForCausalLM
-
-
-@pytest.mark.parametrize("name", ["DCFormer", "DCPythia"])
-def test_the_authors_names_of_classes_become_ours(name):
-    config_class = DCFormerConfig if name == "DCFormer" else DCPythiaConfig
-    config = config_class(dim=32, n_layer=2, n_head=4, architectures=[name])
-    assert config.architectures == [f"{name}ForCausalLM"]
-    assert issubclass(getattr(transformers, config.architectures[0]), PreTrainedModel)
 
 
 def test_the_server_of_transformers_loads_a_model():

@@ -1,19 +1,25 @@
 """Inputs, masks and cases for the tests of composed attention, and the implementations that are held to them."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from reference import as_visibility, composed_attention_reference
 from torch import Tensor
 
-from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, compose, composed_attention
+from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, compose, composed_attention, implementations
 
 
-# The implementations, each with the number types in which it is held to the reference.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The implementations for every device, each with the number types in which it is held to the reference.
 FORMS = {
     "plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "native": (torch.float32, torch.bfloat16, torch.float16),
 }
+# Of outputs and of gradients, relative to the largest number: sums in another order, once more in gradients; in 16 bits
+# scores and weights of 11 bits.
+TOLERANCES = {torch.float64: (1e-13, 1e-12), torch.float32: (3e-6, 2e-5), torch.float16: (3e-3, 6e-3)}
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
 
 
@@ -186,74 +192,93 @@ def documents(batch: int, heads: int, queries: int, keys: int) -> Visibility:
     return Visibility(queries, keys, sequence_ids=(torch.arange(keys) >= ends).long())
 
 
+def document_that_comes_back(batch: int, heads: int, queries: int, keys: int) -> Visibility:
+    ids = torch.tensor([0, 1, 0, 2]).repeat_interleave(torch.tensor([20, 13, 12, keys - 45]))
+    return Visibility(queries, keys, sliding_window=10, sequence_ids=ids[None])
+
+
 def both(*branches: str) -> dict:
     return {"pre": branches, "post": branches}
 
 
+QUERY_WISE, KEY_WISE = ("query_low_rank", "query_gate"), ("key_low_rank", "key_gate")
+DYNAMIC = QUERY_WISE + KEY_WISE
+# A chunk size is one of "plain"; Triton has all of these in one chunk, but for those with a workspace of one block.
 CASES = {
     "causal": Case(),
-    "bidirectional": Case(options={"is_causal": False}),
     "window_1": Case(options={"sliding_window": 1}),
-    "window_5": Case(options={"sliding_window": 5}),
     "window_beyond_the_length": Case(options={"sliding_window": 50}),
-    "bidirectional_window_5": Case(options={"is_causal": False, "sliding_window": 5}),
+    "bidirectional_window_5": Case({"post": DYNAMIC}, {"is_causal": False, "sliding_window": 5}),
     "fewer_queries_than_keys_window_5": Case({"queries": 17, "keys": 29}, {"sliding_window": 5}),
-    "more_queries_than_keys": Case({"queries": 24, "keys": 15}),
-    "more_queries_than_keys_bidirectional": Case({"queries": 24, "keys": 15}, {"is_causal": False}),
-    "left_padding": Case(mask=left_padding),
-    "right_padding_bidirectional": Case(options={"is_causal": False}, mask=right_padding),
-    "boolean_mask": Case(mask=boolean_mask),
+    "more_queries_than_keys": Case({"queries": 24, "keys": 15, "pre": DYNAMIC}, {"chunk_size": 7}),
+    "left_padding": Case({"batch": 3}, {"sliding_window": 9}, left_padding),
+    "right_padding_bidirectional": Case({"keys": 27}, {"is_causal": False}, right_padding),
+    "boolean_mask": Case(options={"chunk_size": 7}, mask=boolean_mask),
     "boolean_mask_for_all_rows": Case(options={"sliding_window": 9}, mask=shared_boolean_mask),
     "boolean_mask_per_head": Case(mask=boolean_mask_per_head),
-    "float_mask": Case(mask=float_mask),
-    "float_mask_bidirectional": Case({"queries": 17, "keys": 29}, {"is_causal": False}, float_mask),
+    "float_mask": Case({"queries": 17, "keys": 29}, {"is_causal": False, "chunk_size": 7}, float_mask),
     "float_mask_per_head_window_5": Case(options={"sliding_window": 5}, mask=float_mask_per_head),
-    "documents": Case(mask=documents),
-    "batch_of_1": Case({"batch": 1}),
-    "batch_of_3": Case({"batch": 3}, mask=left_padding),
-    "grouped_query": Case({"key_value_heads": 2}),
-    "multi_query": Case({"key_value_heads": 1}, {"sliding_window": 5}),
-    "wide_values": Case({"value_channels": 7}),
-    "scaling": Case(options={"scaling": 0.3}),
-    "rank_1": Case({"rank": 1}),
-    "rank_3": Case({"rank": 3}),
-    "rank_4": Case({"rank": 4}),
+    "documents": Case(options={"chunk_size": 7}, mask=documents),
+    "document_that_comes_back_window_10": Case({"queries": 70}, mask=document_that_comes_back),
+    "multi_query_scaling": Case({"key_value_heads": 1, "pre": KEY_WISE}, {"sliding_window": 5, "scaling": 0.3}),
+    "two_groups_grouped_query_wide_values": Case(
+        {"heads": 6, "key_value_heads": 3, "groups": 2, "rank": 1, "queries": 40, "value_channels": 8}
+    ),
+    "rank_3": Case({"rank": 3, "post": None}),
+    "rank_4": Case({"rank": 4, "pre": None}),
     "one_head": Case({"heads": 1}),
-    "two_groups": Case({"groups": 2}),
-    "groups_of_one_head": Case({"groups": 4}),
-    "two_groups_grouped_query": Case({"heads": 6, "key_value_heads": 3, "groups": 2}),
-    "pre_only": Case({"post": None}),
-    "post_only": Case({"pre": None}),
+    "nine_heads_query_wise": Case({"heads": 9, **both(*QUERY_WISE)}),
+    "twenty_heads_window_9": Case({"batch": 1, "heads": 20, "queries": 70, **both(*DYNAMIC)}, {"sliding_window": 9}),
+    "groups_of_one_head": Case({"groups": 4, **both(*DYNAMIC)}),
     "neither": Case({"pre": None, "post": None}, {"sliding_window": 5}),
-    "no_branches": Case(both()),
-    "static_only": Case({**both("static"), "groups": 2}),
-    "query_wise_only": Case(both("query_low_rank", "query_gate")),
-    "key_wise_only": Case(both("key_low_rank", "key_gate")),
-    "low_rank_only": Case(both("query_low_rank", "key_low_rank")),
-    "gates_only": Case(both("query_gate", "key_gate")),
-    "query_gate_and_key_gate_apart": Case({"pre": ("query_gate",), "post": ("key_gate",)}),
+    "no_branches_and_static": Case({"pre": (), "post": ("static",)}),
+    "static_and_query_gate": Case({"pre": ("static",), "post": ("query_gate",), "groups": 2}),
+    "key_wise_only": Case(both(*KEY_WISE)),
+    "query_low_rank_and_key_gate": Case({"pre": ("query_low_rank",), "post": ("key_gate",)}),
+    "key_low_rank_and_gates": Case({"pre": ("key_low_rank", "query_gate"), "post": ("key_gate",)}),
     "one_key": Case({"queries": 1}),
-    "one_query": Case({"queries": 1, "keys": 29}),
     "one_query_left_padding": Case({"queries": 1, "keys": 29}, mask=left_padding),
-    "one_query_float_mask": Case({"queries": 1, "keys": 29}, {"is_causal": False}, float_mask_per_head),
+    "one_query_float_mask": Case({"queries": 1, "keys": 29}, {"is_causal": False}, float_mask),
     "one_query_grouped_query": Case({"queries": 1, "keys": 29, "heads": 6, "key_value_heads": 3, "groups": 2}),
     "one_query_static_only": Case({"queries": 1, "keys": 29, **both("static")}),
-    "one_query_query_wise_before_key_wise_after": Case(
-        {"queries": 1, "keys": 29, "pre": ("query_low_rank", "query_gate"), "post": ("key_low_rank", "key_gate")}
-    ),
-    "two_queries_window_5": Case({"queries": 2, "keys": 29}, {"sliding_window": 5}),
+    "one_query_query_wise_before_key_wise_after": Case({"queries": 1, "keys": 29, "pre": QUERY_WISE, "post": KEY_WISE}),
     "five_queries": Case({"queries": 5, "keys": 29, "key_value_heads": 2}, mask=left_padding),
-    "length_7": Case({"queries": 7}),
-    "length_63_chunks_of_16": Case({"queries": 63}, {"chunk_size": 16}),
-    "length_63_window_20_chunks_of_10": Case({"queries": 63}, {"chunk_size": 10, "sliding_window": 20}),
-    "length_111_left_padding": Case({"queries": 111}, mask=left_padding),
-    "length_200_window_70": Case({"queries": 200}, {"sliding_window": 70}),
+    "length_63": Case({"queries": 63}, {"chunk_size": 16}),
+    "length_111_channels_80_window_20": Case(
+        {"batch": 1, "queries": 111, "channels": 80, "rank": 1}, {"chunk_size": 10, "sliding_window": 20}
+    ),
+    "length_150_window_30": Case({"batch": 1, "heads": 2, "queries": 150, "pre": DYNAMIC}, {"sliding_window": 30}),
     "chunks_of_1": Case({"queries": 16}, {"chunk_size": 1, "sliding_window": 3}),
-    "chunks_of_7_boolean_mask": Case(options={"chunk_size": 7}, mask=boolean_mask),
-    "chunks_of_7_float_mask": Case(options={"chunk_size": 7, "is_causal": False}, mask=float_mask),
-    "chunks_of_7_documents": Case(options={"chunk_size": 7}, mask=documents),
-    "chunks_of_7_more_queries_than_keys": Case({"queries": 24, "keys": 15}, {"chunk_size": 7}),
 }
+
+
+def supports(form: str, case: Case) -> bool:
+    """Whether an implementation computes a case in the first of its number types."""
+    inputs, options = case.build()
+    inputs = inputs.to(FORMS.get(form, (torch.float32,))[0])
+    band = (options.get("is_causal", True), options.get("sliding_window"))
+    mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band)
+    return implementations()[form].supports(*inputs, mask=mask, dropout=0.0) is None
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    """The largest error, relative to the largest number that is expected."""
+    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **options) -> None:
+    """Compare output and all gradients for inputs that were rounded to a number type."""
+    inputs = inputs.to(dtype)
+    output, gradients = value_and_gradients(functools.partial(attend, form), inputs, **options)
+    assert {output.dtype, *(gradient.dtype for gradient in gradients.values())} == {dtype}
+    options.pop("chunk_size", None)
+    expected, expected_gradients = value_and_gradients(
+        composed_attention_reference, inputs.to(torch.float64), **options
+    )
+    of_output, of_gradients = TOLERANCES[dtype]
+    assert largest_error(output, expected) <= of_output
+    errors = {name: largest_error(gradients[name], expected_gradients[name]) for name in gradients}
+    assert max(errors.values()) <= of_gradients, errors
 
 
 def attend(form: str, *arguments, **options) -> Tensor:

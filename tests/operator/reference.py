@@ -9,8 +9,7 @@ Axis letters: b batch, j and h heads (in and out), t query, s key, l either of t
 import torch
 from torch import Tensor
 
-from dcformer.dcmha_factors import ComposeSide, ComposeWeights, map_tensors
-from dcformer.dcmha_mask import Visibility
+from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, map_tensors
 
 
 def composed_attention_reference(
@@ -26,12 +25,18 @@ def composed_attention_reference(
     attention_mask: Tensor | Visibility | None = None,
 ) -> Tensor:
     """The output alone, by the arguments of `composed_attention`."""
-    mask = attention_mask
-    if not isinstance(mask, Visibility):
-        lengths = {"query_length": query.shape[2], "key_length": key.shape[2]}
-        mask = Visibility.from_mask(mask, **lengths, is_causal=is_causal, sliding_window=sliding_window)
+    mask = as_visibility(attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     return reference_attention(query, key, value, pre, post, scaling=scaling, mask=mask)[0]
+
+
+def as_visibility(
+    mask: Tensor | Visibility | None, queries: int, keys: int, is_causal: bool, sliding_window: int | None
+) -> Visibility:
+    if isinstance(mask, Visibility):
+        return mask
+    given = {} if mask is None else {"padding" if mask.dim() == 2 else "dense": mask}
+    return Visibility(queries, keys, is_causal=is_causal, sliding_window=sliding_window, **given)
 
 
 def reference_attention(

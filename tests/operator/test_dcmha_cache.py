@@ -9,12 +9,11 @@ from torch.testing import assert_close
 from transformers import DynamicCache, StaticCache
 
 from dcformer import DCFormerConfig
+from dcformer.compose_dcformer import cache_bytes_per_token, make_compose, pack, unpack
 from dcformer.dcmha import ComposeSide
-from dcformer.dcmha_cache import cache_bytes_per_token, compose_channels, pack, unpack
-from dcformer.dcmha_projection import make_compose
 
 
-any_case = settings(derandomize=True, deadline=None, max_examples=100)
+any_case = settings(derandomize=True, deadline=None, max_examples=50)
 
 
 @st.composite
@@ -55,48 +54,21 @@ def assert_sides_equal(side, expected):
     assert side is None or torch.equal(side.factors, expected.factors)
 
 
-@given(configs(), st.integers(1, 3), st.integers(1, 7))
-@any_case
-def test_unpacking_returns_exactly_what_was_packed(config, batch, length):
-    states = torch.randn(batch, config.num_key_value_heads, length, config.head_dim)
-    for side in key_sides(config, batch, length):
-        unpacked, weights = unpack(pack(states, side), config.head_dim, side, config.num_attention_heads)
-        assert torch.equal(unpacked, states)
-        assert_sides_equal(weights, side)
-
-
-@given(configs())
-@any_case
-def test_compose_channels_is_what_packing_appends_and_a_multiple_of_8(config):
-    states = torch.randn(2, config.num_key_value_heads, 3, config.head_dim)
-    channels = compose_channels(config)
-    for side, extra in zip(key_sides(config, 2, 3), channels):
-        assert pack(states, side).shape == (*states.shape[:3], config.head_dim + extra)
-    assert [extra % 8 for extra in channels] == [0, 0]
-
-
 @given(configs(), st.integers(1, 4), st.integers(1, 4))
 @any_case
 def test_rows_packed_at_different_times_unpack_together(config, past, new):
     """The weights given to `unpack` are those of the new keys alone, as in decoding."""
     states = torch.randn(2, config.num_key_value_heads, past + new, config.head_dim)
-    for side in key_sides(config, 2, past + new):
+    for side, extra in zip(key_sides(config, 2, past + new), config.compose_cache_channels):
         first, last = (
             None if side is None else ComposeSide(factors=side.factors[:, :, part])
             for part in (slice(past), slice(past, None))
         )
+        assert extra % 8 == 0 and pack(states, side).shape[3] == config.head_dim + extra
         cached = torch.cat([pack(states[:, :, :past], first), pack(states[:, :, past:], last)], dim=2)
         unpacked, weights = unpack(cached, config.head_dim, last, config.num_attention_heads)
         assert torch.equal(unpacked, states)
         assert_sides_equal(weights, side)
-
-
-def test_packing_keeps_the_dtype_of_the_states():
-    states = torch.randn(1, 2, 3, 4).to(torch.bfloat16)
-    side = ComposeSide(gate=torch.rand(1, 4, 3))
-    packed = pack(states, side)
-    assert packed.dtype == torch.bfloat16
-    assert torch.equal(unpack(packed, 4, side, heads=4)[1].gate, side.gate.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -112,45 +84,26 @@ CACHES = {
     "dynamic": lambda config: DynamicCache(config=config),
     "static": lambda config: StaticCache(config=config, max_cache_len=20),
 }
-LAYOUTS = [
-    "dcformer",
-    "grouped_query_attention",
-    "query_wise",
-    "pre_only",
-    "post_only",
-    "rank_4",
-    "low_rank_only",
-    "gates_only",
-    "talking_heads",
-    "grouped",
-    "plain_gated_transformer",
-]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("variant", LAYOUTS)
-def test_cache_bytes_per_token_equals_the_bytes_of_a_filled_cache(variant, cache, dtype):
-    model = tiny_model(variant).to(dtype)
+@pytest.mark.parametrize("variant", ["dcformer", "grouped_query_attention", "query_wise", "pre_only", "rank_4"])
+def test_cache_bytes_per_token_equals_the_bytes_of_a_filled_cache(variant, cache):
+    model = tiny_model(variant).to(torch.bfloat16)
     cache = CACHES[cache](model.config)
     with torch.no_grad():
         model(random_tokens(3, 11), past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         tokens = layer.keys.shape[0] * layer.keys.shape[2]
-        assert (layer.keys.nbytes + layer.values.nbytes) / tokens == cache_bytes_per_token(model.config, dtype)
-
-
-def test_a_query_wise_model_caches_nothing_but_keys_and_values():
-    config = tiny_config("query_wise")
-    plain = tiny_config("plain_gated_transformer")
-    assert compose_channels(config) == (0, 0)
-    assert cache_bytes_per_token(config) == cache_bytes_per_token(plain)
+        assert (layer.keys.nbytes + layer.values.nbytes) / tokens == cache_bytes_per_token(model.config)
+    if variant == "query_wise":
+        assert cache_bytes_per_token(model.config) == cache_bytes_per_token(tiny_config("plain_gated_transformer"))
 
 
 # Two orders of the same float64 sums, through two layers whose weights are of order 1.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 PAST = 2 * TINY["sliding_window"] + 1
-OPERATED = ["dcformer", "grouped_query_attention", "query_wise", "pre_only"]
+OPERATED = ["dcformer", "grouped_query_attention", "pre_only"]
 
 
 def recording_cache(config):
@@ -161,20 +114,10 @@ def recording_cache(config):
 
 # A cache, what is done to it between two forwards, and what it then has seen of (row, token).
 OPERATIONS = {
-    "rows_selected": (
-        CACHES["dynamic"],
-        lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
-        lambda past: past[[2, 0]],
-    ),
     "rows_repeated": (
         CACHES["dynamic"],
         lambda cache: cache.batch_repeat_interleave(2),
         lambda past: past.repeat_interleave(2, dim=0),
-    ),
-    "rows_reordered": (
-        CACHES["dynamic"],
-        lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])),
-        lambda past: past[[1, 1, 0]],
     ),
     "static_rows_reordered": (
         CACHES["static"],

@@ -1,6 +1,10 @@
-"""From hidden states to the factors of a composition: equations 5, 6 and 8, and `dw_proj` of appendix D.
+"""From hidden states to compose weights (equations 5, 6 and 8, `dw_proj` of appendix D), and how a cache keeps them.
 
-`DCFormerCompose` takes sizes and switches and nothing of a model, so that every attention can have one.
+Key-wise weights depend on the key alone, so decoding reads them back from the cache instead of recomputing them. Per
+key and head they are 2 rank + 1 numbers before the softmax and as many after it. `pack` appends the former to the key
+states and the latter to the value states as extra channels, those of each query head that a key/value head serves one
+after the other, padded to a multiple of 8 so that rows stay 16-byte aligned in 16-bit types. Any Transformers cache and
+any operation on it (reorder, crop, repeat, offload) sees nothing but slightly wider heads.
 """
 
 import math
@@ -12,39 +16,20 @@ from torch.nn import functional
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .dcmha_factors import ComposeSide, ComposeWeights
-
-
-def fused_projection(
-    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor] | None:
-    """
-    All that an attention layer projects, at once. A package of kernels puts its own function in place of this one.
-
-    Args:
-        attention (`DCFormerAttention`): The layer.
-        hidden_states (`Tensor`): (batch, length, hidden).
-        position_embeddings (`tuple`, *optional*): Cosine and sine, (batch or 1, length, rotary channels).
-
-    Returns:
-        Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
-        composition's slots, (slots, batch, heads, length, channels). None, as this one always says, where the layer is
-        to compute them itself.
-    """
-    return None
+from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
+from .dcmha import ComposeSide, ComposeWeights
 
 
 class DCFormerCompose(nn.Module):
     """
-    Computes, from the attention's input, the weights that compose its heads.
+    The weights that compose an attention's heads, computed from its input, for any attention.
 
     Each parameter holds four slots (query-wise and key-wise before the softmax, then the same after it), used or not,
     as the authors' checkpoints do. Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group,
     `low_rank_weight` (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group),
-    `static_weight` (2, groups, heads per group, heads per group), before and after the softmax, [in, out]. Only if
-    `key_size` differs from `hidden_size`, the key-wise slots have `key_hidden_weight` (key size, groups, 4, K) and
-    `key_gate_weight` (key size, groups, 4 x heads per group) of their own. They are not initialised before
-    `reset_parameters` or `load_state_dict`.
+    `static_weight` (2, groups, heads per group, heads per group), before and after the softmax, [in, out]. Key-wise
+    slots have a `key_hidden_weight` and a `key_gate_weight` of their own where `key_size` differs from `hidden_size`.
+    Parameters are not initialised before `reset_parameters` or `load_state_dict`.
 
     Args:
         hidden_size (`int`): Channels of the attention's input.
@@ -54,14 +39,14 @@ class DCFormerCompose(nn.Module):
         activation (`str`, defaults to `"gelu"`): Between the two projections of the low-rank maps.
         norm_eps (`float`, defaults to 1e-6): Epsilon of the normalisation of w1 over the heads of a group.
         pre, post (`bool`, defaults to `True`): Compose the scores before the softmax, the weights after it.
-        query_wise, key_wise (`bool`, defaults to `True`): From the query's side, from the key's side.
-        low_rank, gate (`bool`, defaults to `True`): By low-rank maps, by gates.
-        static (`bool`, defaults to `False`): Also by a matrix that depends on no input (Talking-Heads attention).
+        query_wise, key_wise (`bool`, defaults to `True`): Compose by weights of the query, of the key.
+        low_rank, gate (`bool`, defaults to `True`): Compose by low-rank maps, by gates.
+        static (`bool`, defaults to `False`): Compose by an input-independent matrix too (Talking-Heads attention).
         key_size (`int`, *optional*): Channels of the sequence that the keys come from. None: `hidden_size`.
         device, dtype (*optional*): Of the parameters. None: torch's defaults.
 
     Raises:
-        ValueError: if the groups do not divide the heads, `rank` is below 1, or there is no such activation.
+        ValueError: if the groups do not divide the heads, or `rank` is below 1.
     """
 
     def __init__(
@@ -89,8 +74,6 @@ class DCFormerCompose(nn.Module):
             raise ValueError(f"groups must divide the {num_heads} heads, got {groups}.")
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}; switch low_rank off for no low-rank maps.")
-        if activation not in ACT2FN:
-            raise ValueError(f"activation must be one of {', '.join(sorted(ACT2FN))}, got {activation!r}.")
         self.rank = rank
         self.groups = groups
         self.norm_eps = norm_eps
@@ -126,12 +109,11 @@ class DCFormerCompose(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, identity: bool = False) -> None:
         """
-        Draw the parameters. Those that Transformers has loaded from a file stay as they are.
+        Draw the parameters, but for those that Transformers has loaded from a file.
 
         Args:
             identity (`bool`, defaults to `False`): Start with w2, gates and static matrices of zero: nothing is
-                composed at first, for attention that was trained without, and every parameter that is zero has a
-                gradient.
+                composed at first, and every parameter that is zero has a gradient.
 
         Source: section 4 of the paper, whose deviations keep the composition small. The authors' JAX code draws gates
         with sqrt(2 / (hidden + heads)) * 0.005 and static matrices with a tenth of Xavier's deviation, their torch code
@@ -161,19 +143,16 @@ class DCFormerCompose(nn.Module):
     ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """
         Args:
-            hidden_states (`Tensor`): (batch, length, hidden), what the q, k and v projections read too.
-            key_states (`Tensor`, *optional*): (batch, key length, key size), what the k projection reads if it is
-                another sequence; the key-wise weights are then its own. None: `hidden_states`.
+            hidden_states (`Tensor`): (batch, length, hidden), the input of the q, k and v projections.
+            key_states (`Tensor`, *optional*): (batch, key length, key size), the input of the k projection if it is
+                another sequence, from which the key-wise weights then come.
 
         Returns:
-            The weights before and after the softmax; None for a place that is switched off.
-
-        Raises:
-            ValueError: if `key_states` are not given although they have another size.
+            The weights before and after the softmax; None where composition is switched off.
         """
+        if key_states is None and self.needs_key_states:
+            raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
         if key_states is None:
-            if self.needs_key_states:
-                raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
             sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight
@@ -184,7 +163,7 @@ class DCFormerCompose(nn.Module):
         return self.stages_of(sides)
 
     def stages_of(self, sides: dict[int, ComposeSide]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """The weights before and after the softmax, from what stands in each slot."""
+        """The weights before and after the softmax, from the factors of each slot."""
         stages: list[ComposeWeights | None] = [None, None]
         for stage in self.stages:
             static = None if self.static_weight is None else self.static_weight[stage]
@@ -194,7 +173,7 @@ class DCFormerCompose(nn.Module):
     def _sides(
         self, states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None, slots: list[int]
     ) -> dict[int, ComposeSide]:
-        """What one sequence contributes to these slots, by slot."""
+        """The factors of these slots, from one sequence."""
         parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
         if slots and hidden_weight is not None and self.low_rank_weight is not None:
             parts.extend(self._low_rank(states, hidden_weight, self.low_rank_weight, slots))
@@ -230,13 +209,7 @@ class DCFormerCompose(nn.Module):
 
 
 def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
-    """
-    What composes the heads of one layer, by the `compose_*` fields of its configuration; None if all are off.
-
-    Args:
-        config (`DCFormerConfig`): The model.
-        ranks (`int`, defaults to 1): Processes that each compose as many of the groups.
-    """
+    """The composition of a model's layer, or the share of one of `ranks` processes; None if it is switched off."""
     if not config.composes_heads:
         return None
     return DCFormerCompose(
@@ -254,3 +227,71 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
         gate=config.compose_gate,
         static=config.compose_static,
     )
+
+
+def fused_projection(
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """
+    All projections of an attention layer at once, or None if the layer is to compute them itself. A package of kernels
+    puts its own function in place of this one.
+
+    Returns:
+        Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
+        composition's slots, (slots, batch, heads, length, channels).
+    """
+    return None
+
+
+def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """
+    Bytes per token, layer and sequence in the cache: keys, values and compose weights. A sliding layer holds at most
+    `sliding_window` tokens.
+
+    Args:
+        config (`DCFormerConfig`): The model.
+        dtype (`torch.dtype`, defaults to `torch.bfloat16`): Type of the cached states.
+    """
+    rows = 2 * config.head_dim + sum(config.compose_cache_channels)
+    return config.num_key_value_heads * rows * dtype.itemsize
+
+
+def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
+    """
+    Append the key-wise weights of one composition, if there are any, to key or value states.
+
+    Args:
+        states (`Tensor`): (batch, key/value heads, key, channels).
+        width (`int`, defaults to 0): Channels that a row must have at least; zeros fill it up.
+
+    Returns:
+        `Tensor`: (batch, key/value heads, key, channels + extra).
+    """
+    if side is None:
+        return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
+    extra = side.factors
+    if extra.shape[1] != states.shape[1]:  # (batch, key/value heads, key, served heads x channels)
+        extra = extra.unflatten(1, (states.shape[1], -1)).transpose(2, 3).flatten(3)
+    extra = extra.to(states.dtype)
+    channels = states.shape[-1] + extra.shape[-1]
+    padding = max(-extra.shape[-1] % CACHE_ROW_ALIGNMENT, width - channels)
+    return torch.cat((states, extra, states.new_zeros(*states.shape[:-1], padding)), dim=-1)
+
+
+def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
+    """Undo `pack`: states of so many channels, and their key-wise weights, which are `like` these but of all keys."""
+    if like is None:
+        return packed[..., :channels], None
+    served = heads // packed.shape[1]
+    factors = packed[..., channels : channels + served * like.factors.shape[-1]]
+    if served > 1:
+        factors = factors.unflatten(3, (served, -1)).transpose(2, 3).flatten(1, 2)
+    return packed[..., :channels], ComposeSide(factors=factors)
+
+
+def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
+    """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
+        return 0, 0
+    return layer.keys.shape[-1], layer.values.shape[-1]
