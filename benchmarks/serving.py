@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.serving --threads 1
     python -m benchmarks.serving --preset dcformer-2.8b --length 2048 --device cuda --dtype bfloat16 --compile
 
-Needs vLLM. Prompts and answers have ragged lengths: log-normal, cut at the model's length. Every engine has a process of
+Needs vLLM. Lengths of prompts and answers are log-normal, cut at the model's length. Every engine has a process of
 its own and the same number of threads. Before it is timed, its greedy tokens have to be those of `generate()`.
 """
 
