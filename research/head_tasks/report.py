@@ -259,7 +259,7 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
                 for rule in REFERENCES:
                     if quantity in references[rule]:
                         panel.axhline(references[rule][quantity], color="0.35", linewidth=1.0, linestyle="-.")
-                panel.set_xscale("log")
+                panel.set_xscale("log" if axis == "flops" else "linear")
                 draw_grid(panel)
         panels[1][0].set_yscale("log")
         for panel, title in zip(panels[1], ("FLOPs of training", "seconds of training")):
