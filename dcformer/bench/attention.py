@@ -59,7 +59,7 @@ def run(run: Run) -> None:
         compare(run, others.pop(0))
     packed(run, first._replace(length=min(first.length, 2048)), document=first.length // 8)
     branches(run, first)
-    memory(run, [first._replace(length=length) for length in sorted({min(first.length, 2048), first.length})])
+    memory(run, first)
     for shape in others:
         compare(run, shape)
     run.note(
@@ -171,28 +171,19 @@ def branches(run: Run, shape: Shape) -> None:
         add_ratios(found, "no composition")
 
 
-def memory(run: Run, wanted: list[Shape]) -> None:
+def memory(run: Run, shape: Shape) -> None:
     """Peak memory of forward and backward, over what the operands take."""
     if run.device.type != "cuda":
         run.note("Memory was not measured: torch counts that of GPUs only.")
         return
-    for shape in wanted:
-        for entry in (*own_candidates(), *plain_candidates(run.device, False, None), *authors_candidates(False)):
-            peaks: list[float] = []
-
-            def measure(entry: Candidate = entry, shape: Shape = shape, peaks: list[float] = peaks) -> Timing | str:
-                call = prepare(run, entry, shape, "all", None, with_gradients=True)
-                if isinstance(call, str):
-                    return call
-                timing = run.timer.time(call)
-                torch.cuda.reset_peak_memory_stats(run.device)
-                before = torch.cuda.memory_allocated(run.device)
-                call()
-                peaks.append((torch.cuda.max_memory_allocated(run.device) - before) / 2**20)
-                return timing
-
-            row = run.measured(f"memory of forward and backward: {shape}", entry.name, measure)
-            row.figures.update(zip(["MiB"], peaks))
+    for entry in (*own_candidates(), *plain_candidates(run.device, False, None), *authors_candidates(False)):
+        row = timed(run, f"memory of forward and backward: {shape}", entry, shape, with_gradients=True)
+        call = prepare(run, entry, shape, "all", None, with_gradients=True) if row.timing else None
+        if callable(call):
+            torch.cuda.reset_peak_memory_stats(run.device)
+            before = torch.cuda.memory_allocated(run.device)
+            call()
+            row.figures["MiB"] = (torch.cuda.max_memory_allocated(run.device) - before) / 2**20
 
 
 def _part(of: Operands, query: bool = True, key: bool = True, pre: bool = True, post: bool = True) -> Operands:

@@ -37,24 +37,14 @@ Make = Callable[[Operands, int | None, Visibility | None], Call]
 
 @dataclass(frozen=True)
 class Candidate:
-    """
-    One way to compute attention.
-
-    Args:
-        name (`str`): Of its rows.
-        make (`Callable`): Makes a call without arguments.
-        tensors (`Callable`): The tensors of operands whose gradients training asks for.
-        why_not (`Callable`): Why it cannot run on operands, a window and documents, or None.
-        composes (`bool`): Whether it composes heads, so that the gate can check it.
-        in_graph (`bool`): Whether it is timed as a CUDA graph, so that its many launches cost nothing.
-    """
+    """One way to compute attention."""
 
     name: str
     make: Make
-    tensors: Callable[[Operands], list[Tensor]]
-    why_not: Callable[..., str | None] = lambda *_: None
-    composes: bool = True
-    in_graph: bool = False
+    tensors: Callable[[Operands], list[Tensor]]  # those of operands whose gradients training asks for
+    why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands, a window and documents
+    composes: bool = True  # otherwise the gate cannot check it
+    in_graph: bool = False  # timed as a CUDA graph, so that its many launches cost nothing
 
     def gradient_call(self, of: Operands, window: int | None, mask: Visibility | None) -> Call:
         """Make a call of forward and backward; `of` are leaves."""
@@ -180,7 +170,7 @@ def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:
     return call
 
 
-def _sdpa_in_window(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+def _sdpa_in_window(of: Operands, window: int | None, _: Visibility | None) -> Call:
     shown = visible(of.query.shape[2], window, of.query.device)
     return lambda: functional.scaled_dot_product_attention(*of.states, attn_mask=shown)
 

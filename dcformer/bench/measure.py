@@ -39,30 +39,22 @@ _TABLE_WIDTH = 180
 
 
 class Timing(NamedTuple):
-    """Seconds of a call: least and median by the clock, the same of processor time (CPUs only), number of samples."""
+    """Seconds of a call, by the clock and (CPUs only) of processor time, and the number of samples."""
 
     minimum: float
     median: float
-    processor_minimum: float = math.nan
-    processor_median: float = math.nan
+    processor_minimum: float | None = None
+    processor_median: float | None = None
     samples: int = 0
 
 
 class Case(NamedTuple):
-    """
-    A call to time.
+    """A call to time."""
 
-    Args:
-        call (`Callable`): Takes what `prepare` returns; nothing without `prepare`.
-        prepare (`Callable`, *optional*): Called before every call, outside its time.
-        threads (`int`, *optional*): Threads of torch while it runs.
-        parts (`int`, defaults to 1): Equal parts, such as decoding steps, that the time is divided by.
-    """
-
-    call: Call
-    prepare: Call | None = None
-    threads: int | None = None
-    parts: int = 1
+    call: Call  # takes what `prepare` returns; nothing without it
+    prepare: Call | None = None  # called before every call, outside its time
+    threads: int | None = None  # of torch
+    parts: int = 1  # the time is divided by these, such as decoding steps
 
 
 class Timer:
@@ -93,7 +85,7 @@ class Timer:
         try:
             estimates = {name: self._estimate(case) for name, case in named.items()}
             turns = min(max(int(self.seconds / sum(estimates.values())), _LEAST_SAMPLES), self.most)
-            samples: dict[Hashable, list[Callable[[], tuple[float, float]]]] = {name: [] for name in named}
+            samples: dict[Hashable, list[Callable[[], list[float]]]] = {name: [] for name in named}
             end = time.perf_counter() + self.seconds
             for turn in range(self.most if self._overwritten is None else turns):
                 if self._overwritten is None and turn >= _LEAST_SAMPLES and time.perf_counter() > end:
@@ -118,7 +110,7 @@ class Timer:
             return 1
         return max(1, int(min(_SECONDS_PER_SAMPLE, self.seconds / _LEAST_SAMPLES) / estimate))
 
-    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], tuple[float, float]]:
+    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], list[float]]:
         """Run a call; return a function that reads its seconds once the device has finished."""
         if case.threads is not None and case.threads != torch.get_num_threads():
             torch.set_num_threads(case.threads)
@@ -129,21 +121,24 @@ class Timer:
             start.record()
             case.call(*arguments)
             stop.record()
-            return lambda: (start.elapsed_time(stop) / 1000, math.nan)
+            return lambda: [start.elapsed_time(stop) / 1000]
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             case.call(*arguments)
-        taken = (time.perf_counter() - wall) / repeats, (time.process_time() - processor) / repeats
-        return lambda: taken
+        taken = time.perf_counter() - wall, time.process_time() - processor
+        return lambda: [seconds / repeats for seconds in taken]
 
     def _synchronize(self) -> None:
         if self._overwritten is not None:
             torch.cuda.synchronize(self.device)
 
 
-def _summary(samples: Sequence[tuple[float, float]], parts: int) -> Timing:
-    wall, processor = ([sample[place] / parts for sample in samples] for place in range(2))
-    return Timing(min(wall), statistics.median(wall), min(processor), statistics.median(processor), len(samples))
+def _summary(samples: Sequence[list[float]], parts: int) -> Timing:
+    kinds = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
+    figures = {"minimum": min(kinds[0]), "median": statistics.median(kinds[0]), "samples": len(samples)}
+    if len(kinds) == 2:
+        figures |= {"processor_minimum": min(kinds[1]), "processor_median": statistics.median(kinds[1])}
+    return Timing(**figures)
 
 
 def in_cuda_graph(call: Call, device: torch.device) -> Call:
@@ -189,24 +184,14 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 @dataclasses.dataclass
 class Row:
-    """
-    One figure of a report, or why it is missing.
+    """One figure of a report, or why it is missing."""
 
-    Args:
-        group (`str`): Rows of one group stand in one table.
-        name (`str`): Of the row in its group.
-        timing (`Timing`, *optional*): Seconds of one call.
-        figures (`dict`): Further figures, by names that say their units.
-        note (`str`): Why there is no time, or what to know about it.
-        has_failed (`bool`): Whether it computed wrong values or raised; the command then ends with status 1.
-    """
-
-    group: str
+    group: str  # rows of one group are one table
     name: str
     timing: Timing | None = None
-    figures: dict[str, float] = dataclasses.field(default_factory=dict)
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # by names that say their units
     note: str = ""
-    has_failed: bool = False
+    has_failed: bool = False  # it computed wrong values or raised; the command then ends with status 1
 
 
 class Run:
@@ -220,7 +205,6 @@ class Run:
         is_quick (`bool`): Tiny sizes, which show that everything runs but not how fast it is.
         compiles (`bool`): Whether what needs torch.compile takes part.
         seconds (`float`): No further measurement begins after these.
-        settings (`dict`): Further settings, for the file.
     """
 
     def __init__(
@@ -232,11 +216,9 @@ class Run:
         is_quick: bool = False,
         compiles: bool = False,
         seconds: float = math.inf,
-        settings: Mapping[str, Any] | None = None,
     ):
         self.command, self.device, self.dtype = command, device, dtype
         self.is_quick, self.compiles, self.seconds = is_quick, compiles, seconds
-        self.settings = {**(settings or {}), "dtype": str(dtype).removeprefix("torch.")}
         self.timer = Timer(device, seconds=0.02 if is_quick else 0.3)
         self.rows: list[Row] = []
         self.notes: list[str] = []
@@ -307,11 +289,16 @@ class Run:
             print(sentence)
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON; numbers that are no numbers become null."""
+        """Write everything as JSON."""
         content = {
             "command": self.command,
             "environment": environment(self.device),
-            "settings": self.settings,
+            "settings": {
+                "dtype": self.dtype,
+                "quick": self.is_quick,
+                "compile": self.compiles,
+                "seconds": self.seconds,
+            },
             "rates": self.__dict__["rates"]._asdict() if "rates" in self.__dict__ else {},
             "notes": self.notes,
             "rows": [{**vars(row), "timing": row.timing and row.timing._asdict()} for row in self.rows],
@@ -349,9 +336,8 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON with null for nan and infinity."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def one_line(error: BaseException) -> str:
@@ -363,14 +349,6 @@ def _milliseconds(timing: Timing | None) -> list[str]:
 
 
 def _figure(value: float | None) -> str:
-    if value is None or math.isnan(value):
+    if value is None:
         return ""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -41,20 +41,12 @@ RATIOS = (1, 3, 7)  # local layers for each global one, in the columns of Table 
 
 
 class Family(NamedTuple):
-    """
-    Models that differ in their layers alone.
-
-    Args:
-        name (`str`): In the rows.
-        values (`dict`): Fields of the configuration.
-        attention (`str`): The attention implementation.
-        candidate (`Candidate`, *optional*): Its operator, for the gate; None where nothing is composed.
-    """
+    """Models that differ in their layers alone."""
 
     name: str
-    values: dict[str, Any]
+    values: dict[str, Any]  # fields of the configuration
     attention: str
-    candidate: Candidate | None = None
+    candidate: Candidate | None = None  # its operator, for the gate; None where nothing is composed
 
 
 BASELINE = Family("Transformer++", {"compose_pre": False, "compose_post": False}, "sdpa")
@@ -72,28 +64,16 @@ class LayerTimes(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """
-    What is measured of every family.
+    """A call to time with every family."""
 
-    Args:
-        kind (`str`): "decode", "train" or "forward".
-        size (`str`): Name of the shape in the paper.
-        setting (`str`): For the title.
-        tokens (`int`): Tokens of one call.
-        length (`int`): Tokens before a decoding step, or tokens of a row.
-        more (`int`): Further layers of one kind that the second and the third model have.
-        measure (`Callable`): Times one call of a family's model with a configuration.
-        printed (`dict`): Shares that the paper prints, see `dcformer.bench.paper`.
-    """
-
-    kind: str
-    size: str
-    setting: str
-    tokens: int
-    length: int
-    more: int
+    kind: str  # "decode", "train" or "forward"
+    size: str  # name of the shape in the paper
+    setting: str  # for the title
+    tokens: int  # of one call
+    length: int  # tokens before a decoding step, or of a row
+    more: int  # further layers of one kind in the second and the third model
     measure: Callable[[Family, DCFormerConfig], Timing]
-    printed: Mapping[tuple[str, bool, int], tuple[float, ...]]
+    printed: Mapping[tuple[str, bool, int], tuple[float, ...]]  # shares of the paper's tables
 
     @property
     def group(self) -> str:
@@ -220,14 +200,7 @@ def add_whole_models(run: Run, of: Comparison, found: dict[str, tuple[Family, La
 
 
 class Decoder:
-    """
-    A model that decodes token after token from a static cache full of random rows.
-
-    Args:
-        model (`DCFormerForCausalLM`): Any.
-        batch, prompt, steps (`int`): Rows, tokens in the cache, and room for further ones.
-        compiles (`bool`): Whether a step is compiled, as one graph.
-    """
+    """A model that decodes token after token from a static cache full of random rows."""
 
     def __init__(self, model: DCFormerForCausalLM, batch: int, prompt: int, steps: int, compiles: bool):
         self.prompt = prompt

@@ -53,7 +53,7 @@ def evaluation_curve(log: Path) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="*", choices=[*SWEEPS, []], default=SWEEPS, help="default: all")
+    parser.add_argument("sweeps", nargs="*", default=SWEEPS, help=f"some of {', '.join(SWEEPS)} (default: all)")
     for name in parser.parse_args().sweeps:
         record(name, FOLDER / "recipes" / f"{name}.yaml", RESULTS / f"{name}.json")
 
