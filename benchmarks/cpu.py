@@ -181,7 +181,7 @@ def composing_and_plain(window: int | None) -> dict[str, candidates.Candidate]:
     composed = candidates.Candidate(
         "composed",
         lambda of, window, mask: partial(of.composed, sliding_window=window, attention_mask=mask),
-        lambda of: of.states + of.factors,
+        lambda of: [*of.states, *of.factors],
     )
     return {"composed": composed, "sdpa": sdpa, "authors": candidates.authors_candidates(False)[0]}
 

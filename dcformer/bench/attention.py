@@ -160,10 +160,11 @@ def packed(run: Run, shape: Shape, document: int) -> None:
 def branches(run: Run, shape: Shape) -> None:
     """The cost of each branch of the composition, in the fastest of our implementations at this shape."""
     names = [entry.name for entry in own_candidates()]
-    rows = [row for row in run.groups().get(f"forward: {shape}", []) if row.timing and row.name in names]
-    if not rows:
+    rows = run.groups().get(f"forward: {shape}", [])
+    seconds = {row.name: row.timing.median for row in rows if row.timing and row.name in names}
+    if not seconds:
         return
-    fastest = own_candidates()[names.index(min(rows, key=lambda row: row.timing.median).name)]
+    fastest = own_candidates()[names.index(min(seconds, key=seconds.__getitem__))]
     for with_gradients in (False, True):
         title = f"branches, {'forward and backward' if with_gradients else 'forward'} by {fastest.name}: {shape}"
         options = {"with_gradients": with_gradients}

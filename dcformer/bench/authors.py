@@ -25,8 +25,10 @@ class Factors(NamedTuple):
     gate: Tensor
 
     @classmethod
-    def of(cls, pre: ComposeWeights, post: ComposeWeights) -> "Factors":
+    def of(cls, pre: ComposeWeights | None, post: ComposeWeights | None) -> "Factors":
         """Convert two compositions that have all factors."""
+        if pre is None or post is None:
+            raise ValueError("The authors' formulation composes before the softmax and after it.")
         sides = [[weights.query, weights.key] for weights in (pre, post)]
 
         def joined(name: str) -> Tensor:  # from (b, heads, length, ...)

@@ -88,8 +88,8 @@ class Candidate:
             expected = [exact.composed(**options)]
         if with_gradients:
             upstream = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], operands.states + operands.factors, upstream)
-            expected += torch.autograd.grad(expected[0], exact.states + exact.factors, upstream.double())
+            found += torch.autograd.grad(found[0], [*operands.states, *operands.factors], upstream)
+            expected += torch.autograd.grad(expected[0], [*exact.states, *exact.factors], upstream.double())
         for place, (one, other) in enumerate(zip(found, expected)):
             error = relative_error(one, other)
             tolerance = _OUTPUT_TOLERANCES[dtype] * (_GRADIENT_FACTOR if place else 1)
@@ -149,14 +149,14 @@ def _own(name: str) -> Candidate:
         mask = mask or Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
         return implementations()[name].supports(*of[:5], mask=mask, dropout=0.0)
 
-    return Candidate(name, make, lambda of: of.states + of.factors, why_not)
+    return Candidate(name, make, lambda of: [*of.states, *of.factors], why_not)
 
 
 def _without_composition(name: str, make: Make, missing: str | None = None) -> Candidate:
     def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
         return missing or ("it does not tell documents apart" if mask is not None else None)
 
-    return Candidate(name, make, lambda of: of.states, why_not, composes=False)
+    return Candidate(name, make, lambda of: list(of.states), why_not, composes=False)
 
 
 def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:

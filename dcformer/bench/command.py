@@ -99,11 +99,12 @@ def explain(
     keys = keys or queries
     shapes = [(heads, queries), *[(key_value_heads or heads, keys)] * 2]
     states = [torch.zeros(1, *shape, channels, **options) for shape in shapes]
-    sides = [
+    query_side, key_side = (
         ComposeSide(factors=torch.zeros(1, heads, length, 5, **options).requires_grad_(gradient))
         for length in (queries, keys)
-    ]
-    arguments = (*states, ComposeWeights(*sides), ComposeWeights(*sides))
+    )
+    weights = ComposeWeights(query_side, key_side)
+    arguments: list[Any] = [*states, weights, weights]
     mask = Visibility(queries, keys, sliding_window=window)
     tried = dict(explain_choice(*arguments, attention_mask=mask))
     found = {}

@@ -155,7 +155,12 @@ def in_cuda_graph(call: Call, device: torch.device) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    return lambda: (graph.replay(), kept)
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def device_name(device: torch.device) -> str:
@@ -316,7 +321,8 @@ class Run:
             ratios = [len(rows) + 2 for rows in groups.values()]
             axes: list[Any] = list(figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0])
             for axis, (name, rows) in zip(axes, groups.items()):
-                axis.barh(range(len(rows)), [1000 * row.timing.median for row in rows], color="0.35", height=0.6)
+                milliseconds = [1000 * row.timing.median for row in rows if row.timing]
+                axis.barh(range(len(rows)), milliseconds, color="0.35", height=0.6)
                 draw_rows(axis, [row.name for row in rows])
                 axis.set_title("\n".join(textwrap.wrap(name, 70)), loc="left", fontsize=9)
             axes[-1].set_xlabel("milliseconds (median)")

@@ -115,7 +115,7 @@ def compare(run: Run, of: Comparison) -> None:
             values = {"num_hidden_layers": len(kinds), "layer_types": kinds, "max_position_embeddings": of.length + 128}
             config = configuration(sizes(run.is_quick)[of.size], **values, **family.values)
             name = f"{family.name}, {full} global + {sliding} local"
-            row = run.measured(of.group, name, functools.partial(_passing, run, of, family, config))
+            row = run.measured(of.group, name, functools.partial(_measure, run, of, family, config))
             if row.timing is None:
                 return
             row.figures |= figures(run, of, config, row.timing.median)
@@ -138,22 +138,26 @@ def compare(run: Run, of: Comparison) -> None:
         add_whole_models(run, of, found)
 
 
-def _passing(run: Run, of: Comparison, family: Family, config: DCFormerConfig) -> Timing | str:
+def _measure(run: Run, of: Comparison, family: Family, config: DCFormerConfig) -> Timing | str:
     """Time a model whose operator passes the gate."""
-    if family.candidate is not None:
-        is_step, trains = of.kind == "decode", of.kind == "train"
-        shape = config.num_attention_heads, config.head_dim
-        operands = (step_operands if is_step else prompt_operands)(*shape, GATE_LENGTH, run.device, run.dtype)
-        reason = family.candidate.why_not(operands.leaves() if trains else operands, None, None)
-        if reason is not None:
-            return f"not measured: {reason}"
-        key = (family.candidate.name, *shape, is_step, trains)
-        if key not in run.gate:
-            options = {"is_step": is_step, "with_gradients": trains}
-            run.gate[key] = family.candidate.failure(*shape, run.device, run.dtype, **options)
-        if (wrong := run.gate[key]) is not None:
-            return wrong
-    return of.measure(family, config)
+    return _passing_gate(run, of, family, config) or of.measure(family, config)
+
+
+def _passing_gate(run: Run, of: Comparison, family: Family, config: DCFormerConfig) -> str | None:
+    """Why a model is not timed, or None."""
+    if family.candidate is None:
+        return None
+    is_step, trains = of.kind == "decode", of.kind == "train"
+    shape = config.num_attention_heads, config.head_dim
+    operands = (step_operands if is_step else prompt_operands)(*shape, GATE_LENGTH, run.device, run.dtype)
+    reason = family.candidate.why_not(operands.leaves() if trains else operands, None, None)
+    if reason is not None:
+        return f"not measured: {reason}"
+    key = (family.candidate.name, *shape, is_step, trains)
+    if key not in run.gate:
+        options = {"is_step": is_step, "with_gradients": trains}
+        run.gate[key] = family.candidate.failure(*shape, run.device, run.dtype, **options)
+    return run.gate[key]
 
 
 def figures(run: Run, of: Comparison, config: DCFormerConfig, seconds: float) -> dict[str, float]:
@@ -202,7 +206,7 @@ def add_whole_models(run: Run, of: Comparison, found: dict[str, tuple[Family, La
 class Decoder:
     """A model that decodes token after token from a static cache full of random rows."""
 
-    def __init__(self, model: DCFormerForCausalLM, batch: int, prompt: int, steps: int, compiles: bool):
+    def __init__(self, model: DCFormerForCausalLM, compiles: bool, batch: int, prompt: int, steps: int):
         self.prompt = prompt
         self.cache = StaticCache(config=model.config, max_cache_len=prompt + steps)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
@@ -240,15 +244,15 @@ def decode(run: Run) -> None:
     settings = [(1, 24, 4)] if run.is_quick else [(1, 1024, 128), (1, 4096, 128), (8, 1024, 128), (64, 1024, 128)]
     for number, (batch, prompt, steps) in enumerate(settings):
 
-        def measure(family: Family, config: DCFormerConfig, sizes: tuple[int, int, int] = (batch, prompt, steps)):
-            decoder = Decoder(make_model(run, family, config), *sizes, run.compiles)
+        def measure(family: Family, config: DCFormerConfig, setting: tuple = (batch, prompt, steps)) -> Timing:
+            decoder = Decoder(make_model(run, family, config), run.compiles, *setting)
             step = in_cuda_graph(decoder.step, run.device)
 
-            def decode_steps(_: None) -> None:
-                for _ in range(sizes[2]):
+            def decode_steps(reset: None) -> None:
+                for _ in range(setting[2]):
                     step()
 
-            return run.timer.time(decode_steps, prepare=decoder.reset, parts=sizes[2])
+            return run.timer.time(decode_steps, prepare=decoder.reset, parts=setting[2])
 
         for size in sizes(run.is_quick):
             title = f"batch {batch}, prompt {prompt}"

@@ -42,8 +42,8 @@ class Operands(NamedTuple):
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
 
     @property
-    def states(self) -> list[Tensor]:
-        return [self.query, self.key, self.value]
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
 
     @property
     def factors(self) -> list[Tensor]:
@@ -61,7 +61,8 @@ class Operands(NamedTuple):
 
         pre, post = (map_tensors(weights, leaf) for weights in (self.pre, self.post))
         peer = None if self.peer is None else authors.Factors(*map(leaf, self.peer))
-        return Operands(*map(leaf, self.states), pre, post, peer)
+        query, key, value = map(leaf, self.states)
+        return Operands(query, key, value, pre, post, peer)
 
 
 @torch.no_grad()
@@ -128,8 +129,8 @@ def _catch(model: DCFormerForCausalLM, **inputs: Any) -> Operands:
     """Call a model and return the operands of its attention."""
     taken: list[Operands] = []
 
-    def take_down(query: Tensor, key: Tensor, value: Tensor, *weights: ComposeWeights, **options: Any) -> Tensor:
-        taken.append(Operands(query, key, value, *weights))
+    def take_down(query: Tensor, key: Tensor, value: Tensor, pre: Any, post: Any, **options: Any) -> Tensor:
+        taken.append(Operands(query, key, value, pre, post))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
     register_implementation(CATCHER, take_down)

@@ -74,14 +74,31 @@ def bench_command(
     with running_command(debug):
         from ..bench import command
 
-        place = {"device": device, "dtype": dtype.value if dtype else None}
+        type_name = dtype.value if dtype else None
         if what is None:
-            shape = {"heads": heads, "key_value_heads": key_value_heads, "channels": channels}
-            shape |= {"queries": queries, "keys": keys, "window": window, "gradient": gradient}
-            for name, choice in command.explain(**place, **shape).items():
+            choices = command.explain(
+                device=device,
+                dtype=type_name,
+                heads=heads,
+                key_value_heads=key_value_heads,
+                channels=channels,
+                queries=queries,
+                keys=keys,
+                window=window,
+                gradient=gradient,
+            )
+            for name, choice in choices.items():
                 typer.echo(f"{name}: {choice}")
             return
-        options = {"quick": quick, "seconds": seconds, "json": json, "plot": plot, "compile": compile}
-        status = command.run_benchmark(what.value, **place, **options)
+        status = command.run_benchmark(
+            what.value,
+            device=device,
+            dtype=type_name,
+            quick=quick,
+            seconds=seconds,
+            json=json,
+            plot=plot,
+            compile=compile,
+        )
     if status != 0:
         raise typer.Exit(status)

@@ -21,7 +21,11 @@ _MOST_REPETITIONS = 200
 
 
 def generate_documents(
-    count: int, seed: int, split: str = "train", lines: tuple[int, int] = (1, 8), kinds: tuple[str, ...] | None = None
+    count: int,
+    seed: int | str,
+    split: str = "train",
+    lines: tuple[int, int] = (1, 8),
+    kinds: tuple[str, ...] | None = None,
 ) -> list[dict[str, Any]]:
     """
     Generate documents; the first n of a larger count are those of count n.
@@ -45,7 +49,11 @@ def generate_documents(
 
 
 def iterate_documents(
-    count: int, seed: int, split: str = "train", lines: tuple[int, int] = (1, 8), kinds: tuple[str, ...] | None = None
+    count: int,
+    seed: int | str,
+    split: str = "train",
+    lines: tuple[int, int] = (1, 8),
+    kinds: tuple[str, ...] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the documents of [`generate_documents`] one at a time."""
     if count < 1:

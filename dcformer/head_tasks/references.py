@@ -93,9 +93,9 @@ def _single_by_group(things: Sequence[str]) -> list[int]:
 def _probability(answer: str, fact: Fact, question: str, transformation: str) -> float:
     """Probability of the answer if this fact is chosen; several targets are equally probable."""
     if question.startswith("Who "):
-        targets = {fact[0]}
+        targets = frozenset({fact[0]})
     elif transformation == "copy":
-        targets = {fact[-1]}
+        targets = frozenset({fact[-1]})
     else:
         targets = _targets(transformation, fact[-1])
     return 1 / len(targets) if answer in targets else 0.0

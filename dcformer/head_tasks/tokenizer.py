@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -75,7 +76,7 @@ def _words() -> tuple[str, ...]:
     return tuple(sorted({piece for text in texts for piece, _ in _splitter().pre_tokenize_str(text)}))
 
 
-def _leaves(tree) -> Iterator[str]:
+def _leaves(tree: Any) -> Iterator[str]:
     """All strings in nested lists and mappings, keys included."""
     if isinstance(tree, str):
         yield tree
