@@ -27,48 +27,37 @@ from .vocabulary import VOCABULARY, opposites, singular
 
 @dataclass(frozen=True)
 class Example:
-    """
-    One line.
+    """One line."""
 
-    Attributes:
-        question: The line up to its answer, without the space between them.
-        answer: The last word or words.
-        facts: The facts of the line, in its order.
-    """
-
-    question: str
+    question: str  # up to the answer, without the space between them
     answer: str
-    facts: tuple[Fact, ...]
+    facts: tuple[Fact, ...]  # in the order of the line
 
     @property
     def line(self) -> str:
         return f"{self.question} {self.answer}"
 
-    @property
-    def split(self) -> str | None:
-        return split_of(self.digest)
-
     @cached_property
     def digest(self) -> bytes:
         return facts_digest(self.facts)
 
+    @property
+    def split(self) -> str | None:
+        return split_of(self.digest)
+
+
+# Draws an example from the random state and the number of a wording.
+Make = Callable[[random.Random, int], Example]
+
 
 @dataclass(frozen=True)
 class TaskKind:
-    """
-    A kind of task.
+    """A kind of task."""
 
-    Attributes:
-        name: `task0` to `task73` as the authors number them; `task74`.
-        pattern: What attention has to look for.
-        transformation: What it makes of what it finds: `copy` or `source->target`.
-        make: Draws an example from the random state and the number of a wording.
-    """
-
-    name: str
-    pattern: str
-    transformation: str
-    make: Callable[[random.Random, int], Example]
+    name: str  # `task0` to `task73` as the authors number them; `task74`
+    pattern: str  # what attention has to look for
+    transformation: str  # what it makes of what it finds: `copy` or `source->target`
+    make: Make
 
     @property
     def subject(self) -> str:
@@ -78,18 +67,11 @@ class TaskKind:
 
 @dataclass(frozen=True)
 class Content:
-    """
-    What a fact says of a person or lists: "a violin", "Paris", "happy", "May".
+    """The thing of a fact: "a violin", "Paris", "happy", "May"."""
 
-    Attributes:
-        thing: As the fact has it, with its article.
-        target: What the thing is transformed to; for `copy`, the thing as the question has it.
-        unit: For ordinals "year", "month" ...
-    """
-
-    thing: str
-    target: str
-    unit: str = ""
+    thing: str  # as the fact has it, with its article
+    target: str  # what it is transformed to; for `copy`, the thing as the question has it
+    unit: str = ""  # of ordinals: "year", "month" ...
 
 
 # Draws three contents with different targets; if told that two agree, the first two have the same target.
@@ -98,26 +80,16 @@ Draw = Callable[[random.Random, bool], list[Content]]
 
 @dataclass(frozen=True)
 class Family:
-    """
-    Facts about people and the questions about them: eight kinds, four patterns in two wordings of the facts.
+    """Facts about people and the questions about them: eight kinds, four patterns in two wordings of the facts."""
 
-    Attributes:
-        transformation: From the content of a fact to what the question calls it.
-        target_name: What the patterns call the latter.
-        draw: Draws the contents.
-        statements: Templates of the two wordings of a fact, see `_state`.
-        verbs: (affirmative, negative) in the question.
-        phrase: What follows the verb, with `{target}` at its end, and `{unit}` for ordinals.
-    """
-
-    transformation: str
-    target_name: str
+    transformation: str  # from the content of a fact to what the question calls it
+    target_name: str  # what the patterns call the latter
     draw: Draw
-    statements: tuple[str, str]
-    verbs: tuple[tuple[str, str], ...]
-    phrase: str
+    statements: tuple[str, str]  # the two wordings of a fact, see `_state`
+    verbs: tuple[tuple[str, str], ...]  # (affirmative, negative) in the question
+    phrase: str  # what follows the verb, with `{target}` at its end, and `{unit}` for ordinals
 
-    def kinds(self) -> Iterator[tuple[str, str, Callable]]:
+    def kinds(self) -> Iterator[tuple[str, str, Make]]:
         """Yield (pattern, transformation, make) of the eight kinds, in the authors' order."""
         for by_person in (True, False):
             for negated in (True, False):
@@ -129,7 +101,7 @@ class Family:
                         self._maker(statement, by_person, negated),
                     )
 
-    def _maker(self, statement: str, by_person: bool, negated: bool) -> Callable[[random.Random, int], Example]:
+    def _maker(self, statement: str, by_person: bool, negated: bool) -> Make:
         def make(rng: random.Random, wording: int) -> Example:
             # The last of the three is the one asked for; those that stand together against it come first.
             facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
@@ -215,7 +187,7 @@ def _said(facts: list[tuple[str, Content]]) -> tuple[Fact, ...]:
     return tuple((person, content.thing) for person, content in facts)
 
 
-def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Callable:
+def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Make:
     """
     Make questions about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
 
@@ -336,7 +308,7 @@ FAMILIES = (
 _FIRST_LIST = 8 * len(FAMILIES)
 
 
-def _list_kinds() -> Iterator[tuple[str, str, Callable]]:
+def _list_kinds() -> Iterator[tuple[str, str, Make]]:
     both = ("thing", None)
     for content_name, groups, lead, transformation, target_lead in (
         ("object", _OBJECTS, "The", "object->superclass", "A kind of"),

@@ -67,18 +67,12 @@ def iterate_practice(
         Rows of `text` and `answers`, the [start, end) of every answer in `text`, the space before it included.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: for an unknown form, or another number of facts.
     """
-    if count < 1 or longest < 5 or (words is not None and words < 2):
-        raise ValueError(
-            f"count must be at least 1, longest at least 5 and words at least 2, got {count!r}, {longest!r} and "
-            f"{words!r}."
-        )
+    if not set(mixture) <= set(FORMS):
+        raise ValueError(f"mixture must give shares to some of {', '.join(FORMS)}, got {dict(mixture)!r}.")
     if facts not in (1, 2, 3):
         raise ValueError(f"facts must be 1, 2 or 3, got {facts!r}.")
-    unknown = [form for form in mixture if form not in FORMS]
-    if unknown or not mixture or min(mixture.values()) < 0 or sum(mixture.values()) <= 0:
-        raise ValueError(f"mixture must give shares to some of {', '.join(FORMS)}, got {dict(mixture)!r}.")
     rng = random.Random(f"practice {split} {seed}")
     examples = iterate_documents(count, seed, split, lines)
     for _ in range(count):
