@@ -65,17 +65,12 @@ class Candidate:
         is_step: bool = False,
     ) -> str | None:
         """
-        Compare with the plain implementation in float64.
+        Compare with the plain implementation in float64; return what is wrong, or None.
 
         Args:
             vary (`Callable`): Changes which branches the operands compose with.
             window (`int`, *optional*): Sliding window.
-            is_packed (`bool`): Whether the row is made of documents.
-            with_gradients (`bool`): Compare the gradients of all operands as well.
-            is_step (`bool`): One query after a cache instead of a prompt.
-
-        Returns:
-            `str`: what is wrong, or None.
+            is_packed, with_gradients, is_step (`bool`): A row of documents; gradients too; one query after a cache.
         """
         sizes = heads, channels, GATE_LENGTH, device, dtype
         # Without the peer, so that the authors' factors are made of the operands and gradients reach these.

@@ -46,8 +46,7 @@ def run_benchmark(
 
     Args:
         what (`str`): "attention", "decode", "train" or "model".
-        device (`str`, *optional*): The first GPU if there is one, else the CPU.
-        dtype (`str`, *optional*): bfloat16 on a GPU, float32 on a CPU.
+        device, dtype (`str`, *optional*): The first GPU in bfloat16 if there is one, else the CPU in float32.
         quick (`bool`): Tiny sizes.
         seconds (`float`): No further measurement begins after these.
         json, plot (`Path`, *optional*): Files, by default `gpu-WHAT-DEVICE.json` in benchmarks/results or here.

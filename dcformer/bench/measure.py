@@ -58,14 +58,7 @@ class Case(NamedTuple):
 
 
 class Timer:
-    """
-    Times calls on one device.
-
-    Args:
-        device (`torch.device`): Where they run.
-        seconds (`float`, defaults to 0.3): Time for the samples of all calls together; at least three turns.
-        most (`int`, defaults to 200): Most turns.
-    """
+    """Times calls on one device, in three turns at least, `most` turns at most, and else for about `seconds`."""
 
     def __init__(self, device: torch.device, seconds: float = 0.3, most: int = _MOST_SAMPLES):
         self.device, self.seconds, self.most = device, seconds, most
@@ -204,9 +197,8 @@ class Run:
     One run of a benchmark: device, sizes, timer, and the report that its rows go to.
 
     Args:
-        command (`str`): Its name, such as "attention".
-        device (`torch.device`): Where everything runs.
-        dtype (`torch.dtype`): Of operands and parameters.
+        command (`str`): Its name, for the file.
+        device, dtype: Where everything runs, and the number type of operands and parameters.
         is_quick (`bool`): Tiny sizes, which show that everything runs but not how fast it is.
         compiles (`bool`): Whether what needs torch.compile takes part.
         seconds (`float`): No further measurement begins after these.
@@ -251,11 +243,9 @@ class Run:
 
     def measured(self, group: str, name: str, measure: Callable[[], Timing | str], note: str = "") -> Row:
         """
-        Add a row.
+        Add a row of what `measure` returns: a timing, or why there is none.
 
-        Args:
-            measure (`Callable`): Returns the timing, or what is wrong with the values that were to be timed. If it runs
-                out of memory or raises, the row says so and the run goes on.
+        If it runs out of memory or raises, the row says so and the run goes on.
         """
         if self.is_over:
             return self.add(group, name, note=f"not measured: the {self.seconds:g} seconds were over")

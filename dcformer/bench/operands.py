@@ -21,22 +21,14 @@ CATCHER = "take_down"  # the implementation that catches operands
 
 
 class Operands(NamedTuple):
-    """
-    Operands of one call of `composed_attention`.
+    """Operands of one call of `composed_attention`."""
 
-    Args:
-        query (`Tensor`): (batch, heads, queries, channels).
-        key, value (`Tensor`): (batch, heads, keys, channels).
-        pre, post (`ComposeWeights`, *optional*): Factors of both sides, of rank 2 with gates, or some of them.
-        peer (`authors.Factors`, *optional*): A prompt's factors as the authors' formulation holds them.
-    """
-
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, queries, channels)
+    key: Tensor  # (batch, heads, keys, channels)
     value: Tensor
     pre: ComposeWeights | None
     post: ComposeWeights | None
-    peer: authors.Factors | None = None
+    peer: authors.Factors | None = None  # a prompt's factors as the authors' formulation holds them
 
     def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)

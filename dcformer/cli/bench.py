@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,23 +11,9 @@ from .options import Debug
 from .running import running_command
 
 
-class Benchmark(str, Enum):
-    attention = "attention"
-    decode = "decode"
-    train = "train"
-    model = "model"
-
-
-class Dtype(str, Enum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
-
-
 def bench_command(
     what: Annotated[
-        Benchmark | None,
+        Literal["attention", "decode", "train", "model"] | None,
         typer.Argument(
             help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second, "
             "Tables 6 and 10), model (Table 2, and a forward pass).",
@@ -37,7 +22,8 @@ def bench_command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cuda, cuda:1, cpu.", show_default="auto")] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Number type.", show_default="bfloat16 on a GPU, else float32")
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        typer.Option(help="Number type.", show_default="bfloat16 on a GPU, else float32"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that everything runs.")] = False,
     seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
@@ -74,11 +60,10 @@ def bench_command(
     with running_command(debug):
         from ..bench import command
 
-        type_name = dtype.value if dtype else None
         if what is None:
             choices = command.explain(
                 device=device,
-                dtype=type_name,
+                dtype=dtype,
                 heads=heads,
                 key_value_heads=key_value_heads,
                 channels=channels,
@@ -91,9 +76,9 @@ def bench_command(
                 typer.echo(f"{name}: {choice}")
             return
         status = command.run_benchmark(
-            what.value,
+            what,
             device=device,
-            dtype=type_name,
+            dtype=dtype,
             quick=quick,
             seconds=seconds,
             json=json,
