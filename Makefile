@@ -38,7 +38,7 @@ ANY_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 # Under nine minutes; a $(PYTHON) without .venv must have torch and Transformers. Every part runs, whatever has failed
 # before it.
-BENCH := $(ANY_PYTHON) -m dcformer.bench
+BENCH := $(ANY_PYTHON) -m dcformer.cli bench
 bench-gpu:
 	@status=0; \
 	$(BENCH) attention --device cuda --seconds 140 || status=1; \
@@ -47,35 +47,19 @@ bench-gpu:
 	$(BENCH) model --device cuda --seconds 20 || status=1; \
 	exit $$status
 
-# The claim in miniature (docs/sweeps.md): sweeps of learning rates, of pairs of models and of the ablation, on the GPU if
-# there is one. Two processes of one thread each, as models of this size gain nothing from a second one. Stopped at any
-# moment, the same command resumes; where all is finished, it prints the tables and draws the figures again. Where there
-# is no .venv and $(PYTHON) lacks a package, .venv is set up first.
-# DATA_DIR=DIR names a folder with synthetic/synthetic_dataset.jsonl, which is fetched otherwise.
-CLAIM_DATA := $(if $(DATA_DIR),--set sweep.data_dir=$(DATA_DIR))
-SWEEP := @TTY_COMPATIBLE=0 OMP_NUM_THREADS=1 $(ANY_PYTHON) -m dcformer.training $(CLAIM_DATA)
-CLAIM := benchmarks/results/head_tasks
+# The study of the head tasks (research/head_tasks): sweeps, tables and figures, on the GPU if there is one. Stopped at any
+# moment, the same command resumes. Rates and claim in one process, the ablation in another, of one thread each: models
+# of this size gain nothing from a second one.
+STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.head_tasks
 claim:
-	@test -x $(BIN)/python || $(PYTHON) -c "import accelerate, datasets, matplotlib, omegaconf, scipy, torch, typer" \
-		2> /dev/null || $(MAKE) --no-print-directory $(VENV)/.installed
-	@echo "Runs lie in runs/head-tasks-rates, runs/head-tasks-claim and runs/head-tasks-ablation."
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-pairs claim-ablation
-	@mkdir -p $(CLAIM)
-	@for name in rates claim ablation; do \
-		cp runs/head-tasks-$$name/results.json $(CLAIM)/$$name.json || exit 1; \
-		cp runs/head-tasks-$$name/sweep.png $(CLAIM)/$$name.png || exit 1; \
-	done
-	@cp runs/head-tasks-claim/curves.png $(CLAIM)/claim_curves.png
-	@cp runs/head-tasks-claim/pairs.csv $(CLAIM)/claim.csv
-	@cp runs/head-tasks-claim/take_offs.csv $(CLAIM)/claim_take_offs.csv
-	@echo "Results, figures, and what was spent by seed are copied to $(CLAIM)."
+	@$(STUDY).report
 
 claim-pairs:
-	$(SWEEP) head-tasks-rates
-	$(SWEEP) head-tasks-claim
+	@$(STUDY).run rates claim
 
 claim-ablation:
-	$(SWEEP) head-tasks-ablation
+	@$(STUDY).run ablation
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -4,11 +4,9 @@
     python -m benchmarks.conversion measure /tmp/run /tmp/converted
     python -m benchmarks.conversion kill /tmp/run /tmp/converted --times 20
 
-`make` writes random float32 leaves (compose projections in bfloat16) as orbax does, with optimizer state of the same
-layout. `measure` runs `dcformer convert maxtext` in a process of its own and compares with `cp -r` of the parameters on
-the same disk, in turns; the figures are minima. `--cold` empties the page cache before and writes everything to the
-disk after each (root on Linux); otherwise both work in memory as far as it goes. `kill` ends conversions at random
-moments with SIGKILL and compares what the resumed runs end with, byte by byte, with an uninterrupted one.
+`make` writes random leaves as orbax does. `measure` runs `dcformer convert maxtext` in a process of its own and `cp -r`
+of the parameters on the same disk, in turns; the figures are minima. `kill` ends conversions at random moments with
+SIGKILL and compares the resumed runs, byte by byte, with an uninterrupted one.
 """
 
 import argparse
@@ -47,13 +45,11 @@ def make(arguments: argparse.Namespace) -> None:
             name = f"params.decoder.layers.{name}" if row.per_layer else f"params.{name}"
             shape = leaf_shape(row, sizes, 1, config.num_hidden_layers // arguments.layers_per_block)
             dtype = "bfloat16" if name.endswith("qkw") else "float32"
-            for tree in ("params",) + (("opt_state.mu", "opt_state.nu") if arguments.optimizer else ()):
-                leaf = name.replace("params", tree, 1)
-                _write_leaf(item / leaf, shape, dtype, arguments.devices)
-                metadata[str(tuple(leaf.split(".")))] = {
-                    "key_metadata": [{"key": key, "key_type": 2} for key in leaf.split(".")],
-                    "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
-                }
+            _write_leaf(item / name, shape, dtype, arguments.devices)
+            metadata[str(tuple(name.split(".")))] = {
+                "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],
+                "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+            }
     text = json.dumps({"tree_metadata": metadata, "use_zarr3": False})
     (item / "_METADATA").write_text(text, encoding="utf-8")
 
@@ -97,35 +93,24 @@ def measure(arguments: argparse.Namespace) -> None:
     copying, converting = [], []
     for _ in range(arguments.times):
         copy.mkdir(parents=True)
-        copying.append(_seconds(["cp", "-r", *map(str, leaves), str(copy)], arguments.cold))
+        copying.append(_seconds(["cp", "-r", *map(str, leaves), str(copy)]))
         shutil.rmtree(copy)
-        converting.append(_seconds(_command(arguments), arguments.cold))
+        converting.append(_seconds(_command(arguments)))
         shutil.rmtree(arguments.converted)
     copying, converting = min(copying), min(converting)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    largest = max(_leaf_bytes(leaf) for leaf in leaves)
     print(f"parameters on disk             {nbytes / 1e9:8.2f} GB")
     print(f"cp -r                          {copying:8.1f} s   {nbytes / copying / 1e6:6.0f} MB/s")
     print(f"convert, with verification     {converting:8.1f} s   {nbytes / converting / 1e6:6.0f} MB/s")
     print(f"throughput against cp -r       {copying / converting:8.2f}")
-    print(f"largest leaf, decoded          {largest / 2**20:8.0f} MiB")
     print(f"peak memory of the process     {peak / 2**20:8.0f} MiB")
 
 
-def _seconds(command: list[str], cold: bool) -> float:
+def _seconds(command: list[str]) -> float:
     os.sync()
-    if cold:
-        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="utf-8")
     started = time.monotonic()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    if cold:
-        os.sync()
     return time.monotonic() - started
-
-
-def _leaf_bytes(leaf: Path) -> int:
-    metadata = json.loads((leaf / ".zarray").read_text(encoding="utf-8"))
-    return int(np.prod(metadata["shape"])) * (2 if metadata["dtype"] == "bfloat16" else 4)
 
 
 def kill(arguments: argparse.Namespace) -> None:
@@ -170,12 +155,9 @@ def main() -> None:
             command.add_argument("--layers", type=int, default=32)
             command.add_argument("--layers-per-block", type=int, default=2)
             command.add_argument("--devices", type=int, default=1, help="chunks per leaf, as from a mesh of that size")
-            command.add_argument("--optimizer", action=argparse.BooleanOptionalAction, default=False)
             continue
         command.add_argument("converted", type=Path)
         command.add_argument("--max-shard-size", default="4GB" if function is measure else "20MB")
-        if function is measure:
-            command.add_argument("--cold", action="store_true")
         command.add_argument("--times", type=int, default=3 if function is measure else 20)
         command.add_argument("options", nargs="*", default=[])
     arguments = parser.parse_args()

@@ -1,7 +1,10 @@
 """Peak memory of one attention layer's forward pass: chunks of queries against every head's whole score matrix.
 
-Each figure comes from a process of its own, as the rise of the peak above what the process held before the call:
-resident memory on a CPU (Linux), allocated memory on a GPU. The layer attends to all earlier positions.
+    python -m benchmarks.memory                                    # lengths up to 4096, 11 GB for whole matrices
+    python -m benchmarks.memory --measure chunked --length 8192    # one figure, in bytes
+
+Each figure comes from a process of its own, as the rise of peak resident memory (Linux; of allocated memory on a GPU)
+over what was in use before the call.
 """
 
 import argparse
@@ -12,58 +15,31 @@ from pathlib import Path
 import torch
 
 from dcformer import DCFormerConfig, DCFormerModel
+from dcformer.bench import measure
 
 
-try:
-    from . import common
-except ImportError:  # run as a file, not as a module of the package
-    import common
-
-
-# Whether the layer is asked for its weights, which are those of all queries and keys.
-_FORMS = {"chunked": False, "whole": True}
-_DIVISORS = (8, 4, 2, 1)
-_WARM_UP_LENGTH = 16
-_WANTED_RATIO = 8
-_KIBIBYTE, _MEBIBYTE = 2**10, 2**20
-
-
-def make_model(args: argparse.Namespace) -> DCFormerModel:
-    """One layer, of which only the attention is called; the rest is as small as can be."""
-    config = DCFormerConfig(
-        vocab_size=1,
-        hidden_size=args.heads * args.head_dim,
-        intermediate_size=1,
-        num_hidden_layers=1,
-        num_attention_heads=args.heads,
-        sliding_window=None,
-    )
-    torch.manual_seed(0)
-    return DCFormerModel(config).eval().to(args.device, common.DTYPES[args.dtype])
+_IS_WHOLE = {"chunked": False, "whole": True}  # whether the layer is asked for its weights
 
 
 @torch.no_grad()
-def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
-    """Bytes that one forward call of the layer needs at its peak, over those in use before it."""
-    model = make_model(args)
-    generator = torch.Generator(args.device).manual_seed(1)
+def peak_bytes(name: str, length: int, heads: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that a forward call of the layer needs at its peak, over those in use before it."""
+    sizes = {"hidden_size": heads * head_dim, "intermediate_size": 1, "num_hidden_layers": 1}
+    config = DCFormerConfig(vocab_size=1, num_attention_heads=heads, sliding_window=None, **sizes)
+    model = DCFormerModel(config).eval().to(device, dtype)
 
-    def random_states(positions):
-        shape = (1, positions, args.heads * args.head_dim)
-        return torch.randn(shape, generator=generator, device=args.device, dtype=common.DTYPES[args.dtype])
-
-    def attend(hidden_states):
-        position_ids = torch.arange(hidden_states.shape[1], device=args.device).unsqueeze(0)
+    def attend(hidden_states: torch.Tensor) -> None:
+        position_ids = torch.arange(hidden_states.shape[1], device=device).unsqueeze(0)
         positions = model.rotary_emb(hidden_states, position_ids)
-        return model.layers[0].self_attn(hidden_states, positions, output_attentions=_FORMS[form])
+        model.layers[0].self_attn(hidden_states, positions, output_attentions=_IS_WHOLE[name])
 
-    attend(random_states(_WARM_UP_LENGTH))  # libraries load and allocate at their first call
-    hidden_states = random_states(length)  # (batch, length, hidden)
-    if args.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(args.device)
-        before = torch.cuda.memory_allocated(args.device)
+    attend(torch.randn(1, 16, config.hidden_size, device=device, dtype=dtype))  # libraries load at their first call
+    hidden_states = torch.randn(1, length, config.hidden_size, device=device, dtype=dtype)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         attend(hidden_states)
-        return torch.cuda.max_memory_allocated(args.device) - before
+        return torch.cuda.max_memory_allocated(device) - before
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from what is resident now
     before = _process_status("VmRSS")
     attend(hidden_states)
@@ -73,55 +49,38 @@ def peak_bytes(form: str, length: int, args: argparse.Namespace) -> int:
 def _process_status(field: str) -> int:
     """One field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    kibibytes = next(line.split()[1] for line in lines if line.startswith(field + ":"))
-    return _KIBIBYTE * int(kibibytes)
-
-
-def peak_bytes_in_fresh_process(form: str, length: int) -> int:
-    """`peak_bytes` in a new process that got this one's arguments."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--measure", form, "--length", str(length)]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def show_peaks(peaks: dict[str, dict[int, int]]) -> None:
-    """Print both forms' peaks by length, whole and per token: the latter stays level where growth is linear."""
-    rows = []
-    for length, chunked in peaks["chunked"].items():
-        whole = peaks["whole"][length]
-        figures = (
-            f"{value:.0f}" for peak in (chunked, whole) for value in (peak / _MEBIBYTE, peak / _KIBIBYTE / length)
-        )
-        rows.append([str(length), *figures, f"{whole / chunked:.1f}"])
-    columns = ["length", "chunked MiB", "KiB / token", "whole MiB", "KiB / token", "ratio"]
-    common.show_table(columns, rows)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=4096, help="longest; its half, quarter and eighth come too")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--measure", choices=sorted(_FORMS), help="print this form's bytes at this length, only")
-    common.add_common_arguments(parser)
-    args = parser.parse_args()
-    if args.measure is None and args.length < _DIVISORS[0]:
-        parser.error(f"--length must be at least {_DIVISORS[0]}, got {args.length}")
-    return args
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=4096, help="longest; its half, quarter and eighth come too")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--measure", choices=sorted(_IS_WHOLE), help="print the bytes of this one at this length, only")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--dtype", choices=sorted(measure.DTYPES), default="float32")
+    parser.add_argument("--json", type=Path, help="file to write all figures to")
+    args = parser.parse_args()
     if args.measure is not None:
-        print(peak_bytes(args.measure, args.length, args))
+        shape = args.heads, args.head_dim, args.device, measure.DTYPES[args.dtype]
+        print(peak_bytes(args.measure, args.length, *shape))
         return
-    common.show_environment(args.device)
-    print(f"batch 1, hidden {args.heads * args.head_dim}, heads {args.heads}, head_dim {args.head_dim}, {args.dtype}")
-    lengths = [args.length // divisor for divisor in _DIVISORS]
-    peaks = {form: {length: peak_bytes_in_fresh_process(form, length) for length in lengths} for form in _FORMS}
-    show_peaks(peaks)
-    ratio = peaks["whole"][args.length] / peaks["chunked"][args.length]
-    print(f"Length {args.length}: {ratio:.1f} times less memory in chunks; wanted: at least {_WANTED_RATIO}")
-    common.write_json(args, {"peak bytes": peaks})
+    peaks: dict[str, dict[int, int]] = {name: {} for name in _IS_WHOLE}
+    command = [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:]]
+    for length in (args.length // 8, args.length // 4, args.length // 2, args.length):
+        for name, found in peaks.items():
+            own = [*command, "--measure", name, "--length", str(length)]
+            found[length] = int(subprocess.run(own, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    rows = []
+    for length, chunked in peaks["chunked"].items():
+        whole = peaks["whole"][length]
+        cells = [f"{value:.0f}" for peak in (chunked, whole) for value in (peak / 2**20, peak / 2**10 / length)]
+        rows.append([str(length), *cells, f"{whole / chunked:.1f}"])
+    measure.show_table(["length", "chunked MiB", "KiB / token", "whole MiB", "KiB / token", "ratio"], rows)
+    if args.json is not None:
+        content = {"environment": measure.environment(args.device), "arguments": vars(args), "figures": peaks}
+        measure.write_json(args.json, content)
 
 
 if __name__ == "__main__":

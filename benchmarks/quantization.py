@@ -1,20 +1,19 @@
-"""What quantised weights and quantised caches cost: loss per token against the same model in float32.
+"""Loss per token with quantised weights and quantised caches, against float32 ([figures](../docs/quantization.md)).
 
-    python -m benchmarks.quantization                                          # the bundled models, on head tasks
-    python -m benchmarks.quantization --train VALID.txt --text-file TEST.txt   # and small models, trained here on bytes
-    python -m benchmarks.quantization --model FOLDER --text-file TEST.txt      # a checkpoint and its tokenizer
+    python -m benchmarks.quantization --train valid.txt --text-file test.txt --json quantization.json
+    python -m benchmarks.quantization --json quantization_bundled.json           # the bundled models
+    python -m benchmarks.quantization --model CHECKPOINT --text-file test.txt    # your own
 
-Every method scores the same rows of tokens. The difference to float32 is taken row by row, and its interval over rows.
+With `--train`, a DCFormer and its Transformer++ twin are trained on the bytes of a text first, within minutes. Every
+method scores the same rows of tokens. The difference to float32 is taken row by row, and its interval over rows.
 """
 
 import argparse
-import functools
-import logging
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,72 +28,59 @@ from transformers import (
     TorchAoConfig,
 )
 
-from dcformer import DCFormerForCausalLM, pretrained_path
-from dcformer.common.optional import import_optional
-from dcformer.common.quiet import quiet_libraries
-from dcformer.head_tasks.suite import held_out_documents
-
-
-try:
-    from . import common, small_text_model
-except ImportError:  # run as a file, not as a module of the package
-    import common
-    import small_text_model
+from dcformer import DCFormerConfig, DCFormerForCausalLM, pretrained_path
+from dcformer.bench import measure as bench
+from dcformer.head_tasks import generate_documents
 
 
 FLOAT32 = "float32"
-# Tokens that go into a quantised cache at once, and that it keeps as they are before it quantises them: what
-# `generate()` takes unless told otherwise.
+BUNDLED = ("dcformer-tiny", "transformer-tiny")
+# Tokens that go into a quantised cache at once, and that it keeps as they are: the default of `generate()`.
 _RESIDUAL_LENGTH = 128
-_DOCUMENTS = 200
 _BATCH_SIZE = 16
 
 
-def _torchao() -> ModuleType:
-    missing = "The benchmark of quantisation needs torchao: pip install 'dcformer[quantization]'."
-    return import_optional("torchao.quantization", missing)
+def _torchao(name: str, **options: Any) -> TorchAoConfig:
+    from torchao import quantization
+
+    if "granularity" in options:
+        options["granularity"] = quantization.PerGroup(options["granularity"])
+    return TorchAoConfig(getattr(quantization, name)(**options))
 
 
-def _torchao_int4() -> TorchAoConfig:
-    torchao = _torchao()
-    return TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)))
-
-
-def _nf4() -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-
-
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 WEIGHTS: dict[str, Callable[[], Any]] = {
-    "torchao int8, weights": lambda: TorchAoConfig(_torchao().Int8WeightOnlyConfig()),
-    "torchao int8, weights and activations": lambda: TorchAoConfig(_torchao().Int8DynamicActivationInt8WeightConfig()),
-    "torchao int4, groups of 32": _torchao_int4,
-    "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
-    "bitsandbytes nf4": _nf4,
-    "quanto int8": lambda: QuantoConfig(weights="int8"),
-    "quanto int4": lambda: QuantoConfig(weights="int4"),
+    "torchao int8, weights": partial(_torchao, "Int8WeightOnlyConfig"),
+    "torchao int8, weights and activations": partial(_torchao, "Int8DynamicActivationInt8WeightConfig"),
+    "torchao int4, groups of 32": partial(_torchao, "IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=32),
+    "bitsandbytes int8": partial(BitsAndBytesConfig, load_in_8bit=True),
+    "bitsandbytes nf4": partial(BitsAndBytesConfig, **_NF4),
+    "quanto int8": partial(QuantoConfig, weights="int8"),
+    "quanto int4": partial(QuantoConfig, weights="int4"),
 }
 # Numbers of a row of weights that share a scale, where a method cannot take a row that is no multiple of it.
 _GROUPS = {"torchao int4, groups of 32": 32, "bitsandbytes nf4": 64}
-# Bits, numbers that share a scale, and the axis that has scales of its own: 0 is Transformers' choice, whose groups run
-# along rows and so mix keys with the weights of the composition behind them; with -1 every channel has its own.
+# Bits, and the axis that has scales of its own: 0 is Transformers' default, whose groups run along rows and so mix keys
+# with the weights of the composition behind them; with -1 every channel has its own.
 CACHES = {
-    "cache of 4 bits, groups in rows": (4, 64, 0),
-    "cache of 4 bits, groups in channels": (4, 64, -1),
-    "cache of 2 bits, groups in rows": (2, 64, 0),
-    "cache of 2 bits, groups in channels": (2, 64, -1),
+    f"cache of {bits} bits, groups in {place}": {
+        "nbits": bits,
+        "q_group_size": 64,
+        "axis_key": axis,
+        "axis_value": axis,
+    }
+    for bits in (4, 2)
+    for place, axis in (("rows", 0), ("channels", -1))
 }
 
 
 class Measured(NamedTuple):
-    """Loss per token in nats, its difference to float32, and half the width of the 95 % interval of that."""
+    """Loss per token in nats, its difference to float32, half the width of the 95 % interval of that, perplexity."""
 
     loss: float
     change: float
     interval: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss)
+    perplexity: float
 
 
 class Row(NamedTuple):
@@ -104,30 +90,27 @@ class Row(NamedTuple):
     counts: list[bool]
 
 
+@torch.no_grad()
 def row_losses(
     model: PreTrainedModel, rows: list[Row], new_cache: Callable[[], Cache] | None = None
 ) -> tuple[Tensor, Tensor]:
     """
-    Summed loss of every row and how many tokens it predicts.
+    Summed loss of every row and how many tokens it predicts: both (rows,), in float64.
 
-    Args:
-        model: In evaluation mode.
-        rows: Of two tokens at least; rows of the same length are batched.
-        new_cache: Makes the cache through which all but the last tokens of a row are read. None: no cache.
-
-    Returns:
-        Both (rows,), in float64.
+    With `new_cache`, rows are read in pieces, each of which sees those before it in that cache.
     """
-    losses, counts = torch.zeros(len(rows), dtype=torch.float64), torch.zeros(len(rows), dtype=torch.float64)
-    by_length: dict[int, list[int]] = {}
-    for number, row in enumerate(rows):
-        by_length.setdefault(len(row.token_ids), []).append(number)
-    for numbers in by_length.values():
+    losses, counts = torch.zeros(2, len(rows), dtype=torch.float64)
+    for length in sorted({len(row.token_ids) for row in rows}):
+        numbers = [number for number, row in enumerate(rows) if len(row.token_ids) == length]
         for start in range(0, len(numbers), _BATCH_SIZE):
             chosen = numbers[start : start + _BATCH_SIZE]
             token_ids = torch.tensor([rows[number].token_ids for number in chosen], device=model.device)
             scored = torch.tensor([rows[number].counts for number in chosen])[:, 1:]  # (batch, length - 1)
-            logits = _logits(model, token_ids, new_cache)
+            if new_cache is None:
+                logits = model(token_ids, use_cache=False).logits
+            else:
+                cache, pieces = new_cache(), token_ids.split(_RESIDUAL_LENGTH, dim=1)
+                logits = torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], 1)
             nats = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), token_ids[:, 1:], reduction="none"
             )
@@ -136,46 +119,36 @@ def row_losses(
     return losses, counts
 
 
-@torch.no_grad()
-def _logits(model: PreTrainedModel, token_ids: Tensor, new_cache: Callable[[], Cache] | None) -> Tensor:
-    """(batch, length, vocabulary); with a cache, read in pieces each of which sees those before it quantised."""
-    if new_cache is None:
-        return model(token_ids, use_cache=False).logits
-    cache = new_cache()
-    pieces = token_ids.split(_RESIDUAL_LENGTH, dim=1)
-    return torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], dim=1)
-
-
 def compare(losses: Tensor, base: Tensor, counts: Tensor) -> Measured:
-    """The mean loss per token of all rows, and what it is above that of `base`."""
+    """The mean loss per token of all rows, and how far it is above that of `base`."""
     difference = (losses - base) / counts
     weights = counts / counts.sum()
     change = float((weights * difference).sum())
-    # Of a mean over rows of about the same number of tokens
     spread = float((weights.square() * (difference - change).square()).sum().sqrt())
-    return Measured(float(losses.sum() / counts.sum()), change, 1.96 * spread)
+    loss = float(losses.sum() / counts.sum())
+    return Measured(loss, change, 1.96 * spread, math.exp(loss))
 
 
 def measure(folder: str | Path, rows: list[Row], device: torch.device) -> dict[str, Measured]:
     """Every method that the model allows, by name; float32 first."""
 
-    def load(**options: Any) -> PreTrainedModel:
-        with quiet_libraries():
-            return DCFormerForCausalLM.from_pretrained(folder, device_map=device, **options).eval()
+    def load(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+        return DCFormerForCausalLM.from_pretrained(folder, device_map=device, dtype=dtype, **options).eval()
 
-    model = load(dtype=torch.float32)
+    model = load()
     base, counts = row_losses(model, rows)
     found = {FLOAT32: compare(base, base, counts)}
     if "sliding_attention" not in model.config.layer_types:  # Transformers quantises no others
         for name, options in CACHES.items():
-            new_cache = functools.partial(_quantised_cache, model, *options)
+            options = {"residual_length": _RESIDUAL_LENGTH, **options}
+            new_cache = partial(QuantizedCache, "quanto", model.config, **options)
             found[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
-    found["bfloat16"] = compare(row_losses(load(dtype=torch.bfloat16), rows)[0], base, counts)
+    found["bfloat16"] = compare(row_losses(load(torch.bfloat16), rows)[0], base, counts)
     for name, make in WEIGHTS.items():
         if uneven := uneven_layers(model, name):
             print(f"Left out: {name}, since inputs of {', '.join(uneven)} are no multiple of {_GROUPS[name]}.")
             continue
-        quantised = load(dtype=torch.float32, quantization_config=make())
+        quantised = load(quantization_config=make())
         found[name] = compare(row_losses(quantised, rows)[0], base, counts)
     return found
 
@@ -187,31 +160,19 @@ def uneven_layers(model: PreTrainedModel, method: str) -> list[str]:
     return sorted({name for name, layer in linear if layer.in_features % group != 0})
 
 
-def _quantised_cache(model: PreTrainedModel, bits: int, group: int, axis: int) -> Cache:
-    return QuantizedCache(
-        "quanto",
-        model.config,
-        nbits=bits,
-        q_group_size=group,
-        axis_key=axis,
-        axis_value=axis,
-        residual_length=_RESIDUAL_LENGTH,
-    )
-
-
 def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
-    """The first `count` windows of `length` tokens; raises ValueError for a text that is shorter than one."""
-    windows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
-    if not windows:
+    """The first `count` windows of `length` tokens."""
+    if len(token_ids) < length:
         raise ValueError(f"The text has {len(token_ids)} tokens, fewer than one window; give --length below that.")
+    windows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
     return [Row(window, [True] * length) for window in windows[:count]]
 
 
-def head_task_rows(folder: str) -> list[Row]:
+def head_task_rows(folder: str, documents: int = 200) -> list[Row]:
     """Documents of the head tasks, of which the answers count: nothing else in them can be known."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = []
-    for document in held_out_documents(_DOCUMENTS):
+    for document in generate_documents(documents, 1234, "test", (8, 8)):
         encoded = tokenizer(document["text"], return_offsets_mapping=True)
         counts = [
             any(start < answer_end and answer_start < end for answer_start, answer_end in document["answers"])
@@ -221,65 +182,79 @@ def head_task_rows(folder: str) -> list[Row]:
     return rows
 
 
-def _trained(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, Path]]:
-    text = args.train.read_bytes()
-    for name, values in small_text_model.VARIANTS.items():
-        if not (folder / name).exists():
-            model = small_text_model.train(text, values, steps=args.steps)
-            with quiet_libraries():
-                model.save_pretrained(folder / name)
-        yield name, folder / name
+def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormerForCausalLM:
+    """Train a small model on 8 rows of bytes a step, by AdamW; the same call gives the same model."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "max_position_embeddings": 512, "sliding_window": None}
+    shape |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
+    model = DCFormerForCausalLM(DCFormerConfig(**{**shape, **values})).train()
+    token_ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        places = torch.randint(0, len(token_ids) - length, (8,), generator=generator)
+        rows = torch.stack([token_ids[place : place + length] for place in places])
+        model(rows, labels=rows, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return model.eval()
 
 
-def _sources(args: argparse.Namespace, folder: Path) -> Iterable[tuple[str, str | Path, list[Row]]]:
+def _rate(step: int, steps: int, warm_up: int = 50) -> float:
+    """Share of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
+
+
+def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str | Path, list[Row]]]:
     """Name, folder and rows of every model that is asked for."""
-    if args.model:
-        text = args.text_file.read_text(encoding="utf-8")
-        for name in args.model:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            yield name, name, text_rows(tokenizer(text)["input_ids"], args.length, args.windows)
-        return
-    for name in ("dcformer-tiny", "transformer-tiny"):
-        yield name, pretrained_path(name), head_task_rows(pretrained_path(name))
+    for name in args.model or ():
+        token_ids = AutoTokenizer.from_pretrained(name)(args.text_file.read_text(encoding="utf-8"))["input_ids"]
+        yield name, name, text_rows(token_ids, args.length, args.windows)
+    if not args.model and not args.train:
+        for name in BUNDLED:
+            yield name, pretrained_path(name), head_task_rows(pretrained_path(name))
     if args.train:
         rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
-        for name, trained in _trained(args, args.keep or folder):
-            yield name, trained, rows
-
-
-def show(name: str, found: dict[str, Measured]) -> None:
-    print(f"\n{name}")
-    common.show_table(
-        ["method", "loss", "change", "95 %", "perplexity"],
-        [
-            [method, f"{row.loss:.4f}", f"{row.change:+.4f}", f"± {row.interval:.4f}", f"{row.perplexity:.3f}"]
-            for method, row in found.items()
-        ],
-    )
+        for name, values in (
+            ("DCFormer++", {}),
+            ("Transformer++", {"compose_pre": False, "compose_post": False}),
+        ):
+            train(args.train.read_bytes(), args.steps, **values).save_pretrained(folder / name)
+            yield name, folder / name, rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_common_arguments(parser)
     parser.add_argument("--model", action="append", help="folder of a checkpoint with its tokenizer; may be repeated")
     parser.add_argument("--train", type=Path, help="text on whose bytes to train the two small models first")
     parser.add_argument("--text-file", type=Path, help="text to score, for --model and --train")
-    parser.add_argument("--steps", type=int, default=small_text_model.STEPS, help="training steps of --train")
-    parser.add_argument("--keep", type=Path, help="folder for the trained models; those in it are not trained again")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default 512)")
-    parser.add_argument("--windows", type=int, default=64, help="windows that are scored (default 64)")
+    parser.add_argument("--steps", type=int, default=400, help="training steps of --train (default: 400)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default: 512)")
+    parser.add_argument("--windows", type=int, default=64, help="windows that are scored (default: 64)")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--json", type=Path, help="file to write all figures to")
     args = parser.parse_args(arguments)
     if bool(args.model or args.train) != bool(args.text_file) or (args.model and args.train):
         parser.error("give --text-file together with either --model or --train")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every product that it casts
-    common.show_environment(args.device)
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, source, rows in _sources(args, Path(folder)):
+        for name, source, rows in sources(args, Path(folder)):
             found = measure(source, rows, args.device)
-            show(name, found)
-            figures[name] = {method: {**row._asdict(), "perplexity": row.perplexity} for method, row in found.items()}
-    common.write_json(args, figures)
+            cells = [
+                [method, f"{row.loss:.4f}", f"{row.change:+.4f}", f"± {row.interval:.4f}", f"{row.perplexity:.3f}"]
+                for method, row in found.items()
+            ]
+            bench.show_table([name, "loss", "change", "95 %", "perplexity"], cells)
+            figures[name] = {method: row._asdict() for method, row in found.items()}
+    if args.json is not None:
+        content = {"environment": bench.environment(args.device), "arguments": vars(args), "figures": figures}
+        bench.write_json(args.json, content)
 
 
 if __name__ == "__main__":

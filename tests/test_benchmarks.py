@@ -1,176 +1,150 @@
-"""The benchmarks' own parts: the peer that computes as the authors do, the operands, the turns and the tables."""
+"""The benchmarks' own parts: the decoder that computes as the authors do, cases, rows and bounds."""
 
-import dataclasses
-import itertools
 import json
-import math
+from pathlib import Path
 
 import pytest
 import torch
 from reference import composed_attention_reference
 from tiny_models import random_tokens, tiny_model
+from transformers import DynamicCache
 
-from benchmarks import attention, common, cpu_once, model, results
-from dcformer.bench import authors, operands
+from benchmarks import cpu, quantization, serving
+from benchmarks.authors_decoder import AuthorsDecoder
+from dcformer.bench import operands, roofline
+from dcformer.bench.measure import Timing
 
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return tiny_model("dcformer")
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("prompt", [1, 5, 24], ids="prompt_{}".format)
-@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunks"])
-def test_the_authors_formulation_has_our_logits_before_and_after_the_window_is_full(tiny, chunk, prompt):
-    token_ids = random_tokens(2, 24)
-    decoder = authors.AuthorsDecoder(tiny, 24, chunk)
+@pytest.mark.parametrize("variant", ["dcformer", "rank_1", "all_global"])
+def test_the_authors_decoder_has_our_logits_before_and_after_the_window_is_full(variant, prompt):
+    model, token_ids = tiny_model(variant), random_tokens(2, 24)
+    decoder = AuthorsDecoder(model, 24)
     cache = decoder.new_cache(batch=2)
     pieces = [token_ids[:, :prompt], *token_ids[:, prompt:].split(1, dim=1)]
-
     logits = torch.cat([decoder(piece, cache) for piece in pieces if piece.shape[1] > 0], dim=1)
-
     with torch.no_grad():
-        torch.testing.assert_close(logits, tiny(token_ids).logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("variant", ["rank_1", "all_global", "tanh_gelu"])
-def test_the_authors_formulation_follows_the_configuration(variant):
-    other = tiny_model(variant)
-    token_ids = random_tokens(1, 20)
-    decoder = authors.AuthorsDecoder(other, 20)
-
-    with torch.no_grad():
-        torch.testing.assert_close(decoder(token_ids, decoder.new_cache()), other(token_ids).logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("variant", ["all_branches", "query_wise", "grouped", "no_qk_norm_with_biases"])
-def test_the_authors_formulation_refuses_what_it_cannot_compute(variant):
-    with pytest.raises(ValueError, match="authors' formulation needs"):
-        authors.AuthorsDecoder(tiny_model(variant), 8)
-
-
-def test_the_authors_formulation_says_what_its_cache_cannot_take(tiny):
-    decoder = authors.AuthorsDecoder(tiny, 8)
-    cache = decoder.new_cache()
-    decoder(random_tokens(1, 7), cache)
-    with pytest.raises(ValueError, match="Only single tokens"):
-        decoder(random_tokens(1, 2), cache)
-    decoder(random_tokens(1, 1), cache)
-    with pytest.raises(ValueError, match="more than the cache's 8"):
-        decoder(random_tokens(1, 1), cache)
+        torch.testing.assert_close(logits, model(token_ids).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 9], ids=["causal", "window"])
-def test_the_forms_of_the_operator_that_are_compared_agree(window):
-    of = operands.prompt_operands(4, 8, 40, CPU, torch.float32)
+def test_what_is_compared_composes_alike_and_sdpa_does_not(window):
+    of = operands.prompt_operands(4, 8, 140, CPU, torch.float32)  # more than a chunk of the authors' formulation
     expected = composed_attention_reference(*of[:5], sliding_window=window)
-    mask = attention.visible(40, window, CPU)
-
-    calls = attention.forward_calls(of, window)
-    calls["authors, whole"] = lambda: authors.attend_pairs(*of.states, of.peer, mask, 8**-0.5)
-    calls["authors, chunks"] = lambda: authors.attend_in_chunks(*of.states, of.peer, mask, 8**-0.5, window, chunk=16)
-
-    plain = calls.pop("sdpa")()
-    for call in calls.values():
-        torch.testing.assert_close(call(), expected, atol=1e-5, rtol=0)
-    assert (plain - expected).abs().max() > 0.1  # the factors compose strongly enough for the comparison to mean much
+    outputs = {name: entry.make(of, window, None)() for name, entry in cpu.composing_and_plain(window).items()}
+    for name in ("composed", "authors"):
+        torch.testing.assert_close(outputs[name], expected, atol=1e-5, rtol=0)
+    assert (outputs["sdpa"] - expected).abs().max() > 0.1  # the factors compose strongly enough to tell
 
 
-def test_gradients_of_all_operands_are_timed_and_agree():
-    of = operands.prompt_operands(4, 8, 40, CPU, torch.float32)
-    gradients = {name: call() for name, call in attention.training_calls(of).items()}
-
-    assert len(gradients["composed"]) == 3 + 4
-    for ours, theirs in zip(gradients["composed"][:3], gradients["authors"][:3]):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-def test_the_step_reads_factors_from_rows_of_a_cache():
-    of = operands.step_operands(4, 8, 40, CPU, torch.float32)
-
-    key_factors = [of.pre.key.factors, of.post.key.factors]
-    assert {factor.untyped_storage().data_ptr() for factor in key_factors} == {
-        of.key.untyped_storage().data_ptr(),
-        of.value.untyped_storage().data_ptr(),
-    }
-    expected = composed_attention_reference(*of[:5])
-    torch.testing.assert_close(attention.step_calls(of)["composed"](), expected, atol=1e-5, rtol=0)
+def test_rows_compare_with_targets_and_bounds_and_become_markdown():
+    report = cpu.Report(cpu.Options(threads=(1,)))
+    timings = {"ours": Timing(0.003, 0.004, 0.003, 0.003, 3), "peer": Timing(0.002, 0.002, 0.002, 0.002, 3)}
+    report.compare("decode", "shape", 1, timings, "ours", [cpu.Peer("peer", 1.2, {"reading": 0.0025})])
+    report.compare("decode", "shape", 1, timings, "ours", [cpu.Peer("peer", 0.6)], is_speed=True)
+    time, speed = report.rows
+    assert (time["ratio"], time["median"]) == (1.5, 2.0) and time["bounds"]["reading"] == 1.25 and not cpu.is_met(time)
+    assert speed["ratio"] == pytest.approx(2 / 3) and cpu.is_met(speed)
+    text = cpu.markdown({"environment": {"torch": "2"}, "rates": {}, "rows": report.rows, "times": report.times})
+    assert "| decode: shape: time / peer | 1 | 1.50 | <= 1.2 | no | 1.25 reading | 2.00 | 1.50 |" in text
 
 
-def test_turns_alternate_at_the_threads_asked_for_and_leave_them_as_they_were():
-    before, seen = torch.get_num_threads(), []
-    ticks = itertools.count()
-
-    def case(name, threads):
-        def call(prepared):
-            seen.append((name, torch.get_num_threads(), prepared))
-
-        return common.Case(call, prepare=lambda: next(ticks), threads=threads, calls=4)
-
-    timings = common.interleave({"one": case("one", 1), "two": case("two", 2)}, repeats=3, device=CPU)
-
-    assert torch.get_num_threads() == before
-    assert [name for name, *_ in seen[-6:]] == ["one", "two"] * 3
-    assert {(name, threads) for name, threads, _ in seen} == {("one", 1), ("two", 2)}
-    assert len({prepared for *_, prepared in seen}) == len(seen)  # each call has preparations of its own
-    assert timings["one"].minimum <= timings["one"].median
+def test_the_recorded_figures_can_be_shown():
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text(encoding="utf-8"))
+    assert cpu.markdown(content).count("\n| ") > 72
 
 
-def test_decoding_starts_from_the_same_cache_in_every_turn(tiny):
-    shape = model.Shape(heads=2, hidden=16, intermediate=16, layers=2, prompt=12, steps=3, window=4)
-    models = model.make_models(shape, CPU, torch.float32)
-    token_ids = model.random_tokens(shape, CPU)
-
-    for kind in ("dynamic", "static"):
-        cases = model.decode_cases(models, shape, token_ids, kind)
-        assert set(cases) == {*models, model.AUTHORS}
-        for case in cases.values():
-            first, second = case.prepare(), case.prepare()
-            case.call(first)
-            assert _tokens_in(second) == shape.prompt
-            assert _tokens_in(first) == shape.prompt + shape.steps
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_decoding_case_starts_after_the_prompt_every_time(kind, monkeypatch):
+    monkeypatch.setattr(cpu, "PROMPT", 12)
+    monkeypatch.setattr(cpu, "STEPS", 3)
+    monkeypatch.setattr(cpu, "VOCABULARY", 50)
+    case = cpu.decode_case(tiny_model("dcformer"), kind)
+    first, second = case.prepare(), case.prepare()
+    case.call(first)
+    assert [int(cache.get_seq_length(1)) for cache in (first, second)] == [15, 12]
 
 
-def _tokens_in(cache) -> int:
-    return cache.length if isinstance(cache, authors.Cache) else int(cache.get_seq_length(1))
+def rows() -> list[quantization.Row]:
+    tokens = [random_tokens(1, length, seed=length)[0].tolist() for length in (140, 9, 140, 2)]
+    return [quantization.Row(row, [True] * len(row)) for row in tokens]
 
 
-def test_graphs_are_counted_per_length_or_once_for_all():
-    layer = _Doubling()
-    assert cpu_once.count_graphs(layer, (3, 4, 5), dynamic=None) == (2, None)
-    assert cpu_once.count_graphs(layer, (3, 4, 5), dynamic=True) == (1, None)
+def test_losses_are_summed_by_row_and_read_through_a_cache_alike():
+    model = tiny_model("all_global", max_position_embeddings=256).double()
+    losses, counts = quantization.row_losses(model, rows())
+    assert counts.tolist() == [139, 8, 139, 1]
+    for row, loss, count in zip(rows(), losses, counts):
+        tokens = torch.tensor([row.token_ids])
+        expected = model(tokens, labels=tokens).loss.detach()
+        torch.testing.assert_close((loss / count).float(), expected, atol=1e-5, rtol=0)
+    cached, _ = quantization.row_losses(model, rows(), lambda: DynamicCache(config=model.config))
+    torch.testing.assert_close(cached, losses, atol=1e-4, rtol=0)  # float32 in the loss
 
 
-class _Doubling(torch.nn.Module):
-    def forward(self, token_ids, use_cache):
-        return token_ids * 2
+def test_a_change_is_weighted_by_tokens_with_the_interval_of_its_rows():
+    counts = torch.tensor([10.0, 30.0]).double()
+    found = quantization.compare(torch.tensor([12.0, 33.0]).double(), torch.tensor([10.0, 30.0]).double(), counts)
+    assert found.loss == pytest.approx(45 / 40) and found.change == pytest.approx(5 / 40) and found.interval > 0
 
 
-ROW = results.Row("decode", "shape", "time / authors", 2, 1.2, 1.3, 1.1, target=1.0, bounds={"reading": 0.9})
+def test_a_method_is_measured_against_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "WEIGHTS", {"quanto int4": quantization.WEIGHTS["quanto int4"]})
+    tiny_model("all_global", hidden_size=128, head_dim=16, max_position_embeddings=256).save_pretrained(tmp_path)
+    found = quantization.measure(tmp_path, rows()[::2], CPU)
+    assert list(found) == ["float32", *quantization.CACHES, "bfloat16", "quanto int4"]
+    assert found["float32"].change == 0 and all(found[name].change != 0 for name in found if name != "float32")
 
 
-def test_a_target_is_met_at_most_or_at_least():
-    assert ROW.is_met is False
-    assert dataclasses.replace(ROW, ratio=0.9).is_met is True
-    assert dataclasses.replace(ROW, more_is_better=True).is_met is True
-    assert dataclasses.replace(ROW, target=None).is_met is None
+def test_the_page_shows_the_recorded_figures_of_quantisation():
+    file = ROOT / "benchmarks" / "results" / "quantization.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    for method in recorded["DCFormer++"].keys() - {"float32"}:
+        cells = []
+        for methods in (recorded["DCFormer++"], recorded["Transformer++"]):
+            percent = round(100 * (methods[method]["perplexity"] / methods["float32"]["perplexity"] - 1), 1) + 0.0
+            cells += [f"{methods[method]['change']:+.4f} ± {methods[method]['interval']:.4f}", f"{percent:+.1f} %"]
+        assert f"| {method} | {' | '.join(cells)} |" in page
 
 
-def test_results_survive_json_and_become_markdown():
-    timing = common.Timing(0.001, 0.002, 0.0015, 0.0025)
-    rates = {"flops": 2e11, "memory_bytes": 2e10, "cache_bytes": 1e11, "read_bytes": 1e10}
-    without_median = results.Row("graphs", "ten", "graphs", 0, 2, math.nan, math.nan, target=2)
-    findings = results.Findings(
-        [results.Time("decode", "shape", "ours", 2, timing)], [ROW, without_median], {"float32": rates}
+REQUESTS = [serving.Request(random_tokens(1, length, seed=length)[0].tolist(), length % 5 + 2) for length in (3, 9, 5)]
+
+
+def test_padded_batches_write_what_single_prompts_get_and_other_tokens_are_not_timed(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    args = serving.parse_arguments(["--threads", "1", "--concurrency", "3"])
+    single, padded = (
+        serving.make_engine(kind, str(tmp_path), args)(REQUESTS) for kind in (serving.ONE_BY_ONE, serving.PADDED)
     )
+    assert padded == single and [len(answer) for answer in single] == [request.answer for request in REQUESTS]
+    expected = serving.greedy_steps(str(tmp_path), [REQUESTS[0].prompt], args)
+    assert [step.token for step in expected[0]][: REQUESTS[0].answer] == single[0]
+    serving.check_tokens("vLLM", [[step.token for step in expected[0]]], expected, 1e-3)
+    with pytest.raises(RuntimeError, match="nothing was timed"):
+        serving.check_tokens("vLLM", [[step.second for step in expected[0]]], expected, 0.0)
 
-    content = json.loads(json.dumps({"environment": {"torch": "2"}, **results.to_json(findings)}))
-    text = results.to_markdown(content)
 
-    assert "| decode: shape: time / authors | 2 | 1.20 | <= 1 | no | 0.90 reading | 1.30 | 1.10 |" in text
-    assert "| graphs: ten: graphs |  | 2.00 | <= 2 | yes |  |  |  |" in text
-    assert "| shape | ours | 2 | 1.00 | 2.00 | 1.50 |" in text
-    assert "200 Gflop/s" in text
+@pytest.mark.parametrize(
+    "tokens, margin, place",
+    [([4, 5], 0.5, None), ([4, 6], 0.5, 1), ([4, 6], 1e-4, None), ([4, 7], 1e-4, 1)],
+    ids=["equal", "other", "tie", "no_tie_of_a_third"],
+)
+def test_texts_may_part_only_where_two_tokens_are_equally_likely(tokens, margin, place):
+    steps = [serving.Step(4, 9, 0.5), serving.Step(5, 6, margin)]
+    assert serving.first_difference(steps, tokens, 1e-3) == place
+
+
+def test_bounds_of_serving_count_products_or_weights_read_in_every_step():
+    requests = [serving.Request([1] * 10, 5), serving.Request([1] * 20, 15)]
+    slow_memory = roofline.Rates(flops=1e12, memory_bytes=1.0, cache_bytes=1.0, read_bytes=4e3)
+    slow_products = slow_memory._replace(flops=1e3, read_bytes=1e12)
+    steps = {serving.ONE_BY_ONE: 20, serving.PADDED: 15, serving.VLLM: 15}
+    tokens = {serving.ONE_BY_ONE: 50, serving.PADDED: 2 * 35, serving.VLLM: 50}
+    for kind in steps:
+        assert serving.bound(kind, requests, 2, 1000, 4, slow_memory) == pytest.approx(steps[kind])
+        assert serving.bound(kind, requests, 2, 1000, 4, slow_products) == pytest.approx(2 * tokens[kind])

@@ -1,1 +1,1 @@
-"""Benchmarks of the operator and of whole models: `dcformer bench`, or `python -m dcformer.bench` without extras."""
+"""Benchmarks of the operator and of whole models: `dcformer bench`."""

@@ -1,97 +1,114 @@
-"""One run of the benchmarks: which part, on which device, and what becomes of its rows."""
+"""`dcformer bench`: which part, on which device, and where its rows go."""
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .. import public  # noqa: F401  # registers the models, and all forms of the operator
+from .. import public as public  # registers the models and all implementations of the operator
+from ..common.plotting import check_plot_path
 from ..dcmha import ComposeSide, ComposeWeights, Visibility, explain_choice, implementations
-from . import attention, decode, model, train
-from .context import Context
-from .machine import DTYPES, chosen_device, device_name
-from .options import Options
-from .report import Report, default_path
-from .timing import Budget, Timer
+from ..loading import choose_device
+from . import attention, models, paper
+from .measure import DTYPES, Run, device_name
 
 
-_QUICK_SECONDS_PER_ROW = 0.02
-_BENCHMARKS: dict[str, Callable[[Context], None]] = {
+def _model(run: Run) -> None:
+    paper.table_2(run)
+    models.passes(run, trains=False)
+
+
+BENCHMARKS: dict[str, Callable[[Run], None]] = {
     "attention": attention.run,
-    "decode": decode.run,
-    "train": train.run,
-    "model": model.run,
+    "decode": models.decode,
+    "train": models.train,
+    "model": _model,
 }
 
 
-def run_command(options: Options) -> int:
+def run_benchmark(
+    what: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    quick: bool = False,
+    seconds: float = 300.0,
+    json: Path | None = None,
+    plot: Path | None = None,
+    compile: bool | None = None,
+) -> int:
     """
-    Do what the options say, print it, and write it to files.
+    Measure, print tables, write JSON and draw.
+
+    Args:
+        what (`str`): "attention", "decode", "train" or "model".
+        device, dtype (`str`, *optional*): The first GPU in bfloat16 if there is one, else the CPU in float32.
+        quick (`bool`): Tiny sizes.
+        seconds (`float`): No further measurement begins after these.
+        json, plot (`Path`, *optional*): Files, by default `gpu-WHAT-DEVICE.json` in benchmarks/results or here.
+        compile (`bool`, *optional*): Include what needs torch.compile; on GPUs by default.
 
     Returns:
-        `int`: the exit status: 1 if something computed wrong values or broke off, else 0.
-
-    Raises:
-        ValueError: if there is no such device or number type.
+        `int`: exit status: 1 if something computed wrong values or raised, else 0.
     """
-    device = chosen_device(options.device)
-    dtype = _dtype(options.dtype, device)
-    if options.explain:
-        for line in _explained(options, device, dtype):
-            print(line)
-        return 0
-    settings = {name: value for name, value in dataclasses.asdict(options).items() if value is not None}
-    report = Report(str(options.what), device, settings | {"dtype": str(dtype).removeprefix("torch.")})
-    compiles = device.type == "cuda" if options.compile is None else options.compile
-    timer = Timer(device, **({"seconds": _QUICK_SECONDS_PER_ROW} if options.quick else {}))
-    context = Context(device, dtype, options.quick, compiles, report, timer, Budget(options.seconds))
-    print(f"{options.what} on {device_name(device)}, torch {torch.__version__}, {report.settings['dtype']}", flush=True)
-    _BENCHMARKS[str(options.what)](context)
-    report.show()
-    _write(report, options)
-    return 1 if report.has_failed else 0
-
-
-def _write(report: Report, options: Options) -> None:
-    path = options.json or default_path(report.command, report.device, options.quick)
-    report.write(path)
-    print(f"All figures are in {path}.")
-    plot: Path = options.plot or path.with_suffix(".png")
-    missing = report.plot(plot)
-    print(missing or f"The picture is {plot}.")
-    failed = [f"{row.group}: {row.name}" for row in report.rows if row.has_failed]
+    place = choose_device(device)
+    name = dtype or ("bfloat16" if place.type == "cuda" else "float32")
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(place).lower()).strip("-")
+    folder = Path("benchmarks", "results") if Path("benchmarks", "results").is_dir() else Path()
+    path = json or folder / f"gpu-{what}-{slug}{'-quick' if quick else ''}.json"
+    picture = check_plot_path(plot or path.with_suffix(".png"))
+    compiles = place.type == "cuda" if compile is None else compile
+    run = Run(what, place, DTYPES[name], is_quick=quick, compiles=compiles, seconds=seconds)
+    print(f"{what} on {device_name(place)}, torch {torch.__version__}, {name}", flush=True)
+    BENCHMARKS[what](run)
+    if not compiles:
+        run.note("Nothing was compiled; --compile does that.")
+    run.show()
+    run.write(path)
+    run.plot(picture)
+    print(f"All figures are in {path}, the picture is {picture}.")
+    failed = [f"{row.group}: {row.name}" for row in run.rows if row.has_failed]
     if failed:
-        print(f"{len(failed)} of {len(report.rows)} rows failed, the first is {failed[0]!r}.")
+        print(f"{len(failed)} of {len(run.rows)} rows failed, the first is {failed[0]!r}.")
+    return 1 if failed else 0
 
 
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
-    return DTYPES[name]
-
-
-def _explained(options: Options, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What each implementation says of a shape, and which is chosen; the kernels are compared with the plain form."""
-    heads, queries, keys = options.heads, options.queries, options.keys or options.queries
-    shapes = [(heads, queries), *[(options.key_value_heads or heads, keys)] * 2]
-    states = [torch.zeros(1, *shape, options.channels, dtype=dtype, device=device) for shape in shapes]
-    sides = [
-        ComposeSide(
-            factors=torch.zeros(1, heads, length, 5, dtype=dtype, device=device).requires_grad_(options.gradient)
-        )
+def explain(
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    heads: int = 32,
+    key_value_heads: int | None = None,
+    channels: int = 128,
+    queries: int = 4096,
+    keys: int | None = None,
+    window: int | None = None,
+    gradient: bool = False,
+) -> dict[str, str]:
+    """Name every implementation of the operator, whether it is chosen for a shape, and why not."""
+    place = choose_device(device)
+    options: dict[str, Any] = {
+        "dtype": DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")],
+        "device": place,
+    }
+    keys = keys or queries
+    shapes = [(heads, queries), *[(key_value_heads or heads, keys)] * 2]
+    states = [torch.zeros(1, *shape, channels, **options) for shape in shapes]
+    query_side, key_side = (
+        ComposeSide(factors=torch.zeros(1, heads, length, 5, **options).requires_grad_(gradient))
         for length in (queries, keys)
-    ]
-    arguments = (*states, ComposeWeights(*sides), ComposeWeights(*sides))
-    mask = Visibility(queries, keys, sliding_window=options.window)
+    )
+    weights = ComposeWeights(query_side, key_side)
+    arguments: list[Any] = [*states, weights, weights]
+    mask = Visibility(queries, keys, sliding_window=window)
     tried = dict(explain_choice(*arguments, attention_mask=mask))
-    lines = []
+    found = {}
     for name, implementation in implementations().items():
         reason = tried.get(name) or implementation.supports(*arguments, mask=mask, dropout=0.0)
-        chosen = name in tried and tried[name] is None
-        lines.append(f"{name}: {'is chosen' if chosen else reason or 'can run if it is named'}")
-    return lines
+        is_chosen = name in tried and tried[name] is None
+        found[name] = "is chosen" if is_chosen else reason or "can run if it is named"
+    return found

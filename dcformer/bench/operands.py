@@ -1,12 +1,9 @@
-"""What a DCFormer's attention hands to the operator: queries, keys, values and factors, as they lie in memory there.
+"""Operands of composed attention as a model's attention hands them over, laid out in memory as there.
 
-The operands are caught in a model of one layer, by an implementation of the operator that only takes them down. So they
-lie in memory as in a model, whatever that layout is: factors of a prompt as the projections leave them, and those of a
-decoding step as views of the cache's rows.
+They are caught in a model of one layer by an implementation of the operator that only takes them down: factors of a
+prompt as the projections leave them, those of a decoding step as views of the cache's rows.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,51 +11,85 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import ComposeWeights, composed_attention, register_implementation
+from ..dcmha import ComposeWeights, Visibility, composed_attention, register_implementation
+from ..dcmha_factors import map_tensors
 from ..modeling_dcformer import DCFormerForCausalLM
 from . import authors
 
 
-# Beside the implementations that compute something, once operands have been taken down.
-NAME = "take_down"
+CATCHER = "take_down"  # the implementation that catches operands
 
 
 class Operands(NamedTuple):
-    """
-    Operands of one call of `composed_attention`.
+    """Operands of one call of `composed_attention`."""
 
-    Args:
-        query (`Tensor`): (batch, heads, queries, channels).
-        key, value (`Tensor`): (batch, heads, keys, channels).
-        pre, post (`ComposeWeights`, *optional*): Factors of both sides, of rank 2 with gates, or some of them.
-        peer (`authors.Factors`, *optional*): A prompt's factors for the authors' formulation.
-    """
-
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, queries, channels)
+    key: Tensor  # (batch, heads, keys, channels)
     value: Tensor
     pre: ComposeWeights | None
     post: ComposeWeights | None
-    peer: authors.Factors | None = None
+    peer: authors.Factors | None = None  # a prompt's factors as the authors' formulation holds them
 
     def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
 
     @property
-    def states(self) -> list[Tensor]:
-        return [self.query, self.key, self.value]
+    def states(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
 
     @property
     def factors(self) -> list[Tensor]:
-        """Of both sides, those that there are."""
-        sides = [side for stage in (self.pre, self.post) if stage is not None for side in (stage.query, stage.key)]
-        return [side.factors for side in sides if side is not None]
+        """All tensors of both compositions."""
+        found: list[Tensor] = []
+        for weights in (self.pre, self.post):
+            map_tensors(weights, lambda tensor, _: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return found
+
+    def leaves(self, dtype: torch.dtype | None = None) -> "Operands":
+        """The same numbers, laid out alike, that require gradients; in another dtype if one is given."""
+
+        def leaf(tensor: Tensor, _: str = "") -> Tensor:
+            return tensor.detach().to(dtype or tensor.dtype).requires_grad_()
+
+        pre, post = (map_tensors(weights, leaf) for weights in (self.pre, self.post))
+        peer = None if self.peer is None else authors.Factors(*map(leaf, self.peer))
+        query, key, value = map(leaf, self.states)
+        return Operands(query, key, value, pre, post, peer)
 
 
-def one_layer(
-    heads: int, head_dim: int, device: torch.device, dtype: torch.dtype, **values: Any
-) -> DCFormerForCausalLM:
-    """A model of which only the attention is of use; factors are as large as in a trained one, so that they matter."""
+@torch.no_grad()
+def prompt_operands(
+    heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype, batch: int = 1
+) -> Operands:
+    """Operands of a prompt of random hidden states, read at once."""
+    model = _one_layer(heads, head_dim, length, device, dtype)
+    taken = _catch(model, inputs_embeds=_hidden_states(model, batch, length), use_cache=False)
+    return taken._replace(peer=authors.Factors.of(taken.pre, taken.post))
+
+
+@torch.no_grad()
+def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dtype: torch.dtype) -> Operands:
+    """Operands of a decoding step that sees `keys` keys, its own included, in a dynamic cache."""
+    model = _one_layer(heads, head_dim, keys, device, dtype)
+    hidden_states = _hidden_states(model, 1, keys)
+    cache = DynamicCache(config=model.config)
+    model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
+    return _catch(model, inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
+
+
+def packed_documents(length: int, document: int, device: torch.device) -> Visibility:
+    """A row of documents of `document` tokens that do not see each other; the last one may be shorter."""
+    return Visibility(length, length, sequence_ids=(torch.arange(length, device=device) // document)[None])
+
+
+def visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """(query, key) boolean, True for the keys that causality and the window leave."""
+    age = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (age >= 0) & (age < (window or length))
+
+
+def _one_layer(heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype) -> DCFormerForCausalLM:
+    """A model whose factors are as large as in a trained one, so that errors in them show."""
     config = DCFormerConfig(
         vocab_size=1,
         hidden_size=heads * head_dim,
@@ -66,44 +97,19 @@ def one_layer(
         num_hidden_layers=1,
         num_attention_heads=heads,
         sliding_window=None,
+        max_position_embeddings=length,
         bos_token_id=None,
         eos_token_id=None,
-        **values,
     )
     torch.manual_seed(0)
     with device:
         model = DCFormerForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("low_rank_weight"):
-                parameter.normal_(std=parameter.shape[2] ** -0.5)
-            elif name.endswith("gate_weight"):
-                parameter.normal_(std=0.1 * parameter.shape[0] ** -0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith("low_rank_weight"):
+            parameter.normal_(std=parameter.shape[2] ** -0.5)
+        elif name.endswith("gate_weight"):
+            parameter.normal_(std=0.1 * parameter.shape[0] ** -0.5)
     return model.to(device, dtype)
-
-
-@torch.no_grad()
-def prompt_operands(
-    heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype, batch: int = 1
-) -> Operands:
-    """As for a prompt of random hidden states that is read at once."""
-    model = one_layer(heads, head_dim, device, dtype, max_position_embeddings=length)
-    hidden_states = _hidden_states(model, batch, length)
-    with _taking_down(model) as taken:
-        model(inputs_embeds=hidden_states, use_cache=False)
-    return Operands(*taken)._replace(peer=authors.Factors.of(*taken[3:]))
-
-
-@torch.no_grad()
-def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dtype: torch.dtype) -> Operands:
-    """As for one decoding step that sees `keys` keys, its own included, with a dynamic cache."""
-    model = one_layer(heads, head_dim, device, dtype, max_position_embeddings=keys)
-    hidden_states = _hidden_states(model, 1, keys)
-    cache = DynamicCache(config=model.config)
-    model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
-    with _taking_down(model) as taken:
-        model(inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
-    return Operands(*taken)
 
 
 def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tensor:
@@ -111,17 +117,15 @@ def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tenso
     return torch.randn(batch, length, model.config.hidden_size, generator=generator).to(model.device, model.dtype)
 
 
-@contextlib.contextmanager
-def _taking_down(model: DCFormerForCausalLM) -> Iterator[list]:
-    """The list into which the model's next call puts its operands."""
-    taken: list = []
+def _catch(model: DCFormerForCausalLM, **inputs: Any) -> Operands:
+    """Call a model and return the operands of its attention."""
+    taken: list[Operands] = []
 
-    def take_down(query: Tensor, key: Tensor, value: Tensor, *factors: Any, **options: Any) -> Tensor:
-        taken.extend((query, key, value, *factors))
+    def take_down(query: Tensor, key: Tensor, value: Tensor, pre: Any, post: Any, **options: Any) -> Tensor:
+        taken.append(Operands(query, key, value, pre, post))
         return query.new_zeros(*query.shape[:3], value.shape[3])
 
-    register_implementation(NAME, take_down)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(f"dcmha_{NAME}")
-    yield taken
-    model.set_attn_implementation(before)
+    register_implementation(CATCHER, take_down)
+    model.set_attn_implementation(f"dcmha_{CATCHER}")
+    model(**inputs)
+    return taken[0]

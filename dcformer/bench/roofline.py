@@ -1,9 +1,7 @@
-"""What composed attention costs at the very least: operations and bytes from its shape, rates from the machine.
+"""The least that composed attention costs: operations and bytes from its shape, rates from the machine.
 
-Three bounds, none of which counts the softmax:
-- fused: every operation at the rate of a matrix product, or every input and output moved once, whichever is longer;
-- pass by pass, in cache: the two matrix products, then each term of equation 7 sweeping scores that stay in the cache;
-- pass by pass, in memory: the same with scores that do not, as when every head's scores are computed whole.
+Two bounds, neither of which counts the softmax: *fused* takes every operation at the rate of a matrix product; *by
+passes*, each term of equation 7 sweeps over scores that stay in the cache.
 """
 
 from collections.abc import Callable
@@ -14,23 +12,22 @@ import torch
 from ..training.throughput import visible_pairs
 
 
-# Large enough for each kind of device to reach its rate, of which a GPU needs more.
+# Large enough for each kind of device to reach its rate.
 _MATMUL_SIZES = {"cpu": 2**11, "cuda": 2**13}
 _MEMORY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 _CACHE_BYTES = {"cpu": 2**21, "cuda": 2**24}
 
 
 class Work(NamedTuple):
-    """Totals of one forward pass."""
+    """Totals of one forward pass: operations of matrix products and of compositions, bytes that passes sweep over."""
 
     matmul_flops: float
     compose_flops: float
     pass_bytes: float
-    compulsory_bytes: float
 
 
 class Rates(NamedTuple):
-    """What the machine does per second."""
+    """Rates of the machine, per second."""
 
     flops: float
     memory_bytes: float
@@ -39,45 +36,33 @@ class Rates(NamedTuple):
 
 
 def forward_work(
-    *, batch: int, heads: int, length: int, head_dim: int, rank: int, itemsize: int, sliding_window: int | None
+    heads: int, head_dim: int, length: int, window: int | None = None, *, batch: int = 1, rank: int = 2
 ) -> Work:
     """
-    Operations and bytes of scores, both compositions and values.
+    Count scores, both compositions and values.
 
-    Per stage and score, 2 sides x rank maps are summed over the heads (a read each) and spread over them again (a read
-    and a write each), and the gates scale it (a read and a write): 4 rank + 1 passes. Scores are float32 or wider.
+    For each composition and score, 2 sides x rank maps are summed over the heads (a read each) and spread over them
+    again (a read and a write each), and two gates scale it (a read and a write). Scores are float32.
     """
-    scores = batch * heads * visible_pairs(length, sliding_window)
+    scores = batch * heads * visible_pairs(length, window)
     reads, read_writes = 2 * rank, 2 * rank + 1
-    weights = 2 * 2 * (2 * rank + 1) * batch * heads * length
     return Work(
         matmul_flops=2 * 2 * scores * head_dim,
         compose_flops=2 * scores * (2 * (reads + read_writes - 1) + 2),
-        pass_bytes=2 * scores * (reads + 2 * read_writes) * max(itemsize, 4),
-        compulsory_bytes=(4 * batch * heads * length * head_dim + weights) * itemsize,
+        pass_bytes=2 * scores * (reads + 2 * read_writes) * 4,
     )
 
 
 def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """What to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    def copy(size: int) -> Callable[[], object]:
-        source = random(size // 4)
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
+    """Calls to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
     size, memory = _MATMUL_SIZES[device.type], _MEMORY_BYTES[device.type]
-    matrix = random(memory // 4 // size, size)
-    vector = random(size)
-    left, right = (random(size, size, dtype=dtype) for _ in range(2))
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    matrix, vector = torch.randn(memory // 4 // size, size, device=device), torch.randn(size, device=device)
+    in_memory, in_cache = (torch.randn(2, bytes // 4, device=device) for bytes in (memory, _CACHE_BYTES[device.type]))
     return {
         "matrix product": lambda: left @ right,
-        "copy in memory": copy(memory),
-        "copy in cache": copy(_CACHE_BYTES[device.type]),
+        "copy in memory": lambda: in_memory[0].copy_(in_memory[1]),
+        "copy in cache": lambda: in_cache[0].copy_(in_cache[1]),
         "reading": lambda: matrix @ vector,
     }
 
@@ -93,17 +78,6 @@ def measured_rates(seconds: dict[str, float], device: torch.device) -> Rates:
     )
 
 
-def bounds(work: Work, rates: Rates) -> dict[str, float]:
-    """Seconds below which each form cannot come."""
-    matmul = work.matmul_flops / rates.flops
-    operations = (work.matmul_flops + work.compose_flops) / rates.flops
-    return {
-        "fused": max(operations, work.compulsory_bytes / rates.memory_bytes),
-        "pass by pass, in cache": matmul + work.pass_bytes / rates.cache_bytes,
-        "pass by pass, in memory": matmul + work.pass_bytes / rates.memory_bytes,
-    }
-
-
 def composition_bounds(work: Work, rates: Rates) -> dict[str, float]:
-    """Seconds that compositions must add to attention without them: operations alone, or sweeps over cached scores."""
+    """Seconds that compositions add at least to attention without them."""
     return {"fused": work.compose_flops / rates.flops, "by passes": work.pass_bytes / rates.cache_bytes}

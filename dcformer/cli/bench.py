@@ -1,46 +1,89 @@
-"""`dcformer bench`: how fast attention, decoding and training are on this machine, and why a form is chosen."""
+"""`dcformer bench`: how fast attention, decoding and training are here, and which implementation is chosen."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from ..bench.options import COMMANDS, HELP, Options
 from .options import Debug
 from .running import running_command
 
 
 def bench_command(
     what: Annotated[
-        str | None, typer.Argument(metavar=f"[{'|'.join(COMMANDS)}]", help=HELP["what"], show_default=False)
+        Literal["attention", "decode", "train", "model"] | None,
+        typer.Argument(
+            help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second, "
+            "Tables 6 and 10), model (Table 2, and a forward pass).",
+            show_default=False,
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help=HELP["device"])] = None,
-    dtype: Annotated[str | None, typer.Option(help=HELP["dtype"])] = None,
-    quick: Annotated[bool, typer.Option("--quick", help=HELP["quick"])] = False,
-    seconds: Annotated[float, typer.Option(help=HELP["seconds"])] = Options.seconds,
-    json: Annotated[Path | None, typer.Option(help=HELP["json"])] = None,
-    plot: Annotated[Path | None, typer.Option(help=HELP["plot"])] = None,
+    device: Annotated[str | None, typer.Option(help="Device: cuda, cuda:1, cpu.", show_default="auto")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        typer.Option(help="Number type.", show_default="bfloat16 on a GPU, else float32"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that everything runs.")] = False,
+    seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if it exists"
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture, .png, .svg or .pdf.", show_default="beside the JSON file")
+    ] = None,
     compile: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help=HELP["compile"], show_default=False)
+        bool | None,
+        typer.Option("--compile/--no-compile", help="Include what needs torch.compile.", show_default="on GPUs"),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help=HELP["explain"])] = False,
-    heads: Annotated[int, typer.Option(help=HELP["heads"])] = Options.heads,
-    key_value_heads: Annotated[int | None, typer.Option(help=HELP["key_value_heads"])] = None,
-    channels: Annotated[int, typer.Option(help=HELP["channels"])] = Options.channels,
-    queries: Annotated[int, typer.Option(help=HELP["queries"])] = Options.queries,
-    keys: Annotated[int | None, typer.Option(help=HELP["keys"])] = None,
-    window: Annotated[int | None, typer.Option(help=HELP["window"])] = None,
-    gradient: Annotated[bool, typer.Option("--gradient", help=HELP["gradient"])] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print which implementation is chosen for the shape below, and why.")
+    ] = False,
+    heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
+    key_value_heads: Annotated[
+        int | None, typer.Option(help="Key and value heads.", min=1, show_default="as many as query heads")
+    ] = None,
+    channels: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
+    queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4096,
+    keys: Annotated[int | None, typer.Option(help="Number of keys.", min=1, show_default="as many as queries")] = None,
+    window: Annotated[int | None, typer.Option(help="Sliding window.", min=1, show_default="all keys")] = None,
+    gradient: Annotated[bool, typer.Option("--gradient", help="Explain the choice for training.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure attention, decoding, training or a whole model, or print which form of attention is chosen and why."""
-    values = {name: value for name, value in locals().items() if name != "debug"}
+    """Measure attention, decoding, training or a whole model, or print which implementation is chosen and why."""
+    if explain == (what is not None):
+        raise typer.BadParameter("Give either what to measure (attention, decode, train, model) or --explain.")
     with running_command(debug):
-        options = Options(**values)
-        from ..bench.command import run_command
+        from ..bench import command
 
-        status = run_command(options)
+        if what is None:
+            choices = command.explain(
+                device=device,
+                dtype=dtype,
+                heads=heads,
+                key_value_heads=key_value_heads,
+                channels=channels,
+                queries=queries,
+                keys=keys,
+                window=window,
+                gradient=gradient,
+            )
+            for name, choice in choices.items():
+                typer.echo(f"{name}: {choice}")
+            return
+        status = command.run_benchmark(
+            what,
+            device=device,
+            dtype=dtype,
+            quick=quick,
+            seconds=seconds,
+            json=json,
+            plot=plot,
+            compile=compile,
+        )
     if status != 0:
         raise typer.Exit(status)

@@ -2,14 +2,9 @@
 Documents of head tasks, generated from a seed.
 
 A document is a few examples of one kind, so that the earlier ones are shots for the later ones, as in the authors' 888
-texts.
-
-**Splits.** The set of the facts of a line decides whether it belongs to `train`, `validation` or `test` (facts.py).
-Neither their order, nor the wording, nor what is asked about them has a part in it: three facts that are told in one
-split are told in no other. A list that names one thing twice and another once has other facts than the reverse, of
-which the odd one is the other thing. The facts of the authors' 888 texts are in no line of `train`, in any order. No
-document tells the same facts twice, but where a kind has fewer sets of facts than the document has lines: lists of
-dates, the fewest, have 27 in `test`.
+texts. The set of the facts of a line decides its split (facts.py): three facts that are told in one split are told in
+no other, in whatever order, wording or question. A document tells the same facts twice only where a kind has fewer sets
+of facts than the document has lines: lists of dates, the fewest, have 27 in `test`.
 """
 
 from __future__ import annotations
@@ -26,40 +21,44 @@ _MOST_REPETITIONS = 200
 
 
 def generate_documents(
-    count: int, seed: int, split: str = "train", lines: tuple[int, int] = (1, 8), kinds: tuple[str, ...] | None = None
+    count: int,
+    seed: int | str,
+    split: str = "train",
+    lines: tuple[int, int] = (1, 8),
+    kinds: tuple[str, ...] | None = None,
 ) -> list[dict[str, Any]]:
     """
     Generate documents; the first n of a larger count are those of count n.
 
     Args:
-        count: How many.
+        count: Number of documents.
         seed: Another seed, other documents.
-        split (`"train"`, `"validation"`, `"test"`): What the lines may say, see the module's docstring.
-        lines (defaults to (1, 8)): Least and most examples in a document, of one kind and with one verb.
-        kinds (*optional*): Names such as `("task0", "task74")`; all kinds if not given. They take turns in a drawn
-            order, so that all are equally frequent.
+        split: `"train"`, `"validation"` or `"test"`.
+        lines: Least and most examples in a document, all of one kind and with one verb.
+        kinds: Names such as `("task0", "task74")`, all kinds by default. They take turns in a drawn order, so that all
+            are equally frequent.
 
     Returns:
         Rows of `text`; `task`, `subject`, `pattern` and `transformation` of its examples; `answers`, the [start, end)
         of every answer in `text`, the space before it included.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: for an unknown split; KeyError: for an unknown kind.
     """
     return list(iterate_documents(count, seed, split, lines, kinds))
 
 
 def iterate_documents(
-    count: int, seed: int, split: str = "train", lines: tuple[int, int] = (1, 8), kinds: tuple[str, ...] | None = None
+    count: int,
+    seed: int | str,
+    split: str = "train",
+    lines: tuple[int, int] = (1, 8),
+    kinds: tuple[str, ...] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """As [`generate_documents`], one at a time."""
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count!r}.")
+    """Yield the documents of [`generate_documents`] one at a time."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
-    if not 1 <= lines[0] <= lines[1]:
-        raise ValueError(f"lines must be (least, most) with 1 <= least <= most, got {lines!r}.")
-    chosen = _kinds_named(kinds)
+    chosen = [TASK_KINDS[name] for name in kinds or TASK_KINDS]
     rng = random.Random(f"{split} {seed}")
     waiting: list[TaskKind] = []
     for _ in range(count):
@@ -73,33 +72,50 @@ def iterate_documents(
             examples.append(_draw(kind, rng, wording, split, said))
             said.add(examples[-1].digest)
         # The authors' texts begin with a line feed; a prompt that a person types does not.
-        text, answers = rng.choice(("", "\n")), []
-        for example in examples:
-            start = len(text) + len(example.question)
-            text += example.line
-            answers.append([start, len(text)])
-            text += "\n"
-        yield {
-            "text": text,
-            "task": kind.name,
-            "subject": kind.subject,
-            "pattern": kind.pattern,
-            "transformation": kind.transformation,
-            "answers": answers,
+        text, answers = join_examples(examples, rng.choice(("", "\n")))
+        about = {"task": kind.name, **{key: getattr(kind, key) for key in ("subject", "pattern", "transformation")}}
+        yield {"text": text, **about, "answers": answers}
+
+
+def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str, Any]]:
+    """
+    Generate the questions that models are evaluated on: documents of the test split, with eight examples each.
+
+    Args:
+        documents: Number of documents; every kind is equally frequent.
+        seed: Another seed, other documents.
+
+    Returns:
+        A row for every answer, in the order of the documents: `context` (all the text before the answer), `answer`
+        (with the space before it), `document` (its index), `shots` (examples before it in the document), `task`,
+        `subject`, `pattern` and `transformation`.
+    """
+    return [
+        {
+            "context": document["text"][:start],
+            "answer": document["text"][start:end],
+            "document": index,
+            "shots": shots,
+            **{key: document[key] for key in ("task", "subject", "pattern", "transformation")},
         }
+        for index, document in enumerate(iterate_documents(documents, seed, split="test", lines=(8, 8)))
+        for shots, (start, end) in enumerate(document["answers"])
+    ]
 
 
-def _kinds_named(names: tuple[str, ...] | None) -> list[TaskKind]:
-    if names is None:
-        return list(TASK_KINDS.values())
-    unknown = [name for name in names if name not in TASK_KINDS]
-    if unknown or not names:
-        raise ValueError(f"kinds must be names from task0 to task{len(TASK_KINDS) - 1}, got {unknown or names!r}.")
-    return [TASK_KINDS[name] for name in names]
+def join_examples(examples: list[Example], text: str = "") -> tuple[str, list[list[int]]]:
+    """Write examples one a line after `text`; return all of it and the [start, end) of every answer."""
+    answers = []
+    for example in examples:
+        start = len(text) + len(example.question)
+        text += example.line
+        answers.append([start, len(text)])
+        text += "\n"
+    return text, answers
 
 
 def _draw(kind: TaskKind, rng: random.Random, wording: int, split: str, said: set[bytes]) -> Example:
-    """An example of a split, of facts that its document has not told yet unless there are hardly any others."""
+    """Draw an example of a split, with facts new to its document unless there are hardly any others."""
     repetitions = 0
     while True:
         example = kind.make(rng, wording)

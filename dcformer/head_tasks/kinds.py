@@ -1,16 +1,16 @@
 """
-The kinds of head tasks of section 4.3 and appendix F: what their facts say, how they are worded and asked about.
+The kinds of head tasks of section 4.3 and appendix F: their facts, wordings and questions.
 
 An example is one line: three facts and a question about them, such as
 
     < Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of musical instrument
 
 To find the answer, the last word or words, attention has to find one of the three facts (the pattern: here the one of
-the same person), and what it finds has to be transformed on the way (here object->superclass).
+the same person), and has to transform what it finds on the way (here object->superclass).
 
-The authors' 74 kinds come under their numbers; `task74` is an example of Table 11 that their texts lack. Patterns are
-named for what leads from the question to the fact: `same-person`; `the-other-person`, of whom the question does not
-speak; `same-class`, `the-other-city` and so on where it names content and asks for the fact that has it or has it not;
+The authors' 74 kinds have their numbers; `task74` is an example of Table 11 that their texts lack. A pattern is named
+for what leads from the question to the fact: `same-person`; `the-other-person`, whom the question does not name;
+`same-class`, `the-other-city` and so on where it names content and asks for the fact that has it or lacks it;
 `different-object` and so on where it only asks which one differs.
 """
 
@@ -27,75 +27,51 @@ from .vocabulary import VOCABULARY, opposites, singular
 
 @dataclass(frozen=True)
 class Example:
-    """
-    One line.
+    """One line."""
 
-    Attributes:
-        question: The line up to its answer, without the space between them.
-        answer: The last word or words.
-        facts: What the line says, in its order: pairs of a person and a thing, or of a list the things alone.
-    """
-
-    question: str
+    question: str  # up to the answer, without the space between them
     answer: str
-    facts: tuple[Fact, ...]
+    facts: tuple[Fact, ...]  # in the order of the line
 
     @property
     def line(self) -> str:
         return f"{self.question} {self.answer}"
 
-    @property
-    def split(self) -> str | None:
-        """As [`dcformer.head_tasks.facts.split_of`] has it; the question and the wording have no part in it."""
-        return split_of(self.digest)
-
     @cached_property
     def digest(self) -> bytes:
-        """As [`dcformer.head_tasks.facts.facts_digest`] has it."""
         return facts_digest(self.facts)
+
+    @property
+    def split(self) -> str | None:
+        return split_of(self.digest)
+
+
+# Draws an example from the random state and the number of a wording.
+Make = Callable[[random.Random, int], Example]
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """
-    A kind of task.
+    """A kind of task."""
 
-    Attributes:
-        name: `task0` to `task73` as the authors number them; `task74`.
-        pattern: What attention has to look for.
-        transformation: What becomes of what it finds: `copy` or `source->target`.
-        make: Draws an example; takes the random state and the number of a wording.
-    """
-
-    name: str
-    pattern: str
-    transformation: str
-    make: Callable[[random.Random, int], Example]
+    name: str  # `task0` to `task73` as the authors number them; `task74`
+    pattern: str  # what attention has to look for
+    transformation: str  # what it makes of what it finds: `copy` or `source->target`
+    make: Make
 
     @property
     def subject(self) -> str:
         """`persons` or `lists`: what the facts are about."""
-        return "lists" if self.number >= _FIRST_LIST else "persons"
-
-    @property
-    def number(self) -> int:
-        return int(self.name.removeprefix("task"))
+        return "lists" if int(self.name.removeprefix("task")) >= _FIRST_LIST else "persons"
 
 
 @dataclass(frozen=True)
 class Content:
-    """
-    What a fact says of a person or lists: "a violin", "Paris", "happy", "May".
+    """The thing of a fact: "a violin", "Paris", "happy", "May"."""
 
-    Attributes:
-        thing: As it stands in the fact, with its article.
-        target: What the thing is transformed to; for `copy`, the thing as the question has it.
-        unit: For ordinals "year", "month" ...
-    """
-
-    thing: str
-    target: str
-    unit: str = ""
+    thing: str  # as the fact has it, with its article
+    target: str  # what it is transformed to; for `copy`, the thing as the question has it
+    unit: str = ""  # of ordinals: "year", "month" ...
 
 
 # Draws three contents with different targets; if told that two agree, the first two have the same target.
@@ -104,27 +80,17 @@ Draw = Callable[[random.Random, bool], list[Content]]
 
 @dataclass(frozen=True)
 class Family:
-    """
-    Facts about people and the questions about them: eight kinds, four patterns in two wordings of the facts.
+    """Facts about people and the questions about them: eight kinds, four patterns in two wordings of the facts."""
 
-    Attributes:
-        transformation: From the content of a fact to what the question calls it.
-        target_name: What the patterns call the latter.
-        draw: Draws the contents.
-        statements: The two wordings of a fact.
-        verbs: (affirmative, negative) in the question.
-        phrase: What follows the verb, with `{target}` at its end, and `{unit}` for ordinals.
-    """
-
-    transformation: str
-    target_name: str
+    transformation: str  # from the content of a fact to what the question calls it
+    target_name: str  # what the patterns call the latter
     draw: Draw
-    statements: tuple[Callable[[str, Content], str], Callable[[str, Content], str]]
-    verbs: tuple[tuple[str, str], ...]
-    phrase: str
+    statements: tuple[str, str]  # the two wordings of a fact, see `_state`
+    verbs: tuple[tuple[str, str], ...]  # (affirmative, negative) in the question
+    phrase: str  # what follows the verb, with `{target}` at its end, and `{unit}` for ordinals
 
-    def kinds(self) -> Iterator[tuple[str, str, Callable]]:
-        """(pattern, transformation, make) of the eight kinds, in the authors' order."""
+    def kinds(self) -> Iterator[tuple[str, str, Make]]:
+        """Yield (pattern, transformation, make) of the eight kinds, in the authors' order."""
         for by_person in (True, False):
             for negated in (True, False):
                 shared = "person" if by_person else self.target_name
@@ -135,7 +101,7 @@ class Family:
                         self._maker(statement, by_person, negated),
                     )
 
-    def _maker(self, statement: Callable, by_person: bool, negated: bool) -> Callable[[random.Random, int], Example]:
+    def _maker(self, statement: str, by_person: bool, negated: bool) -> Make:
         def make(rng: random.Random, wording: int) -> Example:
             # The last of the three is the one asked for; those that stand together against it come first.
             facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
@@ -147,14 +113,9 @@ class Family:
 
     def make_questions(self, rng: random.Random, facts: int = 3) -> list[Example]:
         """
-        Each of some facts asked for by its person and by its content, in a drawn order.
+        Ask for each of 1 to 3 different facts by its person and by its content, in a drawn order.
 
-        Args:
-            rng: Random state.
-            facts (defaults to 3): How many facts, 1 to 3, of different persons and contents.
-
-        Returns:
-            As examples; the line of the first one tells the facts, those of the others ask only.
+        The line of the first example tells the facts, those of the others ask only.
         """
         told = self._draw_facts(rng)[:facts]
         asked = [
@@ -171,28 +132,20 @@ class Family:
         ]
 
     def make_statements(self, rng: random.Random, facts: int) -> dict[Fact, tuple[str, str]]:
-        """
-        What some facts say in their two wordings.
-
-        Args:
-            rng: Random state.
-            facts: How many, 1 to 6, of different persons and contents.
-
-        Returns:
-            Fact -> its two sentences.
-        """
+        """Draw 1 to 6 facts of different persons and contents; return fact -> its two wordings."""
         told: dict[str, tuple[str, Content]] = {}  # by what a question calls the content
         while len(told) < facts:
             for person, content in self._draw_facts(rng):
                 if content.target not in told and all(person != other for other, _ in told.values()):
                     told[content.target] = (person, content)
         kept = list(told.values())[:facts]
-        return {fact: (self.statements[0](*said), self.statements[1](*said)) for fact, said in zip(_said(kept), kept)}
+        first, second = self.statements
+        return {fact: (_state(first, *said), _state(second, *said)) for fact, said in zip(_said(kept), kept)}
 
     def _draw_facts(
         self, rng: random.Random, same_person: bool = False, same_content: bool = False
     ) -> list[tuple[str, Content]]:
-        """Three of a person and a content; the first two may have the same person, or contents of the same target."""
+        """Draw three facts; the first two may have the same person, or contents of the same target."""
         people = rng.sample(VOCABULARY["people"], 3)
         contents = self.draw(rng, same_content)
         if same_person:
@@ -202,7 +155,7 @@ class Family:
     def _ask(
         self, by_person: bool, negated: bool, named: tuple[str, Content], asked: tuple[str, Content], wording: int
     ) -> tuple[str, str]:
-        """A question that names the person or the content of one fact, and the answer, from the fact asked for."""
+        """Name the person or the content of one fact in a question; the answer is from the fact asked for."""
         verb = self.verbs[wording % len(self.verbs)][negated]
         target = (asked if by_person else named)[1].target
         phrase = self.phrase.format(target=target, unit=asked[1].unit)
@@ -211,23 +164,35 @@ class Family:
         return f"Who {verb} {phrase}?", asked[0]
 
 
-def _told(facts: list[tuple[str, Content]], statement: Callable[[str, Content], str]) -> str:
-    return f"< {' '.join(statement(person, content) for person, content in facts)} >."
+def _state(template: str, person: str, content: Content) -> str:
+    """Word a fact, as "Ruth has a violin." or "The violin is Ruth's."."""
+    noun = singular(content.thing)
+    on = VOCABULARY["ordinals"][content.unit]["preposition"] if content.unit else ""
+    return template.format(
+        person=person,
+        thing=content.thing,
+        capital_thing=content.thing.capitalize(),
+        the_noun=noun if noun in VOCABULARY["without_article"] else f"The {noun}",
+        be="are" if noun in VOCABULARY["plural_nouns"] else "is",
+        on=on,
+        capital_on=on.capitalize(),
+    )
+
+
+def _told(facts: list[tuple[str, Content]], statement: str) -> str:
+    return f"< {' '.join(_state(statement, person, content) for person, content in facts)} >."
 
 
 def _said(facts: list[tuple[str, Content]]) -> tuple[Fact, ...]:
     return tuple((person, content.thing) for person, content in facts)
 
 
-def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Callable:
+def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Make:
     """
-    Questions about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
+    Make questions about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
 
-    Args:
-        draw: Draws the contents; the first is listed twice unless it has another of its kind in `named="class"`.
-        named (`"thing"`, `"class"` or None): What the question calls those that are not asked for.
-        lead: What stands before the answer.
-        copies: The answer is the thing itself.
+    `named` is what the question calls those that it does not ask for: the `"thing"` that is listed twice, the `"class"`
+    of two things, or nothing. `lead` stands before the answer, which is the thing itself if `copies`.
     """
 
     def make(rng: random.Random, wording: int) -> Example:
@@ -243,7 +208,7 @@ def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) 
 
 
 def _members(groups: dict[str, list[str]]) -> Draw:
-    """Draw things with the group they belong to: a class, a capability, a country."""
+    """Draw things with the group they belong to: a class, a capability or a country."""
 
     def draw(rng: random.Random, two_agree: bool) -> list[Content]:
         while True:
@@ -260,7 +225,7 @@ def _members(groups: dict[str, list[str]]) -> Draw:
 
 
 def _copies(groups: dict[str, list[str]]) -> Draw:
-    """Draw things that are asked for as they are."""
+    """Draw things that questions name as they are."""
     things = sorted({thing for members in groups.values() for thing in members})
 
     def draw(rng: random.Random, two_agree: bool) -> list[Content]:
@@ -303,40 +268,6 @@ def _ordinals(step: int) -> Draw:
     return draw
 
 
-def _owns(person: str, content: Content) -> str:
-    return f"{person} has {content.thing}."
-
-
-def _is_owned(person: str, content: Content) -> str:
-    noun = singular(content.thing)
-    article = "" if noun in VOCABULARY["without_article"] else "The "
-    return f"{article}{noun} {'are' if noun in VOCABULARY['plural_nouns'] else 'is'} {person}'s."
-
-
-def _likes(person: str, content: Content) -> str:
-    return f"{person} likes {content.thing}."
-
-
-def _attracts(person: str, content: Content) -> str:
-    return f"{content.thing} attracts {person}."
-
-
-def _is(person: str, content: Content) -> str:
-    return f"{person} is {content.thing}."
-
-
-def _adjective_first(person: str, content: Content) -> str:
-    return f"{content.thing.capitalize()} {person}."
-
-
-def _arrived(person: str, content: Content) -> str:
-    return f"{person} arrived {VOCABULARY['ordinals'][content.unit]['preposition']} {content.thing}."
-
-
-def _date_first(person: str, content: Content) -> str:
-    return f"{VOCABULARY['ordinals'][content.unit]['preposition'].capitalize()} {content.thing} arrived {person}."
-
-
 _OWN = (("has", "does not have"), ("possesses", "does not possess"), ("owns", "does not own"))
 _WISH = (
     ("wants to go to", "does not want to go to"),
@@ -346,25 +277,30 @@ _WISH = (
 )
 _ARRIVE = (("arrived", "did not arrive"), ("appeared", "did not appear"), ("showed up", "did not show up"))
 
+_OWNED = ("{person} has {thing}.", "{the_noun} {be} {person}'s.")
+_LIKED = ("{person} likes {thing}.", "{thing} attracts {person}.")
 _OBJECTS, _TOOLS, _CITIES = (VOCABULARY[name] for name in ("superclasses", "capabilities", "countries"))
 FAMILIES = (
-    Family("object->superclass", "class", _members(_OBJECTS), (_owns, _is_owned), _OWN, "a kind of {target}"),
-    Family("copy", "object", _copies(_OBJECTS), (_owns, _is_owned), _OWN, "{target}"),
-    Family("city->country", "country", _members(_CITIES), (_likes, _attracts), _WISH, "the city in {target}"),
-    Family("copy", "city", _copies(_CITIES), (_likes, _attracts), _WISH, "{target}"),
-    Family(
-        "object->capability", "capability", _members(_TOOLS), (_owns, _is_owned), _OWN, "the thing that can {target}"
-    ),
+    Family("object->superclass", "class", _members(_OBJECTS), _OWNED, _OWN, "a kind of {target}"),
+    Family("copy", "object", _copies(_OBJECTS), _OWNED, _OWN, "{target}"),
+    Family("city->country", "country", _members(_CITIES), _LIKED, _WISH, "the city in {target}"),
+    Family("copy", "city", _copies(_CITIES), _LIKED, _WISH, "{target}"),
+    Family("object->capability", "capability", _members(_TOOLS), _OWNED, _OWN, "the thing that can {target}"),
     Family(
         "adjective->opposite",
         "opposite",
         _adjectives,
-        (_is, _adjective_first),
+        ("{person} is {thing}.", "{capital_thing} {person}."),
         (("is", "is not"),),
         "the opposite of {target}",
     ),
     Family(
-        "ordinal->next", "ordinal", _ordinals(1), (_arrived, _date_first), _ARRIVE, "the {unit} just before {target}"
+        "ordinal->next",
+        "ordinal",
+        _ordinals(1),
+        ("{person} arrived {on} {thing}.", "{capital_on} {thing} arrived {person}."),
+        _ARRIVE,
+        "the {unit} just before {target}",
     ),
 )
 
@@ -372,7 +308,7 @@ FAMILIES = (
 _FIRST_LIST = 8 * len(FAMILIES)
 
 
-def _list_kinds() -> Iterator[tuple[str, str, Callable]]:
+def _list_kinds() -> Iterator[tuple[str, str, Make]]:
     both = ("thing", None)
     for content_name, groups, lead, transformation, target_lead in (
         ("object", _OBJECTS, "The", "object->superclass", "A kind of"),

@@ -1,19 +1,17 @@
 """
-Documents to train on that teach to read the question sooner than the tasks alone do.
+Practice documents, from which models learn to read the question sooner than from the tasks alone.
 
-A line of the tasks has one answer in about 24 tokens, and to give it a model must find words that it has seen before by
-the words that stood beside them. Nothing of this is worth learning before all of it is there, so models first learn
-which words are answers at all, and then stand still at a blind choice among the three facts for millions of answers.
-Documents of three forms, mixed, shorten this:
+A line of the tasks has one answer in about 24 tokens, and giving it takes several skills at once. Models first learn
+which words are answers at all, and then stay at a blind choice among the three facts for millions of answers. A mixture
+of these documents shortens this:
 
-- `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...", where every word
-  after the first of four rounds is an answer. To look for what came after the same word is what they teach, and it is
-  learned sooner with few words, which then are followed by all.
-- `recurring_facts`: a few facts, said again and again in one wording or the other, "Ruth has a violin. ... The violin
-  is Ruth's.", where the person or the thing that ends a sentence is an answer from the second time on. To look for the
-  other half of a fact by the one half is what they teach.
-- `questions`: one, two or three facts, each asked for by its person and by its content, an answer in about twelve
-  tokens. With one fact there is nothing to choose, and a model learns not to look at who is asked about.
+- `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...". Every word after the
+  first of four rounds is an answer. It teaches to look for what came after the same word.
+- `recurring_facts`: a few facts, repeated in one wording or the other, "Ruth has a violin. ... The violin is Ruth's.".
+  From the second time on, the person or thing that ends a sentence is an answer. It teaches to find one half of a fact
+  by the other.
+- `questions`: one, two or three facts, each asked for by its person and by its content; an answer in about twelve
+  tokens.
 - `examples`: documents as the tasks have them.
 """
 
@@ -27,7 +25,7 @@ from itertools import accumulate
 from typing import Any
 
 from .facts import facts_digest, split_of
-from .generator import iterate_documents
+from .generator import iterate_documents, join_examples
 from .kinds import FAMILIES, Example
 from .tokenizer import build_tokenizer, count_tokens
 from .vocabulary import VOCABULARY, singular
@@ -53,35 +51,28 @@ def iterate_practice(
     facts: int = 3,
 ) -> Iterator[dict[str, Any]]:
     """
-    Generate documents of several forms, each as long as it may be.
+    Generate a mixture of documents, each as long as it may be.
 
     Args:
-        count: How many.
+        count: Number of documents.
         seed: Another seed, other documents.
-        mixture: Form -> its share of the documents, in any unit.
-        split (defaults to `"train"`), lines (defaults to (1, 8)): As [`iterate_documents`] takes them; `lines` is for
-            examples.
-        longest (defaults to 96): The most tokens of a document, with the one that begins it. Lines, questions and words
-            that exceed it are left out; a first line stays.
-        words (*optional*): Draw recurring words from the first so many, which are names, instead of from all.
-        facts (1, 2 or 3, defaults to 3): Facts that questions are about.
+        mixture: Name of `FORMS` -> its share of the documents, in any unit.
+        split: As for [`generate_documents`]; `lines` too, which is for `examples`.
+        longest: Most tokens of a document, with the one that begins it. Lines, questions and words beyond are left out;
+            the first line stays.
+        words: Draw recurring words from the first so many, which are names; from all by default.
+        facts: Facts that `questions` are about, 1 to 3.
 
     Returns:
         Rows of `text` and `answers`, the [start, end) of every answer in `text`, the space before it included.
 
     Raises:
-        ValueError: if an argument is none of these.
+        ValueError: for an unknown form, or another number of facts.
     """
-    if count < 1 or longest < 5 or (words is not None and words < 2):
-        raise ValueError(
-            f"count must be at least 1, longest at least 5 and words at least 2, got {count!r}, {longest!r} and "
-            f"{words!r}."
-        )
+    if not set(mixture) <= set(FORMS):
+        raise ValueError(f"mixture must give shares to some of {', '.join(FORMS)}, got {dict(mixture)!r}.")
     if facts not in (1, 2, 3):
         raise ValueError(f"facts must be 1, 2 or 3, got {facts!r}.")
-    unknown = [form for form in mixture if form not in FORMS]
-    if unknown or not mixture or min(mixture.values()) < 0 or sum(mixture.values()) <= 0:
-        raise ValueError(f"mixture must give shares to some of {', '.join(FORMS)}, got {dict(mixture)!r}.")
     rng = random.Random(f"practice {split} {seed}")
     examples = iterate_documents(count, seed, split, lines)
     for _ in range(count):
@@ -103,13 +94,7 @@ def _questions(rng: random.Random, split: str, longest: int, facts: int) -> dict
     # Fewer facts than three decide no split: they say less than any line of the tasks.
     while not examples or (facts == 3 and examples[0].split != split):
         examples = family.make_questions(rng, facts)
-    text, answers = "", []
-    for example in examples:
-        start = len(text) + len(example.question)
-        text += example.line
-        answers.append([start, len(text)])
-        text += "\n"
-    return _cut(text, answers, longest)
+    return _cut(*join_examples(examples), longest)
 
 
 def _recurring_facts(rng: random.Random, split: str, longest: int) -> dict[str, Any]:
@@ -144,7 +129,7 @@ def _single_words() -> list[str]:
 
 
 def _cut(text: str, answers: list[list[int]], longest: int) -> dict[str, Any]:
-    """Whole lines from the beginning, with so many tokens at most; one line at least."""
+    """Keep whole lines from the beginning, `longest` tokens at most but at least one line."""
     lines = text.splitlines(keepends=True)
     tokens = accumulate((count_tokens(line) for line in lines), initial=1)
     fitting = sum(total <= longest for total in tokens) - 1

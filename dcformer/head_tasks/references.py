@@ -1,14 +1,14 @@
 """
-What can be reached on the head tasks without reading the question: reference lines for every table and plot.
+Rules that answer without reading the question: reference lines for every table and plot of the head tasks.
 
-- **blind choice**: one of the three facts, each as probable as the others. It knows what kind of answer is asked for
-  and is right once in three times; an adjective with two opposites costs a further guess.
-- **lone name**: the fact of the person who is named once, or of a list the thing that is listed once; blind choice
-  where there is none, or not a single one. It never reads the question.
+- **blind choice**: any of the three facts. It knows what kind of answer is asked for and is right once in three times;
+  an adjective with two opposites costs a further guess.
+- **lone name**: the fact of the person who is named once, or in a list the thing that is listed once; a blind choice
+  where there is none, or not a single one.
 - **odd one out**: the same, but where no name stands alone, the fact whose thing stands alone, or else whose thing is
   the only one in no group (class, capability, country) with another. The strongest such rule that we know of.
 
-A model has to be above all three before its score says that it reads questions.
+A model reads questions only if it scores above all three.
 """
 
 from __future__ import annotations
@@ -19,97 +19,68 @@ from functools import cache
 from typing import Any
 
 from .facts import Fact, parse_line
-from .kinds import TASK_KINDS
-from .scoring import summarise
-from .tokenizer import count_tokens
 from .vocabulary import VOCABULARY, opposites, singular
 
 
 BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT = "blind_choice", "lone_name", "odd_one_out"
+REFERENCES = {
+    BLIND_CHOICE: "blind choice",
+    LONE_NAME: "question-blind rule",
+    ODD_ONE_OUT: "best question-blind rule",
+}
 _GROUPS_OF = {"object->superclass": "superclasses", "object->capability": "capabilities", "city->country": "countries"}
 
 
-def reference_summaries(documents: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
     """
-    Expected scores of all rules.
+    Tell how probably each rule answers a question right; the mean over questions is the accuracy of the rule.
 
     Args:
-        documents: Rows as [`dcformer.head_tasks.generate_documents`] or [`dcformer.head_tasks.suite.authors_documents`]
-            returns them.
+        question: A row of [`held_out_questions`], or any mapping with `context`, `answer` and `transformation`.
 
     Returns:
-        `blind_choice`, `lone_name` and `odd_one_out`, each as [`dcformer.head_tasks.scoring.summarise`] returns it.
-        Perplexities are `None` but for blind choice, as the other two are certain where they are wrong; those per token
-        count the tokens of [`dcformer.head_tasks.build_tokenizer`].
+        `blind_choice`, `lone_name` and `odd_one_out` -> probability of the right answer, 0 to 1.
 
     Raises:
-        ValueError: if a line is no example of a head task.
+        ValueError: if the last line of the context is no example of a head task.
     """
-    scores = reference_scores(documents)
-    return {name: summarise(documents, scores[name]) for name in scores}
+    answer = question["answer"].strip()
+    facts, asked = parse_line(question["context"].rpartition("\n")[2] + question["answer"])
+    right = [_probability(answer, fact, asked, question["transformation"]) for fact in facts]
+    chosen = {name: rule(facts) for name, rule in _RULES.items()}
+    return {name: math.fsum(right[place] for place in places) / len(places) for name, places in chosen.items()}
 
 
-def reference_scores(documents: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """
-    For every rule, a score per answer in the form of [`dcformer.head_tasks.scoring.score_documents`].
-
-    `correct` is the probability that the rule gives the answer, and `log_likelihood` its logarithm for blind choice,
-    `None` for the other two.
-    """
-    scores: dict[str, list[dict[str, Any]]] = {name: [] for name in _RULES}
-    for index, document in enumerate(documents):
-        shots = document.get("shots") or range(len(document["answers"]))
-        for before, (start, end) in zip(shots, document["answers"]):
-            text = document["text"]
-            answer = text[start:end].strip()
-            facts, question = parse_line(text[text.rfind("\n", 0, start) + 1 : end])
-            probabilities = [
-                _probability(answer, fact, question, TASK_KINDS[document["task"]].transformation) for fact in facts
-            ]
-            for name, rule in _RULES.items():
-                chosen = rule(facts)
-                right = math.fsum(probabilities[place] for place in chosen) / len(chosen)
-                scores[name].append(
-                    {
-                        "document": index,
-                        "shots": before,
-                        "log_likelihood": math.log(right) if name == BLIND_CHOICE else None,
-                        "tokens": count_tokens(answer),
-                        "correct": right,
-                    }
-                )
-    return scores
-
-
-def _all(facts: Sequence[Fact]) -> list[int]:
+def _blind_choice(facts: Sequence[Fact]) -> list[int]:
     return list(range(len(facts)))
 
 
 def _lone_name(facts: Sequence[Fact]) -> list[int]:
-    """A list has no names but its things."""
-    return _single([fact[0] for fact in facts]) or _all(facts)
+    """In lists, things take the place of names."""
+    return _single([fact[0] for fact in facts]) or _blind_choice(facts)
 
 
 def _odd_one_out(facts: Sequence[Fact]) -> list[int]:
     things = [fact[-1] for fact in facts]
-    return _single([fact[0] for fact in facts]) or _single(things) or _single_by_group(things) or _all(facts)
+    return _single([fact[0] for fact in facts]) or _single(things) or _single_by_group(things) or _blind_choice(facts)
 
 
+# Rule -> the places of the facts that it chooses from.
 _RULES: dict[str, Callable[[Sequence[Fact]], list[int]]] = {
-    BLIND_CHOICE: _all,
+    BLIND_CHOICE: _blind_choice,
     LONE_NAME: _lone_name,
     ODD_ONE_OUT: _odd_one_out,
 }
 
 
 def _single(words: Sequence[str]) -> list[int]:
-    """The place of the only word that occurs once, if there is only one."""
+    """The place of the word that occurs once, if there is exactly one such word."""
     places = [place for place, word in enumerate(words) if words.count(word) == 1]
     return places if len(places) == 1 else []
 
 
 def _single_by_group(things: Sequence[str]) -> list[int]:
-    """The place of the only thing that has no group in common with another."""
+    """The place of the thing that shares no group with another, if there is exactly one."""
     groups = [frozenset().union(*(_groups(name).get(thing, ()) for name in _GROUPS_OF.values())) for thing in things]
     places = [
         place
@@ -120,11 +91,11 @@ def _single_by_group(things: Sequence[str]) -> list[int]:
 
 
 def _probability(answer: str, fact: Fact, question: str, transformation: str) -> float:
-    """Of the answer, if the fact is the one that is asked for; several targets are equally probable."""
+    """Probability of the answer if this fact is chosen; several targets are equally probable."""
     if question.startswith("Who "):
-        targets = {fact[0]}
+        targets = frozenset({fact[0]})
     elif transformation == "copy":
-        targets = {fact[-1]}
+        targets = frozenset({fact[-1]})
     else:
         targets = _targets(transformation, fact[-1])
     return 1 / len(targets) if answer in targets else 0.0

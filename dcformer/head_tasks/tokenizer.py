@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -19,13 +20,13 @@ _PIECES = r"\n|o'clock|D\.C|>\.|'s|[.,?<>']|[^\s.,?<>']+"
 
 def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     """
-    Build the tokenizer; its ids depend on the vocabulary and the templates of the tasks alone.
+    Build the tokenizer; its ids depend only on the vocabulary and the templates of the tasks.
 
-    `<|endoftext|>` begins every text by default; words that the tasks do not use become `<|unknown|>`. Decoding gives
-    documents back to the character.
+    `<|endoftext|>` begins every text; words that the tasks do not use become `<|unknown|>`. Decoding gives documents
+    back to the character.
 
     Args:
-        model_max_length (defaults to 512): Longest input, in tokens.
+        model_max_length: Longest input, in tokens.
     """
     vocabulary = {token: index for index, token in enumerate([END_OF_TEXT, PADDING, UNKNOWN, *_words()])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -54,7 +55,7 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
 
 
 def count_tokens(text: str) -> int:
-    """How many tokens a text has, the one that begins every text not counted."""
+    """Count the tokens of a text without the one that begins it."""
     return len(_splitter().pre_tokenize_str(text))
 
 
@@ -65,7 +66,7 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 
 @cache
 def _words() -> tuple[str, ...]:
-    """Every word and mark that a document can hold, sorted."""
+    """All words and marks of the documents, sorted."""
     # The templates have words of their own; a few documents of every kind show them all.
     texts = [document["text"] for document in iterate_documents(count=len(TASK_KINDS) * 60, seed=0, lines=(1, 1))]
     for name in ("people", "superclasses", "capabilities", "countries", "opposites"):
@@ -75,7 +76,7 @@ def _words() -> tuple[str, ...]:
     return tuple(sorted({piece for text in texts for piece, _ in _splitter().pre_tokenize_str(text)}))
 
 
-def _leaves(tree) -> Iterator[str]:
+def _leaves(tree: Any) -> Iterator[str]:
     """All strings in nested lists and mappings, keys included."""
     if isinstance(tree, str):
         yield tree

@@ -1,13 +1,14 @@
 """Draws head_tasks.svg from the recorded runs of the bundled models: `python docs/images/draw_results.py`."""
 
+import json
 import math
 from pathlib import Path
 
-from dcformer.head_tasks.labels import REFERENCES
-from dcformer.head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT
-from dcformer.pretrained import seed_results
+from dcformer.head_tasks import REFERENCES
 
 
+RESULTS = Path(__file__).parents[2] / "research" / "head_tasks" / "results" / "seeds.json"
+RECORDED = json.loads(RESULTS.read_text(encoding="utf-8"))
 FILE = Path(__file__).with_name("head_tasks.svg")
 COLOURS = {"dcformer-tiny": "#0969da", "transformer-tiny": "#bc4c00"}
 LEFT, RIGHT, TOP, BOTTOM = 84, 690, 62, 372  # of the panel, in a picture of 960 x 452
@@ -17,7 +18,7 @@ EXPONENT = 12  # the axis counts 10^12 operations
 def curves() -> dict[str, list[list[tuple[float, float]]]]:
     """Model -> seed -> (10^12 operations of training, accuracy in per cent) of every evaluation."""
     found: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in COLOURS}
-    for run in seed_results()["runs"]:
+    for run in RECORDED["runs"]:
         curve = run["curve"]
         points = zip(curve["flops"], curve["accuracy"])
         found[run["variant"]].append([(flops / 10**EXPONENT, 100 * accuracy) for flops, accuracy in points])
@@ -26,8 +27,8 @@ def curves() -> dict[str, list[list[tuple[float, float]]]]:
 
 def references() -> dict[str, float]:
     """What is reached without reading the question -> accuracy in per cent, the best first."""
-    found = seed_results()["references"]["evaluation"]
-    named = {REFERENCES[name]: 100 * found[name]["accuracy"] for name in (BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT)}
+    found = RECORDED["references"]["evaluation"]
+    named = {label: 100 * found[rule]["accuracy"] for rule, label in REFERENCES.items()}
     return dict(sorted(named.items(), key=lambda item: -item[1]))
 
 

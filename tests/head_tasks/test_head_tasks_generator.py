@@ -1,5 +1,6 @@
 """The generator of head tasks against the authors' 888 texts: templates, answers, what stays out of training."""
 
+import hashlib
 import itertools
 import json
 import random
@@ -8,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from dcformer.head_tasks import TASK_KINDS, build_tokenizer, generate_documents, iterate_practice
+from dcformer.head_tasks import TASK_KINDS, build_tokenizer, generate_documents, held_out_questions, iterate_practice
 from dcformer.head_tasks.facts import SPLITS, authors_facts, facts_digest, parse_line
 from dcformer.head_tasks.vocabulary import VOCABULARY
 
@@ -187,45 +188,15 @@ def _longest(text: str) -> set[str]:
     return {max((end for end in _ends(text) if end in word_kinds()), key=len)}
 
 
-def test_the_numbers_of_the_authors(authors):
-    assert list(authors) == [f"task{number}" for number in range(74)]
-    assert set(TASK_KINDS) - set(authors) == {"task74"}
-    assert sum(map(len, authors.values())) == 888 * 8
-
-
-@pytest.mark.parametrize("decade", range(8), ids=lambda decade: f"task{10 * decade}-")
-def test_every_line_of_the_authors_is_of_a_template_of_the_same_kind(authors, decade):
-    for number in range(10 * decade, min(10 * decade + 10, 74)):
-        name = f"task{number}"
+def test_every_line_of_the_authors_is_of_a_template_of_the_same_kind(authors):
+    assert set(TASK_KINDS) - set(authors) == {"task74"} and sum(map(len, authors.values())) == 888 * 8
+    for name in authors:
         missing = {template(line): line for line in authors[name]}
         for _, line in zip(range(MOST_DRAWS), generated_lines(name)):
             missing.pop(template(line), None)
             if not missing:
                 break
         assert not missing, (name, next(iter(missing.items())))
-
-
-def test_templates_tell_people_and_wordings_apart():
-    line = "< Ruth has a violin. Carol has a beetle. Ruth has jeans. >. Ruth does not have a kind of insect"
-    assert template(line) == (
-        "< <person 0> has <thing>. <person 1> has <thing>. <person 0> has <thing>. >. "
-        "<person 0> does not have a kind of <superclasses>"
-    )
-    assert template(line) != template(line.replace("does not have", "does not own"))
-    assert template(line) != template(line.replace("Ruth does", "Carol does"))
-    assert template("The jeans are Ruth's.") == "The <thing> be <person 0>'s."
-
-
-def test_the_authors_articles_and_numbers_are_those_of_the_vocabulary(authors):
-    things = {
-        thing for group in ("superclasses", "capabilities") for things in VOCABULARY[group].values() for thing in things
-    }
-    nouns = {singular(thing) for thing in things}
-    for lines in authors.values():
-        for line in lines:
-            assert set(re.findall(r" has ((?:an? )?[\w\- ]+)\.", line)) <= things
-            for thing, verb in re.findall(r"The ([\w\- ]+?) (is|are) \w+'s", line):
-                assert thing in nouns and (verb == "are") == (thing in VOCABULARY["plural_nouns"])
 
 
 @pytest.mark.parametrize("source", ["authors", "generated"])
@@ -297,65 +268,13 @@ def test_facts_are_read_from_a_line_as_they_were_drawn():
             assert example.line.endswith(f". {question}")
 
 
-@pytest.mark.parametrize("line", ["", "Ruth has a violin.", "< Ruth eats. >. Who eats? Ruth"])
-def test_a_line_that_is_no_example_is_refused(line):
-    with pytest.raises(ValueError, match="is no line of the head tasks; it must begin like"):
-        parse_line(line)
-
-
-@pytest.mark.parametrize("name", ["task6", "task43", "task59", "task72"])
-def test_the_order_of_facts_and_the_question_have_no_part_in_the_split(name):
-    example = TASK_KINDS[name].make(random.Random(0), 0)
-    assert len({facts_digest(order) for order in itertools.permutations(example.facts)}) == 1
-    (first, second, third) = example.facts
-    assert facts_digest((first, second)) != example.digest
-    if len(first) == 2:
-        assert facts_digest(((first[0], second[1]), (second[0], first[1]), third)) != example.digest
-
-
-def first_lines(text):
-    return "\n".join(line for line in text.splitlines() if line.startswith(("<", "There")))
-
-
-def training_samples():
-    """(name, documents): a sample, and the first documents that packaged recipes train on."""
-    yield "sample", generate_documents(800, seed=2)
-    pytest.importorskip("yaml")
-    from dcformer.training.recipe import load_recipe, packaged_recipes
-
-    for name in packaged_recipes():
-        recipe = load_recipe(name)
-        for stage in recipe.data.stages or ():
-            shares = {form: stage[form] for form in ("examples", "questions") if form in stage}
-            if shares and stage.get("facts", 3) == 3:
-                documents = list(iterate_practice(600, f"{recipe.seed} 0", shares, recipe.data.split))
-                # Further questions about the same facts do not tell them again.
-                yield name, [{"text": first_lines(document["text"])} for document in documents]
-        if recipe.data.source == "head_tasks" and recipe.data.stages is None:
-            # The first of a larger number of documents are those of a smaller one.
-            count = min(recipe.data.documents, 500)
-            yield name, generate_documents(count, recipe.seed, recipe.data.split)
-
-
 def test_nothing_that_the_authors_texts_say_is_trained_on_in_any_order(authors):
     held_out = {facts_of(line) for kind in authors.values() for line in kind}
-    for name, documents in training_samples():
-        lines = lines_of(documents)
-        assert len(lines) > 500, name
-        assert not held_out & {facts_of(line) for line in lines}, name
-
-
-def test_the_generator_would_say_facts_of_the_authors_if_it_were_allowed(authors, monkeypatch):
-    """Kinds with few sets of facts, which an unguarded generator soon repeats."""
-    kinds = ("task61", "task71", "task73")
-    held_out = {facts_of(line) for name in kinds for line in authors[name]}
-
-    def said():
-        return {facts_of(line) for line in lines_of(generate_documents(300, seed=2, kinds=kinds))}
-
-    assert not said() & held_out
-    monkeypatch.setattr("dcformer.head_tasks.facts.authors_facts", frozenset)
-    assert len(said() & held_out) > 50
+    few_lists = ("task61", "task71", "task73")  # an unguarded generator soon repeats those of the authors
+    lines = lines_of(generate_documents(400, seed=2)) + lines_of(generate_documents(300, seed=2, kinds=few_lists))
+    for document in iterate_practice(300, 0, {"questions": 1}):
+        lines.append(document["text"].splitlines()[0])
+    assert not held_out & {facts_of(line) for line in lines}
 
 
 def test_no_set_of_facts_is_in_two_splits():
@@ -369,15 +288,6 @@ def test_no_set_of_facts_is_in_two_splits():
         assert not every[one] & every[other], (one, other)
 
 
-def test_splits_of_few_lists_have_all_units_in_them():
-    """The seed of the digests is chosen for this; see `_SALT`."""
-    for name, least in (("task71", 31), ("task73", 27)):
-        for split in SPLITS:
-            lines = lines_of(generate_documents(80, 3, split, kinds=(name,)))
-            assert {re.search(r"The (\w+) just", line)[1] for line in lines} == set(VOCABULARY["ordinals"])
-            assert len({facts_of(line) for line in lines}) >= least
-
-
 def test_a_document_tells_no_facts_twice_unless_it_must():
     for row in generate_documents(24, 3, "test", lines=(8, 8), kinds=("task71", "task73", "task65")):
         assert len({facts_of(line) for line in lines_of([row])}) == 8
@@ -385,14 +295,31 @@ def test_a_document_tells_no_facts_twice_unless_it_must():
     assert len(lines_of([longer])) == 40 and len({facts_of(line) for line in lines_of([longer])}) == 27
 
 
-@pytest.mark.parametrize("first", [0, 10, 22, 28, 38, 44, 50])
-def test_the_two_wordings_of_facts_belong_to_the_same_split(first):
-    for seed in range(20):
-        one, other = (
-            TASK_KINDS[f"task{number}"].make(random.Random(seed), wording)
-            for number, wording in ((first, 0), (first + 1, 1))
-        )
-        assert one.line != other.line and one.split == other.split
+# The results of the bundled models depend on these documents.
+@pytest.mark.parametrize(
+    ("split", "seed", "digest"),
+    [("train", 0, "1bcc42cc1a95bb6d"), ("validation", 7, "fee08afa2cba6541"), ("test", 1234, "82dfc477a3646be5")],
+    ids=["train", "validation", "test"],
+)
+def test_documents_of_a_seed_never_change(split, seed, digest):
+    text = json.dumps(generate_documents(150, seed, split))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+
+
+def test_practice_documents_of_a_seed_never_change():
+    mixture = {"examples": 1, "questions": 2, "recurring_facts": 1, "recurring_words": 1}
+    text = json.dumps(list(iterate_practice(150, 5, mixture)))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "6910f921dea9dd3e"
+
+
+def test_held_out_questions_are_the_answers_of_the_test_documents():
+    questions, documents = held_out_questions(20), generate_documents(20, 1234, "test", lines=(8, 8))
+    assert [question["shots"] for question in questions] == list(range(8)) * 20
+    for number, document in enumerate(documents):
+        for question, (start, end) in zip(questions[8 * number : 8 * number + 8], document["answers"]):
+            assert question["context"] + question["answer"] == document["text"][:end]
+            assert question["answer"] == document["text"][start:end] and question["document"] == number
+            assert all(question[key] == document[key] for key in ("task", "subject", "pattern", "transformation"))
 
 
 def test_the_same_seed_gives_the_same_documents_and_a_larger_count_goes_on():
@@ -402,21 +329,6 @@ def test_the_same_seed_gives_the_same_documents_and_a_larger_count_goes_on():
     assert len({row["task"] for row in generate_documents(75, seed=5)}) == 75
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"count": 0}, "count must be at least 1, got 0"),
-        ({"split": "dev"}, "split must be one of train, validation, test; got 'dev'"),
-        ({"lines": (3, 2)}, r"lines must be \(least, most\)"),
-        ({"kinds": ("task75",)}, "kinds must be names from task0 to task74"),
-    ],
-    ids=["count", "split", "lines", "kinds"],
-)
-def test_errors_of_the_generator(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        generate_documents(**{"count": 1, "seed": 0, **arguments})
-
-
 def test_every_word_has_its_token_and_text_survives(authors, generated):
     tokenizer = build_tokenizer()
     texts = [row["text"] for row in generated] + ["\n".join(lines[:8]) + "\n" for lines in authors.values()]
@@ -424,15 +336,3 @@ def test_every_word_has_its_token_and_text_survives(authors, generated):
         assert tokenizer.unk_token_id not in ids
         assert ids[0] == tokenizer.bos_token_id == tokenizer.eos_token_id
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_the_tokenizer_is_the_same_after_saving(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "< Ruth likes Washington, D.C. >. Ruth arrived at 1 o'clock, yesterday\n"
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"]) == "<|endoftext|> " + text.replace("yesterday", "<|unknown|>")
-    assert build_tokenizer().get_vocab() == tokenizer.get_vocab()

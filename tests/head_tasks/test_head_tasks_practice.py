@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dcformer.head_tasks import build_tokenizer, iterate_practice
+from dcformer.head_tasks import iterate_practice
 from dcformer.head_tasks.facts import facts_digest, parse_line, split_of
 from dcformer.head_tasks.tokenizer import count_tokens
 from dcformer.head_tasks.vocabulary import VOCABULARY, opposites, singular
@@ -69,13 +69,6 @@ def test_every_word_that_comes_again_is_an_answer():
         assert words == (different * 4)[:29]  # with the token that begins every text
 
 
-def test_recurring_words_are_single_tokens():
-    tokenizer = build_tokenizer()
-    for document in practice("recurring_words"):
-        ids = tokenizer(document["text"])["input_ids"]
-        assert len(ids) == document["text"].count(" ") + 2 and tokenizer.unk_token_id not in ids
-
-
 def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
     for document in practice("recurring_facts", longest=400):
         lines = document["text"].splitlines()
@@ -92,17 +85,6 @@ def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
             assert answer == f" {person}" or singular(thing).endswith(singular(answer.strip()))
 
 
-def test_three_recurring_facts_belong_to_their_split():
-    found = 0
-    for split in ("train", "validation"):
-        for document in practice("recurring_facts", 100, split=split, longest=400):
-            said = dict.fromkeys(parse_line(f"< {line} >. ?")[0][0] for line in document["text"].splitlines())
-            if len(said) == 3:
-                assert split_of(facts_digest(said)) == split
-                found += 1
-    assert found > 20
-
-
 @pytest.mark.parametrize("form", ["examples", "questions", "recurring_facts"])
 def test_documents_end_with_a_whole_line_within_their_length(form):
     for document in practice(form, longest=70):
@@ -117,18 +99,3 @@ def test_a_mixture_has_its_shares():
     assert recurring / 600 == pytest.approx(0.25, abs=0.06)  # 3.4 standard deviations
     assert documents == list(iterate_practice(600, 3, {"recurring_words": 1, "questions": 3}))
     assert documents[:9] != list(iterate_practice(9, 4, {"recurring_words": 1, "questions": 3}))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mixture": {"riddles": 1}}, "riddles"),
-        ({"mixture": {"questions": 0}}, "{'questions': 0}"),
-        ({"mixture": {"questions": 1}, "facts": 4}, "got 4"),
-        ({"mixture": {"recurring_words": 1}, "words": 1}, "got 3, 96 and 1"),
-    ],
-    ids=["unknown_form", "no_share", "four_facts", "one_word"],
-)
-def test_wrong_arguments_are_named(options, words):
-    with pytest.raises(ValueError, match=words.replace("{", r"\{")):
-        next(iterate_practice(3, 0, **options))

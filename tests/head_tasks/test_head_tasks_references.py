@@ -1,21 +1,21 @@
 """Reference lines of the head tasks against what independent code measured, and against cases by hand."""
 
-import math
-
 import pytest
 
-from dcformer.head_tasks import generate_documents
-from dcformer.head_tasks.references import BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT, reference_scores, reference_summaries
-from dcformer.head_tasks.suite import authors_documents
+from dcformer.head_tasks import (
+    BLIND_CHOICE,
+    LONE_NAME,
+    ODD_ONE_OUT,
+    TASK_KINDS,
+    held_out_questions,
+    reference_answers,
+)
 
 
 def scores_of(line: str, answer: str, task: str) -> tuple[float, float, float]:
     """Probability of a right answer by blind choice, by the lone name, by the odd one out."""
-    text = f"{line} {answer}\n"
-    scores = reference_scores([{"text": text, "task": task, "answers": [[len(line), len(text) - 1]]}])
-    blind = scores[BLIND_CHOICE][0]
-    assert blind["log_likelihood"] == pytest.approx(math.log(blind["correct"]))
-    return tuple(scores[name][0]["correct"] for name in (BLIND_CHOICE, LONE_NAME, ODD_ONE_OUT))
+    question = {"context": line, "answer": f" {answer}", "transformation": TASK_KINDS[task].transformation}
+    return tuple(reference_answers(question).values())
 
 
 THIRD = pytest.approx(1 / 3)
@@ -47,28 +47,24 @@ def test_an_adjective_with_two_opposites_costs_a_further_guess():
     assert blind == pytest.approx(1 / 6) and name == 0.5
 
 
-def test_generated_documents():
-    found = reference_summaries(generate_documents(150, 1234, "test", lines=(8, 8)))
-    assert math.log(found[BLIND_CHOICE]["perplexity"]) == pytest.approx(1.101, abs=0.004)
-    per_token = math.log(found[BLIND_CHOICE]["token_perplexity"])
-    # One to three tokens an answer, 1.07 on average.
-    assert per_token == pytest.approx(1.03, abs=0.02) and found[LONE_NAME]["perplexity"] is None
-    assert found[LONE_NAME]["accuracy"] == pytest.approx(0.617, abs=0.015)
-    patterns = {name: group["accuracy"] for name, group in found[LONE_NAME]["by_pattern"].items()}
-    assert patterns["different-city"] == 1 and patterns["same-class"] == THIRD
-    assert patterns["the-other-object"] == pytest.approx(0.78, abs=0.05)
-    assert found[ODD_ONE_OUT]["by_subject"]["lists"]["accuracy"] > 0.99
-    assert found[LONE_NAME]["by_subject"]["persons"]["by_shots"]["0"]["accuracy"] == pytest.approx(0.5, abs=0.01)
+def test_means_over_the_held_out_questions():
+    questions = held_out_questions(150)
+    found = [reference_answers(question) for question in questions]
 
+    def mean(rule, **about):
+        chosen = [
+            row[rule]
+            for row, question in zip(found, questions)
+            if all(question[key] == value for key, value in about.items())
+        ]
+        return sum(chosen) / len(chosen)
 
-def test_the_authors_texts(data_dir):
-    found = reference_summaries(authors_documents(data_dir))
-    assert found[BLIND_CHOICE]["accuracy"] == pytest.approx(1 / 3, abs=1e-3)
-    # 62.2 % by independent code, which takes either opposite of an adjective that has two.
-    assert found[LONE_NAME]["accuracy"] == pytest.approx(0.622, abs=0.003)
-    assert found[BLIND_CHOICE]["answers"] == 5328
+    assert mean(BLIND_CHOICE) == pytest.approx(1 / 3, abs=0.01)
+    assert mean(LONE_NAME) == pytest.approx(0.617, abs=0.015)
+    assert mean(LONE_NAME, pattern="different-city") == 1 and mean(LONE_NAME, pattern="same-class") == THIRD
+    assert mean(ODD_ONE_OUT, subject="lists") > 0.99
 
 
 def test_a_line_of_another_form_is_refused():
-    with pytest.raises(ValueError, match="is no line of the head tasks"):
-        reference_scores([{"text": "Paris is nice", "task": "task0", "answers": [[8, 13]]}])
+    with pytest.raises(ValueError, match="Paris is nice"):
+        reference_answers({"context": "Paris is", "answer": " nice", "transformation": "copy"})

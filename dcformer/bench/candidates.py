@@ -1,0 +1,203 @@
+"""The ways to compute attention that are compared, and the gate: no time is shown of wrong values.
+
+Candidates are our implementations, torch's attention without composition, and the authors' formulation. Those that
+compose are compared with the plain implementation in float64 before they are timed, on the very numbers that they are
+given, at the heads and channels that are timed and a length that no tile divides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..dcmha import Visibility, implementations
+from . import authors
+from .measure import Call, one_line
+from .operands import CATCHER, Operands, packed_documents, prompt_operands, step_operands, visible
+
+
+SDPA, SDPA_WINDOW, FLEX = "sdpa", "sdpa, same window", "FlexAttention, same window"
+AUTHORS, AUTHORS_COMPILED = "authors", "authors, compiled"
+GATE_LENGTH, GATE_WINDOW, GATE_DOCUMENT = 193, 48, 50
+# Root mean square of the error relative to that of the right values. Scores or weights in 16 bits lose up to 2 ** -6.
+_OUTPUT_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_GRADIENT_FACTOR = 3.0  # a product more, and sums of many terms that cancel
+
+# From operands, a window and a mask of packed documents.
+Make = Callable[[Operands, int | None, Visibility | None], Call]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute attention."""
+
+    name: str
+    make: Make
+    tensors: Callable[[Operands], list[Tensor]]  # those of operands whose gradients training asks for
+    why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands, a window and documents
+    composes: bool = True  # otherwise the gate cannot check it
+    in_graph: bool = False  # timed as a CUDA graph, so that its many launches cost nothing
+
+    def gradient_call(self, of: Operands, window: int | None, mask: Visibility | None) -> Call:
+        """Make a call of forward and backward; `of` are leaves."""
+        forward, tensors, upstream = self.make(of, window, mask), self.tensors(of), torch.randn_like(of.query)
+        return lambda: torch.autograd.grad(forward(), tensors, upstream)
+
+    def check(
+        self,
+        heads: int,
+        channels: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        vary: Callable[[Operands], Operands] = lambda operands: operands,
+        window: int | None = None,
+        is_packed: bool = False,
+        with_gradients: bool = False,
+        is_step: bool = False,
+    ) -> str | None:
+        """
+        Compare with the plain implementation in float64; return what is wrong, or None.
+
+        Args:
+            vary (`Callable`): Changes which branches the operands compose with.
+            window (`int`, *optional*): Sliding window.
+            is_packed, with_gradients, is_step (`bool`): A row of documents; gradients too; one query after a cache.
+        """
+        sizes = heads, channels, GATE_LENGTH, device, dtype
+        # Without the peer, so that the authors' factors are made of the operands and gradients reach these.
+        operands = vary(step_operands(*sizes) if is_step else prompt_operands(*sizes)).leaves()._replace(peer=None)
+        mask = packed_documents(GATE_LENGTH, GATE_DOCUMENT, device) if is_packed else None
+        with torch.set_grad_enabled(with_gradients):
+            found = [self.make(operands, window, mask)()]
+            exact = operands.leaves(torch.float64)
+            options = {"sliding_window": window, "attention_mask": mask, "implementation": "plain"}
+            expected = [exact.composed(**options)]
+        if with_gradients:
+            upstream = torch.randn_like(found[0])
+            found += torch.autograd.grad(found[0], [*operands.states, *operands.factors], upstream)
+            expected += torch.autograd.grad(expected[0], [*exact.states, *exact.factors], upstream.double())
+        for place, (one, other) in enumerate(zip(found, expected)):
+            error = relative_error(one, other)
+            tolerance = _OUTPUT_TOLERANCES[dtype] * (_GRADIENT_FACTOR if place else 1)
+            if not error <= tolerance:  # NaN is not below anything
+                what = f"gradient {place}" if place else "output"
+                return f"{what} is wrong: relative error {error:.1e}, at most {tolerance:.0e} is right"
+        return None
+
+    def failure(self, *sizes: Any, **options: Any) -> str | None:
+        """Return what is wrong or was raised by `check`, or None."""
+        if not self.composes:
+            return None
+        try:
+            return self.check(*sizes, **options)
+        except Exception as error:  # whatever a candidate raises means that it cannot be timed
+            return f"failed: {one_line(error)}"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference, relative to that of the expected values."""
+    expected = expected.detach().double()
+    return float((found.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def own_candidates() -> list[Candidate]:
+    """Every implementation of the operator's table."""
+    return [_own(name) for name in implementations() if name != CATCHER]
+
+
+def plain_candidates(device: torch.device, compiles: bool, window: int | None) -> list[Candidate]:
+    """Attention without composition: torch's for all keys, and with the same window."""
+    found = [_without_composition(SDPA, _sdpa)]
+    if window is not None:
+        found.append(_without_composition(SDPA_WINDOW, _sdpa_in_window))
+        missing = None if device.type == "cuda" and compiles else "it is for GPUs, and for torch.compile"
+        found.append(_without_composition(FLEX, _flex_attention, missing))
+    return found
+
+
+def authors_candidates(compiles: bool) -> list[Candidate]:
+    """The authors' formulation in chunks, as it is and compiled."""
+    missing = None if compiles else "torch.compile is switched off"
+    compiled = functools.partial(_authors, is_compiled=True)
+    return [
+        Candidate(AUTHORS, _authors, lambda of: [*of.states, *(of.peer or ())]),
+        Candidate(
+            AUTHORS_COMPILED, compiled, lambda of: [*of.states, *(of.peer or ())], lambda *_: missing, in_graph=True
+        ),
+    ]
+
+
+def _own(name: str) -> Candidate:
+    def make(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+        return functools.partial(of.composed, implementation=name, sliding_window=window, attention_mask=mask)
+
+    def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
+        mask = mask or Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
+        return implementations()[name].supports(*of[:5], mask=mask, dropout=0.0)
+
+    return Candidate(name, make, lambda of: [*of.states, *of.factors], why_not)
+
+
+def _without_composition(name: str, make: Make, missing: str | None = None) -> Candidate:
+    def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
+        return missing or ("it does not tell documents apart" if mask is not None else None)
+
+    return Candidate(name, make, lambda of: list(of.states), why_not, composes=False)
+
+
+def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+    """All keys up to the query's; on a GPU in 16 bits by FlashAttention alone."""
+    is_flash = of.query.is_cuda and of.query.dtype.itemsize == 2
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else contextlib.nullcontext():
+            return functional.scaled_dot_product_attention(*of.states, is_causal=True)
+
+    return call
+
+
+def _sdpa_in_window(of: Operands, window: int | None, _: Visibility | None) -> Call:
+    shown = visible(of.query.shape[2], window, of.query.device)
+    return lambda: functional.scaled_dot_product_attention(*of.states, attn_mask=shown)
+
+
+def _flex_attention(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = of.query.shape[2]
+
+    def shown(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < (window or length))
+
+    blocks = create_block_mask(shown, None, None, length, length, device=of.query.device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(*of.states, block_mask=blocks)
+
+
+def _authors(of: Operands, window: int | None, mask: Visibility | None, is_compiled: bool = False) -> Call:
+    """Documents are a mask alone, as in the authors' code: whole rows are computed."""
+    shown = visible(of.query.shape[2], window, of.query.device)
+    if mask is not None and mask.sequence_ids is not None:
+        numbers = mask.sequence_ids[0]
+        shown = shown & (numbers[:, None] == numbers)
+    attend = _compiled_chunk() if is_compiled else authors.attend_chunk
+
+    def call() -> Tensor:
+        peer = authors.Factors.of(of.pre, of.post) if of.peer is None else of.peer
+        return authors.attend_in_chunks(*of.states, peer, shown, of.query.shape[3] ** -0.5, window, attend=attend)
+
+    return call
+
+
+@functools.cache
+def _compiled_chunk() -> Call:
+    return torch.compile(authors.attend_chunk, dynamic=True)

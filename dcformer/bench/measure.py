@@ -1,0 +1,350 @@
+"""One timer and one report for all benchmarks.
+
+Calls are timed in turns, so that a slow spell of the machine meets all that is compared. On a GPU the times lie between
+two events in its queue, after its L2 cache has been overwritten; they hold no Python that runs ahead of the queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from .. import __version__
+from ..common.plotting import draw_rows, picture
+from ..common.terminal import make_console
+from . import roofline
+
+
+Call = Callable[..., Any]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LEAST_SAMPLES, _MOST_SAMPLES = 3, 200
+# Calls shorter than this are repeated within a sample on a CPU: microseconds drown in other processes.
+_SECONDS_PER_SAMPLE = 0.05
+_CACHES_OVERWRITTEN = 4
+_TABLE_WIDTH = 180
+
+
+class Timing(NamedTuple):
+    """Seconds of a call, by the clock and (CPUs only) of processor time, and the number of samples."""
+
+    minimum: float
+    median: float
+    processor_minimum: float | None = None
+    processor_median: float | None = None
+    samples: int = 0
+
+
+class Case(NamedTuple):
+    """A call to time."""
+
+    call: Call  # takes what `prepare` returns; nothing without it
+    prepare: Call | None = None  # called before every call, outside its time
+    threads: int | None = None  # of torch
+    parts: int = 1  # the time is divided by these, such as decoding steps
+
+
+class Timer:
+    """Times calls on one device, in three turns at least, `most` turns at most, and else for about `seconds`."""
+
+    def __init__(self, device: torch.device, seconds: float = 0.3, most: int = _MOST_SAMPLES):
+        self.device, self.seconds, self.most = device, seconds, most
+        self._overwritten = None
+        if device.type == "cuda":
+            size = _CACHES_OVERWRITTEN * torch.cuda.get_device_properties(device).L2_cache_size
+            self._overwritten = torch.empty(size, dtype=torch.int8, device=device)
+
+    def time(self, call: Call, prepare: Call | None = None, parts: int = 1) -> Timing:
+        """Time one call."""
+        return self({"": Case(call, prepare, parts=parts)})[""]
+
+    def __call__(self, cases: Mapping[Any, Case | Call]) -> dict[Any, Timing]:
+        """Time several calls in turns, each after a warm-up that compiles and allocates."""
+        named = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
+        threads = torch.get_num_threads()
+        try:
+            estimates = {name: self._estimate(case) for name, case in named.items()}
+            turns = min(max(int(self.seconds / sum(estimates.values())), _LEAST_SAMPLES), self.most)
+            samples: dict[Hashable, list[Callable[[], list[float]]]] = {name: [] for name in named}
+            end = time.perf_counter() + self.seconds
+            for turn in range(self.most if self._overwritten is None else turns):
+                if self._overwritten is None and turn >= _LEAST_SAMPLES and time.perf_counter() > end:
+                    break
+                for name, case in named.items():
+                    samples[name].append(self._sample(case, self._repeats(case, estimates[name])))
+            self._synchronize()
+        finally:
+            torch.set_num_threads(threads)
+        return {name: _summary([read() for read in taken], named[name].parts) for name, taken in samples.items()}
+
+    def _estimate(self, case: Case) -> float:
+        self._sample(case)
+        self._synchronize()
+        start = time.perf_counter()
+        self._sample(case)
+        self._synchronize()
+        return max(time.perf_counter() - start, 1e-7)
+
+    def _repeats(self, case: Case, estimate: float) -> int:
+        if self._overwritten is not None or case.prepare is not None:
+            return 1
+        return max(1, int(min(_SECONDS_PER_SAMPLE, self.seconds / _LEAST_SAMPLES) / estimate))
+
+    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], list[float]]:
+        """Run a call; return a function that reads its seconds once the device has finished."""
+        if case.threads is not None and case.threads != torch.get_num_threads():
+            torch.set_num_threads(case.threads)
+        arguments = () if case.prepare is None else (case.prepare(),)
+        if self._overwritten is not None:
+            self._overwritten.zero_()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            case.call(*arguments)
+            stop.record()
+            return lambda: [start.elapsed_time(stop) / 1000]
+        wall, processor = time.perf_counter(), time.process_time()
+        for _ in range(repeats):
+            case.call(*arguments)
+        taken = time.perf_counter() - wall, time.process_time() - processor
+        return lambda: [seconds / repeats for seconds in taken]
+
+    def _synchronize(self) -> None:
+        if self._overwritten is not None:
+            torch.cuda.synchronize(self.device)
+
+
+def _summary(samples: Sequence[list[float]], parts: int) -> Timing:
+    kinds = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
+    figures = {"minimum": min(kinds[0]), "median": statistics.median(kinds[0]), "samples": len(samples)}
+    if len(kinds) == 2:
+        figures |= {"processor_minimum": min(kinds[1]), "processor_median": statistics.median(kinds[1])}
+    return Timing(**figures)
+
+
+def in_cuda_graph(call: Call, device: torch.device) -> Call:
+    """Record a call as a CUDA graph, which launches all its kernels at once; on other devices, return it as it is."""
+    if device.type != "cuda":
+        return call
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compiles and allocates
+            call()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor with its instruction sets."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu_info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", cpu_info.read_text(encoding="utf-8")) if cpu_info.exists() else None
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def environment(device: torch.device) -> dict[str, str | int | None]:
+    """Versions, threads and hardware that figures depend on."""
+    found: dict[str, str | int | None] = {
+        "dcformer": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": str(device),
+        "hardware": device_name(device),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    return found | {"cuda": torch.version.cuda} if device.type == "cuda" else found
+
+
+@dataclasses.dataclass
+class Row:
+    """One figure of a report, or why it is missing."""
+
+    group: str  # rows of one group are one table
+    name: str
+    timing: Timing | None = None
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # by names that say their units
+    note: str = ""
+    has_failed: bool = False  # it computed wrong values or raised; the command then ends with status 1
+
+
+class Run:
+    """
+    One run of a benchmark: device, sizes, timer, and the report that its rows go to.
+
+    Args:
+        command (`str`): Its name, for the file.
+        device, dtype: Where everything runs, and the number type of operands and parameters.
+        is_quick (`bool`): Tiny sizes, which show that everything runs but not how fast it is.
+        compiles (`bool`): Whether what needs torch.compile takes part.
+        seconds (`float`): No further measurement begins after these.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        is_quick: bool = False,
+        compiles: bool = False,
+        seconds: float = math.inf,
+    ):
+        self.command, self.device, self.dtype = command, device, dtype
+        self.is_quick, self.compiles, self.seconds = is_quick, compiles, seconds
+        self.timer = Timer(device, seconds=0.02 if is_quick else 0.3)
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+        self.gate: dict[Hashable, str | None] = {}  # what was wrong with a candidate, by what was checked
+        self._end = time.perf_counter() + seconds
+
+    @functools.cached_property
+    def rates(self) -> roofline.Rates:
+        """The machine's rates, measured when first asked for."""
+        timings = self.timer(roofline.rate_probes(self.device, self.dtype))
+        return roofline.measured_rates({name: timing.minimum for name, timing in timings.items()}, self.device)
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def add(self, group: str, name: str, timing: Timing | None = None, **values: Any) -> Row:
+        self.rows.append(Row(group, name, timing, **values))
+        return self.rows[-1]
+
+    def note(self, sentence: str) -> None:
+        """Print something about the whole run below its tables, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def measured(self, group: str, name: str, measure: Callable[[], Timing | str], note: str = "") -> Row:
+        """
+        Add a row of what `measure` returns: a timing, or why there is none.
+
+        If it runs out of memory or raises, the row says so and the run goes on.
+        """
+        if self.is_over:
+            return self.add(group, name, note=f"not measured: the {self.seconds:g} seconds were over")
+        try:
+            found = measure()
+        except torch.OutOfMemoryError:
+            return self.add(group, name, note="not measured: it does not fit into the device's memory")
+        except Exception as error:  # whatever the code that is compared may raise
+            return self.add(group, name, note=f"failed: {one_line(error)}", has_failed=True)
+        finally:
+            torch.cuda.empty_cache()
+        if isinstance(found, str):
+            return self.add(group, name, note=found, has_failed=not found.startswith("not measured"))
+        return self.add(group, name, found, note=note)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(row.has_failed for row in self.rows)
+
+    def groups(self) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.group, []).append(row)
+        return found
+
+    def show(self) -> None:
+        """Print a table of each group, and the notes."""
+        for group, rows in self.groups().items():
+            figures = list(dict.fromkeys(name for row in rows for name in row.figures))
+            cells = [
+                [row.name, *_milliseconds(row.timing), *(_figure(row.figures.get(name)) for name in figures), row.note]
+                for row in rows
+            ]
+            show_table([group, "median ms", "min ms", *figures, "note"], cells)
+        for sentence in self.notes:
+            print(sentence)
+
+    def write(self, path: Path) -> None:
+        """Write everything as JSON."""
+        content = {
+            "command": self.command,
+            "environment": environment(self.device),
+            "settings": {
+                "dtype": self.dtype,
+                "quick": self.is_quick,
+                "compile": self.compiles,
+                "seconds": self.seconds,
+            },
+            "rates": self.__dict__["rates"]._asdict() if "rates" in self.__dict__ else {},
+            "notes": self.notes,
+            "rows": [{**vars(row), "timing": row.timing and row.timing._asdict()} for row in self.rows],
+        }
+        write_json(path, content)
+
+    def plot(self, path: Path) -> None:
+        """Draw the median of every row, group below group; nothing if nothing was timed."""
+        groups = {name: [row for row in rows if row.timing] for name, rows in self.groups().items()}
+        groups = {name: rows for name, rows in groups.items() if rows}
+        if not groups:
+            return
+        height = sum(0.25 * len(rows) + 0.7 for rows in groups.values())
+        with picture(path, (9.0, height), "train") as figure:
+            ratios = [len(rows) + 2 for rows in groups.values()]
+            axes: list[Any] = list(figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0])
+            for axis, (name, rows) in zip(axes, groups.items()):
+                milliseconds = [1000 * row.timing.median for row in rows if row.timing]
+                axis.barh(range(len(rows)), milliseconds, color="0.35", height=0.6)
+                draw_rows(axis, [row.name for row in rows])
+                axis.set_title("\n".join(textwrap.wrap(name, 70)), loc="left", fontsize=9)
+            axes[-1].set_xlabel("milliseconds (median)")
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: the first column holds names, the others figures; empty columns are left out."""
+    from rich.table import Table
+
+    kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
+    table = Table()
+    for place in kept:
+        table.add_column(columns[place], justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*(row[place] for place in kept))
+    make_console(_TABLE_WIDTH).print(table)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _milliseconds(timing: Timing | None) -> list[str]:
+    return ["", ""] if timing is None else [f"{1000 * timing.median:.3f}", f"{1000 * timing.minimum:.3f}"]
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,287 @@
+"""Print the tables of the study from its recorded results, and draw its figures.
+
+python -m research.head_tasks.report                # tables; figures and claim.csv go to results/
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dcformer.common.plotting import draw_grid, draw_rows, picture
+from dcformer.eval import compare_seeds, further_share_interval, holm, seed_interval
+from dcformer.head_tasks import REFERENCES
+
+
+RESULTS = Path(__file__).parent / "results"
+EVALUATION_DOCUMENTS = 1000
+# Model and baseline; the baseline has its own best learning rate, and that of the model.
+PAIRS = [
+    (f"dcformer_{width}", f"transformer_{width}_rate_{rate}") for width in (32, 48, 64) for rate in ("2e-2", "4e-2")
+]
+TAKE_OFF, EQUAL_END = "better than blind choice", "higher final loss"
+ROWS_OF_TABLE_9 = {
+    "none": "no composition",
+    "static": "static composition",
+    "low_rank": "dynamic, low rank only",
+    "gate": "dynamic, gate only",
+    "query_wise": "query-wise only",
+    "key_wise": "key-wise only",
+    "pre": "scores only (pre-compose)",
+    "post": "weights only (post-compose)",
+    "rank_1": "both, rank 1",
+    "rank_2": "DCFormer++ (both, rank 2)",
+    "rank_4": "both, rank 4",
+    "all": "both, rank 2, and static",
+}
+
+Runs = dict[str, dict[int, dict[str, list[float]]]]  # variant -> seed -> evaluation curve
+
+
+class Costs(NamedTuple):
+    """
+    What a pair spends on the same loss, by seed.
+
+    Attributes:
+        model, baseline: Names of the variants.
+        goal: Which loss.
+        axis: `"flops"` or `"seconds"`.
+        by_seed: Seed -> what the model and the baseline spent; `None` for what did not reach the loss.
+    """
+
+    model: str
+    baseline: str
+    goal: str
+    axis: str
+    by_seed: dict[int, tuple[float | None, float | None]]
+
+    @property
+    def logarithms(self) -> list[float]:
+        """Logarithms of baseline / model; empty unless both reached the loss in every seed."""
+        pairs = list(self.by_seed.values())
+        return [] if any(None in pair for pair in pairs) else [math.log(base / own) for own, base in pairs]
+
+    def interval(self) -> tuple[float, float, float]:
+        """Geometric mean of baseline / model, and its 95 % interval (Student's t on logarithms)."""
+        if not self.logarithms:
+            return (math.nan,) * 3
+        mean, half_width = seed_interval(self.logarithms)
+        return math.exp(mean), math.exp(mean - half_width), math.exp(mean + half_width)
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """The recorded results of a sweep."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def curves_of(results: Mapping[str, Any]) -> Runs:
+    curves: Runs = {}
+    for run in results["runs"]:
+        curves.setdefault(run["variant"], {})[run["seed"]] = run["curve"]
+    return curves
+
+
+def reaches(curve: Mapping[str, Sequence[float]], quantity: str, level: float, axis: str) -> float | None:
+    """
+    Tell what is spent until the loss falls to a level, or the accuracy rises to it, for good.
+
+    For good: all later evaluations are there too, as a model that waits at a blind choice crosses its loss by chance.
+    Between evaluations the curve is a straight line. `None` if the last evaluation is not at the level.
+    """
+    sign = -1 if quantity == "loss" else 1
+    gaps = [sign * (value - level) for value in curve[quantity]]  # negative: not there yet
+    if gaps[-1] < 0:
+        return None
+    first = max((place + 1 for place, gap in enumerate(gaps) if gap < 0), default=0)
+    if first == 0:
+        return curve[axis][0]
+    share = gaps[first - 1] / (gaps[first - 1] - gaps[first])
+    return curve[axis][first - 1] + share * (curve[axis][first] - curve[axis][first - 1])
+
+
+def costs_of(curves: Runs, blind_loss: float) -> list[Costs]:
+    """All pairs, for the loss of blind choice and the higher of the two final losses of a seed, by both axes."""
+    found = []
+    for model, baseline in PAIRS:
+        for goal in (TAKE_OFF, EQUAL_END):
+            for axis in ("flops", "seconds"):
+                by_seed = {}
+                for seed in sorted(curves[model].keys() & curves[baseline].keys()):
+                    pair = curves[model][seed], curves[baseline][seed]
+                    level = blind_loss if goal == TAKE_OFF else max(curve["loss"][-1] for curve in pair)
+                    own, base = (reaches(curve, "loss", level, axis) for curve in pair)
+                    by_seed[seed] = own, base
+                found.append(Costs(model, baseline, goal, axis, by_seed))
+    return found
+
+
+def corrected_p(costs: Sequence[Costs]) -> list[float]:
+    """p of t tests on logarithms against no difference, by Holm's correction for all of them."""
+    values = []
+    for each in costs:
+        ratios = dict(enumerate(each.logarithms))
+        pair = {"ratio": ratios, "none": dict.fromkeys(ratios, 0.0)}
+        values.append(compare_seeds(pair, [("ratio", "none")])[0].p)
+    return holm(values)
+
+
+def claim_tables(results: Mapping[str, Any]) -> Iterable[str]:
+    """The pairs with their costs, then all runs."""
+    curves, references = curves_of(results), results["references"]["evaluation"]
+    parameters = {run["variant"]: run["parameters"] for run in results["runs"]}
+    costs = costs_of(curves, references["blind_choice"]["loss"])
+    rows = []
+    for model, baseline in PAIRS:
+        row = [model.removeprefix("dcformer_"), f"{parameters[model] / 1e6:.2f} million", _rate(results, baseline)]
+        for name in (baseline, model):
+            mean, half = (100 * value for value in seed_interval(_final(curves[name], "accuracy")))
+            row.append(f"{mean:.1f} % ({mean - half:.1f} to {min(100.0, mean + half):.1f})".replace("100.0", "100"))
+        for goal, axis in ((TAKE_OFF, "flops"), (EQUAL_END, "flops"), (EQUAL_END, "seconds")):
+            (own,) = (each for each in costs if each[:4] == (model, baseline, goal, axis))
+            row.append("{:.2f} ({:.2f} to {:.2f})".format(*own.interval()))
+        rows.append(row)
+    columns = ["width", "parameters", "rate of Transformer++", "accuracy, Transformer++", "accuracy, DCFormer++"]
+    columns += [f"cost until {TAKE_OFF}, FLOPs", f"cost of the {EQUAL_END}, FLOPs", "the same, seconds"]
+    yield table(columns, rows)
+    for goal, axis in ((TAKE_OFF, "flops"), (EQUAL_END, "flops"), (EQUAL_END, "seconds")):
+        smallest = min(corrected_p([each for each in costs if each[2:4] == (goal, axis) and each.logarithms]))
+        yield f"Smallest corrected p, {goal}, {axis}: {smallest:.2f}"
+    rows = []
+    for name, by_seed in curves.items():
+        accuracies = _final(by_seed, "accuracy")
+        low, high = (100 * end for end in further_share_interval(accuracies, EVALUATION_DOCUMENTS))
+        blind = [reaches(curve, "loss", references["blind_choice"]["loss"], "step") for curve in by_seed.values()]
+        many = [reaches(curve, "accuracy", 0.9, "step") for curve in by_seed.values()]
+        model = "DCFormer++" if name.startswith("dcformer") else "Transformer++"
+        row = [model, name.split("_")[1], _rate(results, name), _joined(accuracies, 100, ".1f")]
+        rows.append([*row, f"{low:.1f} to {high:.1f}", _joined(blind, 1, ".0f"), _joined(many, 1, ".0f")])
+    columns = ["model", "width", "rate", "accuracy of seeds 0 to 3, %", "of a further seed, %"]
+    yield table([*columns, "steps to the loss of blind choice", "steps to 90 %"], rows)
+
+
+def rates_table(results: Mapping[str, Any]) -> str:
+    """Final losses by learning rate."""
+    variants, rows = results["recipe"]["sweep"]["variants"], []
+    for name, by_seed in curves_of(results).items():
+        losses = _final(by_seed, "loss")
+        model = "DCFormer++" if name.startswith("dcformer") else "Transformer++"
+        compose_rate = variants[name]["training"].get("compose_learning_rate")
+        compose_rate = "" if compose_rate is None else f"{compose_rate:g}"
+        mean = f"{math.fsum(losses) / len(losses):.3f}"
+        rows.append([model, _rate(results, name), compose_rate, mean, _joined(losses, 1, ".3f")])
+    return table(["model at width 48", "rate", "of compose weights", "loss, mean", "by seed"], rows)
+
+
+def ablation_table(results: Mapping[str, Any]) -> str:
+    """Rows of Table 9 by their mean final loss."""
+    curves, published = curves_of(results), results["recipe"]["sweep"]["published"]
+    losses = {name: {seed: curve["loss"][-1] for seed, curve in by_seed.items()} for name, by_seed in curves.items()}
+    pairs = [(name, "none") for name in losses if name != "none"]
+    compared = {item.first: item for item in compare_seeds(losses, pairs)}
+    means = {name: math.fsum(values.values()) / len(values) for name, values in losses.items()}
+    rows = []
+    for name in sorted(means, key=means.__getitem__):
+        row = [ROWS_OF_TABLE_9[name], _joined(_final(curves[name], "accuracy"), 100, ".1f"), f"{means[name]:.3f}"]
+        difference = p = ""
+        if name in compared:
+            item = compared[name]
+            low, high = item.difference - item.half_width, item.difference + item.half_width
+            difference, p = f"{item.difference:+.3f} ({low:+.3f} to {high:+.3f})", f"{item.corrected_p:.2f}"
+        rows.append([*row, difference, p, f"{published[name]:.2f}"])
+    columns = ["what composes", "accuracy of seeds 0 to 3, %", "loss, mean", "loss above that of no composition"]
+    return table([*columns, "corrected p", "perplexity in Table 9"], rows)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _final(by_seed: Mapping[int, Mapping[str, Sequence[float]]], quantity: str) -> list[float]:
+    return [curve[quantity][-1] for _, curve in sorted(by_seed.items())]
+
+
+def _rate(results: Mapping[str, Any], name: str) -> str:
+    return f"{results['recipe']['sweep']['variants'][name]['training']['muon_learning_rate']:g}"
+
+
+def _joined(values: Iterable[float | None], scale: float, digits: str) -> str:
+    return ", ".join("-" if value is None else format(scale * value, digits) for value in values)
+
+
+def write_costs(costs: Iterable[Costs], path: Path) -> None:
+    """Write a line for every pair, loss, axis and seed; what was not reached is empty."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["model", "baseline", "goal", "axis", "seed", "model_cost", "baseline_cost"])
+        for each in costs:
+            for seed, spent in each.by_seed.items():
+                writer.writerow([*each[:4], seed, *("" if cost is None else f"{cost:.6g}" for cost in spent)])
+
+
+def plot_final(results: Mapping[str, Any], path: Path) -> None:
+    """Final loss and accuracy of every variant: the seeds as circles, means with 95 % intervals."""
+    curves = curves_of(results)
+    names = list(curves)
+    with picture(path, (9.0, 1.6 + 0.32 * len(names)), "train") as figure:
+        for axis, quantity in zip(figure.subplots(1, 2, sharey=True), ("loss", "accuracy")):
+            draw_rows(axis, [ROWS_OF_TABLE_9.get(name, name) for name in names])
+            for place, name in enumerate(names):
+                values = _final(curves[name], quantity)
+                mean, half_width = seed_interval(values)
+                axis.plot(values, [place] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
+                axis.errorbar(mean, place, xerr=half_width, fmt="D", color="black", markersize=4)
+            axis.set_xlabel("evaluation loss (nats per token)" if quantity == "loss" else "share of right answers")
+
+
+def plot_curves(results: Mapping[str, Any], path: Path) -> None:
+    """Means over the seeds of accuracy and loss against operations and seconds, with what needs no reading in grey."""
+    curves, references = curves_of(results), results["references"]["evaluation"]
+    styles = {32: "-", 48: "--", 64: ":"}
+    colours = {"dcformer": "#0072B2", "2e-2": "#D55E00", "4e-2": "#E69F00"}
+    with picture(path, (10.0, 8.3), "train") as figure:
+        panels = figure.subplots(2, 2, sharex="col", sharey="row")
+        for quantity, row in zip(("accuracy", "loss"), panels):
+            for axis, panel in zip(("flops", "seconds"), row):
+                for name, by_seed in curves.items():
+                    kind = "dcformer" if name.startswith("dcformer") else name.rpartition("_")[2]
+                    spent, values = (
+                        [_mean(step) for step in zip(*(curve[key] for curve in by_seed.values()))]
+                        for key in (axis, quantity)
+                    )
+                    style = {"color": colours[kind], "linestyle": styles[int(name.split("_")[1])]}
+                    panel.plot(spent, values, label=name.replace("_", " "), **style)
+                for rule in REFERENCES:
+                    if quantity in references[rule]:
+                        panel.axhline(references[rule][quantity], color="0.35", linewidth=1.0, linestyle="-.")
+                panel.set_xscale("log" if axis == "flops" else "linear")
+                draw_grid(panel)
+        panels[1][0].set_yscale("log")
+        for panel, title in zip(panels[1], ("FLOPs of training", "seconds of training")):
+            panel.set_xlabel(title)
+        for panel, title in zip(panels[:, 0], ("share of right answers", "evaluation loss (nats per token)")):
+            panel.set_ylabel(title)
+        figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def main() -> None:
+    rates, claim, ablation = (read_results(name) for name in ("rates", "claim", "ablation"))
+    print(*claim_tables(claim), rates_table(rates), ablation_table(ablation), sep="\n\n")
+    blind_loss = claim["references"]["evaluation"]["blind_choice"]["loss"]
+    write_costs(costs_of(curves_of(claim), blind_loss), RESULTS / "claim.csv")
+    for name, results in (("rates", rates), ("claim", claim), ("ablation", ablation)):
+        plot_final(results, RESULTS / f"{name}.png")
+    plot_curves(claim, RESULTS / "claim_curves.png")
+
+
+if __name__ == "__main__":
+    main()
