@@ -15,13 +15,11 @@ import torch
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from ..dcmha_cache import cache_bytes_per_token
-from ..eval import published
-from ..eval.table4_tasks import TABLE4_COLUMNS
+from ..eval import TABLE4_COLUMNS, published
 from ..model_card import PAPER_URL, shape_table, table
 from ..presets_dcformer import PRESETS
 from ..pretrained import pretrained_names
+from ..public import DCFormerConfig, DCPythiaConfig, cache_bytes_per_token
 from .scores import PAPER_SHOTS, paper_scores
 
 

@@ -11,11 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, EvalResultEntry
 
-from ..eval import published
-from ..eval.data import SOURCES, data_folders
-from ..eval.records import Record
-from ..eval.suites import AUTHORS_TASKS
-from ..eval.table4_tasks import TABLE4_COLUMNS, scored_split
+from ..eval import AUTHORS_TASKS, TABLE4_COLUMNS, Record, published, source_of
 from ..model_card import PAPER_URL
 
 
@@ -39,15 +35,14 @@ class Score:
     @property
     def is_on_hub(self) -> bool:
         """Whether the Hub has the data set, and so a place for the score in its leaderboards."""
-        return SOURCES[data_folders(self.task)[0]].address is None
+        return source_of(self.task).is_on_hub
 
     @property
     def _dataset(self) -> tuple[str, str | None]:
         """Name and configuration of the data set."""
         if self.is_papers and self.task == "pile_ppl":
             return "EleutherAI/pile", None
-        source = SOURCES[data_folders(self.task)[0]]
-        return source.path, source.name
+        return source_of(self.task).path, source_of(self.task).name
 
     @property
     def _source(self) -> dict[str, str]:
@@ -57,10 +52,8 @@ class Score:
         """The score for `model-index`."""
         dataset, config = self._dataset
         arguments: dict[str, Any] = {"num_few_shot": self.num_fewshot}
-        split = None
         if not self.is_papers:
             arguments |= {"by": MEASURED_BY, "details": self.details}
-            split = scored_split(self.task) if self.task in TABLE4_COLUMNS else "test"
         if self.stderr is not None:
             arguments["standard_error"] = self.stderr
         return EvalResult(
@@ -69,7 +62,7 @@ class Score:
             dataset_type=dataset,
             dataset_name=self.task,
             dataset_config=config,
-            dataset_split=split,
+            dataset_split=None if self.is_papers else source_of(self.task).split,
             metric_type="accuracy" if self.metric.startswith("acc") else self.metric,
             metric_value=self.value,
             metric_name=f"{self.task} {self.metric}, {self.num_fewshot}-shot",

@@ -14,9 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, eval_result_entries_to_yaml
 
 from ..common.files import write_atomically
-from ..eval import published
-from ..eval.provenance import Model, model_fingerprint
-from ..eval.records import Record, model_folder, read_records
+from ..eval import Record, model_fingerprint, model_folder, published, read_records
 from ..model_card import CARD_FILE, table, without_signature, write_card
 from .scores import MEASURED_BY, PAPER_NAME, Score, measured_scores, paper_scores
 
@@ -95,7 +93,7 @@ def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | No
     if evaluated_as is not None:
         found = [record for record in records if model_folder(record.model) == model_folder(evaluated_as)]
     else:
-        weights = model_fingerprint(Model(str(folder), None, None))
+        weights = model_fingerprint(os.fspath(folder))
         found = [record for record in records if record.settings.get("model") == weights]
     if not found:
         whose = "these weights and this config.json" if evaluated_as is None else repr(evaluated_as)

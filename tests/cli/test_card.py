@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from dcformer.cards import published_cards
 from dcformer.cards.scores import PAPER_NAME
 from dcformer.cli.main import app
-from dcformer.eval.provenance import Model, model_fingerprint
-from dcformer.eval.records import Record, write_record
+from dcformer.eval import Record, model_fingerprint, write_record
 
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ def call(*words: str):
 
 def record(results: Path, folder: Path, task: str, metrics: dict, shots: int = 0, documents: int = 2, **settings):
     """A record as `dcformer eval` writes it."""
-    settings = {"model": model_fingerprint(Model(str(folder), None, None)), "dtype": "float32", **settings}
+    settings = {"model": model_fingerprint(str(folder)), "dtype": "float32", **settings}
     name = settings.pop("name", str(folder))
     samples = [{"doc_id": number, "doc_hash": str(number), "metrics": metrics} for number in range(2)]
     measured = {metric: {"value": value, "stderr": 0.0125} for metric, value in metrics.items()}
