@@ -179,16 +179,3 @@ def known_origin(source: str, name: str) -> tuple[str | None, str | None]:
     if not _HUB_NAME.fullmatch(source):
         return None, None
     return PUBLISHED_LICENCES.get(source), source if source != name else None
-
-
-# compat with today's saving_dcformer; goes with it
-def is_transformers_template(text):
-    return False
-
-
-def read_metadata(text):
-    return {}
-
-
-def is_untouched(text):
-    return False
