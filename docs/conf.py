@@ -28,7 +28,10 @@ DOCUMENTED = [
     "dcformer",
     *(
         f"dcformer.{room}"
-        for room in ("analysis", "conversion", "demo", "eval", "experiments", "generation", "head_tasks", "training")
+        for room in (
+            *("analysis", "cards", "conversion", "demo", "eval", "experiments"),
+            *("generation", "head_tasks", "loading", "training"),
+        )
     ),
 ]
 
