@@ -34,7 +34,7 @@ def held_out_questions() -> list[tuple[str, str]]:
 def compare() -> None:
     """Score the bundled model and its baseline on the same documents."""
     started = time.perf_counter()
-    records = evaluate(suite="head_tasks", limit=DOCUMENTS, output="results/demo")
+    records = evaluate(tasks="head_tasks", limit=DOCUMENTS, output="results/demo")
     print(f"\nScored both models on the same {DOCUMENTS} documents, {time.perf_counter() - started:.1f} s:\n")
     for record in records:
         accuracy = record.metrics["acc"]["value"]
