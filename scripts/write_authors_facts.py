@@ -1,14 +1,12 @@
 """
-Writes the digests of what the authors' texts say, which the generator keeps out of training documents.
+Write the digests of the facts in the authors' texts, which the generator keeps out of training documents.
 
     python scripts/write_authors_facts.py FOLDER       # with synthetic/synthetic_dataset.jsonl
 """
 
-from __future__ import annotations
-
 import sys
 
-from dcformer.head_tasks.authors_texts import authors_texts
+from dcformer.eval import authors_texts
 from dcformer.head_tasks.facts import AUTHORS_FACTS, facts_digest, parse_line
 
 
