@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
 
 def test_without_the_plugin_nothing_is_served(tmp_path, monkeypatch):
-    """Neither by vLLM's own models, nor by code that comes with the folder, which refuses vLLM's attention."""
+    """Neither by vLLM's own models, nor by code that comes with the folder."""
     model = tiny_model()
     monkeypatch.setattr(type(model.config), "_auto_class", "AutoConfig")
     monkeypatch.setattr(type(model), "_auto_class", "AutoModelForCausalLM")
@@ -81,8 +81,8 @@ def test_without_the_plugin_nothing_is_served(tmp_path, monkeypatch):
     script.write_text(_WITHOUT_PLUGIN)
     command = [sys.executable, str(script), str(tmp_path / "model")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.count("refused:") == 2
-    assert "cannot compose attention heads" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize(
