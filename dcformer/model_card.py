@@ -1,7 +1,6 @@
-"""The model card, README.md, that a saved folder gets: what the model is, how it loads, and what is not known of it.
+"""The model card, README.md, of a folder with a model: its class, shape, origin and licence, and how to load it.
 
-A card ends with a comment that holds its own SHA-256. So a card that nobody has touched is replaced when the model is
-saved again, and one that a person or another tool has written or edited stays as it is.
+A card ends with its own SHA-256 in a comment, so one that nobody has edited can be told from one that a person wrote.
 """
 
 import hashlib
@@ -9,30 +8,28 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from yaml import YAMLError
 
-from .sharing_dcformer import AUTO_CLASSES, has_code
 from .version_dcformer import __version__
 
-
-if TYPE_CHECKING:
-    from .configuration_dcformer import DCFormerConfig
-    from .configuration_dcvit import DCViTConfig
 
 CARD_FILE = "README.md"
 PAPER_URL = "https://arxiv.org/abs/2405.08553"
 # As the authors' repositories on the Hub say.
 PUBLISHED_LICENCES = {"Caiyun-AI/DCFormer-2.8B": "mit", "Caiyun-AI/DCPythia-6.9B": "mit"}
 
-_SIGNATURE = re.compile(
-    r"\n<!-- dcformer wrote this card and replaces it when the model is saved again, unless it was edited\. "
-    r"sha256: ([0-9a-f]{64}) -->\n\Z"
-)
-# What the card that Transformers pushes asks its readers for.
-_TRANSFORMERS_TEMPLATE = ("[More Information Needed]", "This model card has been automatically generated")
+# Ending of a class -> its Auto class and the Hub's name of its task.
+_TASKS = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+}
+_SIGNATURE = "<!-- dcformer wrote this card and may replace it unless it was edited. sha256: {} -->"
+_SIGNED = re.compile("\n" + re.escape(_SIGNATURE).replace(r"\{\}", "([0-9a-f]{64})") + r"\n\Z")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _LIMITS = (
     "Nothing is known here of what the model was trained on or how well it does unless this card says so: evaluate it "
@@ -42,7 +39,7 @@ _LIMITS = (
 
 def write_card(
     name: str,
-    config: "DCFormerConfig | DCViTConfig",
+    config: Any,
     *,
     class_name: str,
     parameters: int,
@@ -54,25 +51,18 @@ def write_card(
     limits: str = _LIMITS,
 ) -> str:
     """
-    The card of a model that is being saved.
+    The text of a model card, signed.
 
     Args:
-        name (`str`): What the card calls it and loads it by: the folder or the name on the Hub.
-        config: Its configuration; the card says `trust_remote_code=True` if it names the code in the folder.
-        class_name (`str`): The model's class.
-        parameters (`int`): How many it has.
-        dtype (`str`): Number type of the weights.
-        tags: Further tags for the Hub.
-        licence (`str`, *optional*): The Hub's name of the licence, if it is known.
-        base_model (`str`, *optional*): The model on the Hub that it was made from.
-        sections: Heading and Markdown of what is known besides.
-        limits (`str`): What the model cannot do.
-
-    Returns:
-        The whole file, signed.
+        name (`str`): The folder or the name on the Hub.
+        config (`DCFormerConfig` or `DCViTConfig`), class_name (`str`), parameters (`int`), dtype (`str`): Of the model.
+        tags (defaults to none): Further tags for the Hub.
+        licence, base_model (`str`, *optional*): As the Hub names them.
+        sections (defaults to none): Heading and Markdown text of further sections.
+        limits (`str`): Text of the section on limits.
     """
-    ending = class_name.removeprefix(type(config).__name__.removesuffix("Config"))
-    auto_class, task = AUTO_CLASSES.get(ending, ("AutoModel", "feature-extraction"))
+    ending = re.search(r"For[A-Z]\w*$", class_name)
+    auto_class, task = _TASKS.get(ending[0] if ending else "", ("AutoModel", "feature-extraction"))
     data = ModelCardData(
         license=licence,
         library_name="transformers",
@@ -84,21 +74,25 @@ def write_card(
         kind = "whose attention heads are composed dynamically (Dynamically Composable Multi-Head Attention, ICML 2024)"
     else:
         kind = "with plain attention heads, a baseline of Dynamically Composable Multi-Head Attention (ICML 2024)"
+    licence_text = "None was stated when the model was saved; ask whoever made the weights."
+    if licence is not None:
+        licence_text = f"`{licence}`, as the model that this one was made from."
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {name}",
         f"`{class_name}` of {parameters:,} parameters in {dtype}, {kind}; saved with [dcformer]({PAPER_URL}) "
         f"{__version__}.",
-        f"## How to load\n\n{_loading(name, auto_class, has_code(config))}",
+        f"## How to load\n\n{_loading(name, auto_class, config)}",
         f"## Shape\n\n{shape_table(config, parameters)}",
         *(f"## {heading}\n\n{text}" for heading, text in sections),
-        f"## Licence\n\n{_licence(licence)}",
+        f"## Licence\n\n{licence_text}",
         f"## Limits\n\n{limits}",
     ]
-    return signed("\n\n".join(parts) + "\n")
+    text = "\n\n".join(parts) + "\n"
+    return f"{text}\n{_SIGNATURE.format(hashlib.sha256(text.encode()).hexdigest())}\n"
 
 
-def _loading(name: str, auto_class: str, with_code: bool) -> str:
-    if with_code:
+def _loading(name: str, auto_class: str, config: Any) -> str:
+    if getattr(config, "_auto_class", None) or getattr(config, "auto_map", None):
         return (
             f'```python\nfrom transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{name}", '
             "trust_remote_code=True)\n```\n\n"
@@ -112,8 +106,8 @@ def _loading(name: str, auto_class: str, with_code: bool) -> str:
     )
 
 
-def shape_table(config: "DCFormerConfig | DCViTConfig", parameters: int) -> str:
-    """What a reader wants to know of a configuration, as a Markdown table."""
+def shape_table(config: Any, parameters: int) -> str:
+    """The shape that a `DCFormerConfig` or `DCViTConfig` describes, as a Markdown table."""
     switches = {
         "before the softmax": config.compose_pre,
         "after it": config.compose_post,
@@ -134,104 +128,24 @@ def shape_table(config: "DCFormerConfig | DCViTConfig", parameters: int) -> str:
         "width": f"{config.hidden_size}, MLP {config.intermediate_size}",
         "attention": f"{config.num_attention_heads} heads of {channels} channels{key_value}",
         "composition": f"rank {config.compose_rank}{groups}: {composed}" if config.composes_heads else "none",
-        **(_of_images(config) if hasattr(config, "image_size") else _of_texts(config)),
     }
-    return table(("", ""), rows.items())
-
-
-def _of_texts(config: Any) -> dict[str, str]:
-    sliding = config.layer_types.count("sliding_attention")
-    if sliding:
-        seen = f"{config.sliding_window} tokens in {sliding} of {config.num_hidden_layers} layers, all in the others"
+    if hasattr(config, "image_size"):
+        for title, size in (("images", config.image_size), ("patches", config.patch_size)):
+            height, width = (size, size) if isinstance(size, int) else size
+            rows[title] = f"{height} x {width} pixels"
     else:
-        seen = "all tokens in every layer"
-    return {
-        "a layer sees": seen,
-        "vocabulary": f"{config.vocab_size:,} tokens",
-        "longest input": f"{config.max_position_embeddings:,} tokens",
-    }
-
-
-def _of_images(config: Any) -> dict[str, str]:
-    sizes = {"images": config.image_size, "patches": config.patch_size}
-    height_and_width = {name: (size, size) if isinstance(size, int) else size for name, size in sizes.items()}
-    return {name: f"{height} x {width} pixels" for name, (height, width) in height_and_width.items()}
+        sliding, layers = config.layer_types.count("sliding_attention"), config.num_hidden_layers
+        seen = f"{config.sliding_window} tokens in {sliding} of {layers} layers, all in the others"
+        rows["a layer sees"] = seen if sliding else "all tokens in every layer"
+        rows["vocabulary"] = f"{config.vocab_size:,} tokens"
+        rows["longest input"] = f"{config.max_position_embeddings:,} tokens"
+    return table(("", ""), rows.items())
 
 
 def table(headings: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table."""
-    lines = [
-        headings,
-        ["---"] * len(headings),
-        *([" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _licence(licence: str | None) -> str:
-    if licence is None:
-        return "None was stated when the model was saved; ask whoever made the weights."
-    return f"`{licence}`, as the model that this one was made from."
-
-
-def signed(text: str) -> str:
-    """A card with the comment by which it is known later."""
-    comment = (
-        "<!-- dcformer wrote this card and replaces it when the model is saved again, unless it was edited. "
-        f"sha256: {hashlib.sha256(text.encode()).hexdigest()} -->"
-    )
-    return f"{text}\n{comment}\n"
-
-
-def is_untouched(text: str) -> bool:
-    """Whether we wrote a card and nobody has changed it since."""
-    match = _SIGNATURE.search(text)
-    return match is not None and hashlib.sha256(text[: match.start()].encode()).hexdigest() == match[1]
-
-
-def without_signature(text: str) -> str:
-    """The card as one that stays, whoever saves the model again."""
-    return _SIGNATURE.sub("", text)
-
-
-def users_card(folder: str | os.PathLike) -> bytes | None:
-    """The card of a folder if somebody else has written or edited it, else None."""
-    path = Path(folder) / CARD_FILE
-    content = path.read_bytes() if path.is_file() else None
-    if content is None or is_untouched(content.decode(errors="replace")):
-        return None
-    return content
-
-
-def is_transformers_template(text: str) -> bool:
-    """Whether a card is the one that Transformers pushes, which says nothing of the model."""
-    return all(part in text for part in _TRANSFORMERS_TEMPLATE)
-
-
-def read_metadata(text: str) -> dict[str, Any]:
-    """The metadata of a card; empty if they cannot be read."""
-    try:
-        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, YAMLError):  # of a card that is not ours; the model is saved all the same
-        return {}
-
-
-def known_origin(source: str, name: str) -> tuple[str | None, str | None]:
-    """
-    Licence and base model of what a model was loaded from.
-
-    Args:
-        source (`str`): Folder or name on the Hub; empty for a model that was made anew.
-        name (`str`): What the model is saved as.
-    """
-    card = Path(source, CARD_FILE) if source else None
-    if card is not None and Path(source).is_dir():
-        data = read_metadata(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else {}
-        licence, base = data.get("license"), data.get("base_model")
-        return licence if isinstance(licence, str) else None, base if isinstance(base, str) else None
-    if not _HUB_NAME.fullmatch(source):
-        return None, None
-    return PUBLISHED_LICENCES.get(source), source if source != name else None
+    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, ["---"] * len(headings), *cells])
 
 
 def bullet_list(items: Mapping[str, Any]) -> str:
@@ -239,4 +153,29 @@ def bullet_list(items: Mapping[str, Any]) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in items.items())
 
 
-__all__ = ["CARD_FILE", "is_untouched", "signed", "users_card", "without_signature", "write_card"]
+def without_signature(text: str) -> str:
+    """The card as one that is never replaced."""
+    return _SIGNED.sub("", text)
+
+
+def users_card(folder: str | os.PathLike) -> bytes | None:
+    """The card in a folder if a person or another tool wrote or edited it, else None."""
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    match = _SIGNED.search(text := content.decode(errors="replace"))
+    is_untouched = match is not None and hashlib.sha256(text[: match.start()].encode()).hexdigest() == match[1]
+    return None if is_untouched else content
+
+
+def known_origin(source: str, name: str) -> tuple[str | None, str | None]:
+    """Licence and base model of a model named `name` that is made from `source`, a folder or a name on the Hub."""
+    if source and Path(source).is_dir():
+        card = Path(source, CARD_FILE)
+        data = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else ModelCardData()
+        licence, base = data.license, data.base_model
+        return licence if isinstance(licence, str) else None, base if isinstance(base, str) else None
+    if not _HUB_NAME.fullmatch(source):
+        return None, None
+    return PUBLISHED_LICENCES.get(source), source if source != name else None

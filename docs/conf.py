@@ -28,7 +28,10 @@ DOCUMENTED = [
     "dcformer",
     *(
         f"dcformer.{room}"
-        for room in ("analysis", "conversion", "demo", "eval", "experiments", "generation", "head_tasks", "training")
+        for room in (
+            *("analysis", "cards", "conversion", "demo", "eval", "experiments"),
+            *("generation", "head_tasks", "loading", "training"),
+        )
     ),
 ]
 
@@ -38,7 +41,7 @@ version = release = dcformer.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_parser", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = True  # [`Name`] in a docstring has to lead somewhere
-nitpick_ignore_regex = [("py:class", ".*")]  # types of attributes, many of them of other packages
+nitpick_ignore_regex = [("py:class", ".*"), ("py:exc", ".*")]  # many of them of other packages
 default_role = "code"  # a name in single backticks in a docstring
 
 myst_enable_extensions = ["colon_fence"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dcformer.cards.catalogue import published_cards
+from dcformer.cards import published_cards
 
 
 FOLDER = Path(__file__).resolve().parents[1] / "model_cards"

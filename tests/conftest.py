@@ -14,6 +14,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-pages", action="store_true", help="run the examples of every page of docs/")
+
+
 def pytest_configure(config):
     # On tensors as small as these a second thread costs more than it saves, many times more on a busy machine.
     torch.set_num_threads(1)

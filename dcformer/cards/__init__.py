@@ -1,1 +1,7 @@
-"""Model cards beyond what saving a model writes: measured scores, and the cards of the published shapes."""
+"""Model cards with measured scores, and the cards of the published checkpoints and shapes."""
+
+from .catalogue import published_cards
+from .update import UpdatedCard, update_card
+
+
+__all__ = ["UpdatedCard", "published_cards", "update_card"]

@@ -1,20 +1,21 @@
-"""What is on the page and what its controls do."""
+"""The page: its controls, and what they do."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..analysis import LayerAttention, layer_attention
+from ..analysis import layer_attention
+from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
-from ..generation import LoadedModel, TextGenerator, load_model
-from ..generation.streaming import iterate_pieces
-from .optional import import_gradio
-from .picture import draw_attention, import_matplotlib
+from ..generation import TextGenerator
+from ..loading import LoadedModel, load_model
+from .picture import draw_attention
 
 
 MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
@@ -26,88 +27,16 @@ _EXAMPLES = (
     "< Daniel has strawberries. Robert has a goat. Anthony has cake. >. Who owns goat?",
 )
 _NOTHING_YET = "<p>Generate a text to see how its tokens attend to each other.</p>"
-CSS = """
-.gradio-container {max-width: 1180px !important; margin: 0 auto !important}
-.attention {display: flex; flex-wrap: wrap; gap: 1rem}
-.attention figure {flex: 1 1 340px; min-width: 0; margin: 0; color: var(--body-text-color)}
-.attention h4 {margin: 0 0 .4rem; font-weight: 600}
-.attention svg {width: 100%; height: auto; display: block}
-.attention figcaption {opacity: .8; font-size: .9em}
-"""
+_ABOUT_ATTENTION = """## Attention before and after composition
+One head in one forward pass over the prompt and the answer: first the softmax of its own scores, then the weights that
+the layer uses, for which the heads were composed before and after the softmax. Composed weights are signed, and their
+rows need not sum to one; each picture has a scale of its own. Grey is out of sight."""
 
 
-@dataclass
-class Written:
-    """A text as far as it is there, with the ids of its tokens once it is finished."""
-
-    text: str
-    ids: list[int]
-
-
-def write_text(loaded: LoadedModel, prompt: str, *, seed: int | None = None, **options: Any) -> Iterator[Written]:
-    """
-    Continue a prompt.
-
-    Args:
-        loaded: From [`dcformer.generation.load_model`].
-        prompt: What the model continues.
-        seed (*optional*): Of the random numbers; `None`: others each time.
-        options: As [`dcformer.generation.TextGenerator`] takes them.
-
-    Yields:
-        The new text, longer each time, and at last the ids of prompt and text.
-
-    Raises:
-        ValueError: for an empty prompt, or an option out of its range.
-    """
-    generator = TextGenerator(loaded, **options)
-    ids = loaded.encode(prompt)
-    if seed is not None:
-        torch.manual_seed(seed)
-    text = ""
-    for piece in iterate_pieces(lambda write, criterion: generator.generate(ids, write, criteria=[criterion])):
-        if isinstance(piece, str):
-            text += piece
-            yield Written(text, [])
-        else:
-            yield Written(piece.text, piece.sequence)
-
-
-class Attention:
-    """
-    Pictures of a model's attention; the last texts are kept, so that another head of theirs comes at once.
-
-    Args:
-        loaded: A DCFormer or DCPythia.
-    """
-
-    def __init__(self, loaded: LoadedModel):
-        self.loaded = loaded
-        self._of_layer = functools.lru_cache(maxsize=2)(self._compute)
-
-    def _compute(self, ids: tuple[int, ...], layer: int) -> LayerAttention:
-        return layer_attention(self.loaded.model, ids, layer)
-
-    def draw(self, ids: list[int], layer: int, head: int) -> str:
-        """
-        HTML for a layer and a head, both from 0, over a text.
-
-        A text is read up to 512 tokens: what follows changes no weight before it.
-        """
-        if not ids:
-            return _NOTHING_YET
-        read = tuple(ids[:MOST_READ])
-        tokens = [self.loaded.tokenizer.decode([number]) for number in read]
-        picture = draw_attention(self._of_layer(read, int(layer)), int(head), tokens)
-        note = "" if len(ids) <= MOST_READ else f" The first {MOST_READ} of {len(ids)} tokens are read."
-        return f"{picture}<p>{self.describe(int(layer))}{note}</p>"
-
-    def describe(self, layer: int) -> str:
-        """What a layer's queries see, in a sentence."""
-        config = self.loaded.model.config
-        if config.layer_types[layer] == "sliding_attention":
-            return f"A query of layer {layer} sees {config.sliding_window} keys, its own included."
-        return f"A query of layer {layer} sees its own key and all before it."
+def import_gradio() -> ModuleType:
+    """Gradio, without reports of its use and looks for newer versions, which it decides on when it is imported."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    return import_optional("gradio", "The page needs gradio: pip install 'dcformer[demo]'.")
 
 
 def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> Any:
@@ -115,22 +44,22 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
     The page, not yet served.
 
     Args:
-        model (defaults to `"dcformer-tiny"`): A loaded model, or what [`dcformer.generation.load_model`] takes.
+        model (defaults to `"dcformer-tiny"`): A loaded model, or the name of one for [`dcformer.loading.load_model`].
         options: Further arguments of that function.
 
     Returns:
         `gradio.Blocks`; [`dcformer.demo.launch_options`] are for its `launch`.
 
     Raises:
-        ImportError: if gradio or matplotlib is not installed.
-        FileNotFoundError, ValueError: as `load_model`.
+        ImportError: if gradio is not installed.
+        OSError, ValueError: from `load_model`.
     """
     gr = import_gradio()
-    import_matplotlib()
     loaded = model if isinstance(model, LoadedModel) else load_model(model, **options)
     config = loaded.model.config
-    with gr.Blocks(title=f"{_title(loaded)} - dcformer", analytics_enabled=False) as page:
-        gr.Markdown(f"# {_title(loaded)}\n{_describe(loaded)}")
+    title = loaded.name.rstrip("/").split("/")[-1]
+    with gr.Blocks(title=f"{title} - dcformer", analytics_enabled=False) as page:
+        gr.Markdown(f"# {title}\n{_describe(loaded)}")
         ids = gr.State([])
         with gr.Row(equal_height=False):
             with gr.Column():
@@ -139,27 +68,35 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                     start = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Stop", elem_id="stop")
                 if loaded.name in ("dcformer-tiny", "transformer-tiny"):
-                    gr.Examples(
-                        [[text] for text in _EXAMPLES], prompt, label="Questions of the kind that it was trained on"
-                    )
+                    gr.Examples([[text] for text in _EXAMPLES], prompt, label="Questions of the kind it was trained on")
             with gr.Column():
-                answer = gr.Textbox(label="What the model writes", lines=7, max_lines=20, elem_id="answer")
-                sampling = _sampling_controls(gr, loaded)
-        started = {"fn": functools.partial(_write, gr, loaded), "inputs": [prompt, *sampling], "outputs": [answer, ids]}
-        started["concurrency_id"] = "generate"  # one text at a time, whichever way it was asked for
+                answer = gr.Textbox(label="Answer", lines=7, max_lines=20, elem_id="answer")
+                sampling = _sampling_controls(gr, loaded.model.generation_config)
+
+        def write(prompt: str, *values: Any) -> Iterator[tuple[str, list[int]]]:
+            try:
+                yield from write_text(loaded, prompt, *values, warn=gr.Warning)
+            except ValueError as error:
+                raise gr.Error(str(error), print_exception=False) from error
+
+        started = {"fn": write, "inputs": [prompt, *sampling], "outputs": [answer, ids], "concurrency_id": "generate"}
         runs = [start.click(**started, api_name="generate"), prompt.submit(**started, api_name=False)]
         if isinstance(config, DCFormerConfig):
-            picture, controls = _attention_controls(gr, config)
-            drawn = {"fn": Attention(loaded).draw, "inputs": [ids, *controls], "outputs": picture}
-            runs += [run.success(**drawn, api_name=False, show_progress="hidden") for run in runs]
+            gr.Markdown(_ABOUT_ATTENTION)
+            counts = {"Layer": config.num_hidden_layers, "Head": config.num_attention_heads}
+            with gr.Row():
+                controls = [
+                    gr.Slider(0, max(n - 1, 1), 0, step=1, label=label, elem_id=label.lower(), interactive=n > 1)
+                    for label, n in counts.items()
+                ]
+            picture = gr.HTML(_NOTHING_YET, elem_id="attention")
+            drawn = {"fn": functools.partial(draw, loaded), "inputs": [ids, *controls], "outputs": picture}
+            drawn |= {"api_name": False, "show_progress": "hidden"}
+            runs += [run.success(**drawn) for run in runs]
             for control in controls:
-                control.change(**drawn, api_name=False, show_progress="hidden", trigger_mode="always_last")
+                control.change(**drawn, trigger_mode="always_last")
         stop.click(None, cancels=runs)
     return page
-
-
-def _title(loaded: LoadedModel) -> str:
-    return loaded.name.rstrip("/").split("/")[-1]
 
 
 def _describe(loaded: LoadedModel) -> str:
@@ -172,36 +109,21 @@ def _describe(loaded: LoadedModel) -> str:
     return f"{shape} {kind}."
 
 
-def _sampling_controls(gr: Any, loaded: LoadedModel) -> list[Any]:
-    """Controls in the order of `_write`; they begin with what generation_config.json says."""
-    own = loaded.model.generation_config
+def _sampling_controls(gr: Any, own: Any) -> list[Any]:
+    """Controls in the order of `write_text`; they begin with the values of generation_config.json."""
     with gr.Accordion("How tokens are chosen", open=False):
-        most = gr.Slider(1, _MOST_NEW, min(own.max_new_tokens or 64, _MOST_NEW), step=1, label="New tokens at most")
-        samples = gr.Checkbox(bool(own.do_sample), label="Draw tokens by their probability, not always the likeliest")
-        temperature = gr.Slider(0.1, 2.0, own.temperature or 1.0, step=0.05, label="Temperature")
-        top_k = gr.Slider(0, 100, 50 if own.top_k is None else min(own.top_k, 100), step=1, label="Top k (0 for all)")
-        top_p = gr.Slider(0.05, 1.0, own.top_p or 1.0, step=0.05, label="Top p")
-        penalty = gr.Slider(0.5, 2.0, own.repetition_penalty or 1.0, step=0.05, label="Repetition penalty")
-        seed = gr.Textbox("", label="Seed", placeholder="a number; if empty, another text each time", max_lines=1)
-    return [most, samples, temperature, top_k, top_p, penalty, seed]
+        return [
+            gr.Slider(1, _MOST_NEW, min(own.max_new_tokens or 64, _MOST_NEW), step=1, label="New tokens at most"),
+            gr.Checkbox(bool(own.do_sample), label="Draw tokens by their probability, not always the likeliest"),
+            gr.Slider(0.1, 2.0, own.temperature or 1.0, step=0.05, label="Temperature"),
+            gr.Slider(0, 100, 50 if own.top_k is None else min(own.top_k, 100), step=1, label="Top k (0 for all)"),
+            gr.Slider(0.05, 1.0, own.top_p or 1.0, step=0.05, label="Top p"),
+            gr.Slider(0.5, 2.0, own.repetition_penalty or 1.0, step=0.05, label="Repetition penalty"),
+            gr.Number(None, label="Seed (if empty, another text each time)", precision=0),
+        ]
 
 
-def _attention_controls(gr: Any, config: DCFormerConfig) -> tuple[Any, list[Any]]:
-    gr.Markdown(
-        "## Attention before and after composition\n"
-        "One head in one forward pass over the prompt and the answer: first the softmax of its own scores, then the "
-        "weights that the layer uses, for which the heads were composed before and after the softmax. Composed weights "
-        "are signed, and their rows need not sum to one; each picture has a scale of its own. Grey is out of sight."
-    )
-    with gr.Row():
-        last = config.num_hidden_layers - 1, config.num_attention_heads - 1
-        layer = gr.Slider(0, max(last[0], 1), 0, step=1, label="Layer", elem_id="layer", interactive=last[0] > 0)
-        head = gr.Slider(0, max(last[1], 1), 0, step=1, label="Head", elem_id="head", interactive=last[1] > 0)
-    return gr.HTML(_NOTHING_YET, elem_id="attention"), [layer, head]
-
-
-def _write(
-    gr: Any,
+def write_text(
     loaded: LoadedModel,
     prompt: str,
     max_new_tokens: int,
@@ -210,22 +132,43 @@ def _write(
     top_k: int,
     top_p: float,
     repetition_penalty: float,
-    seed: str,
-) -> Iterator[tuple[str, Any]]:
-    """The handler of the button: text for the answer, and ids for the pictures, none before the text is finished."""
-    options: dict[str, Any] = {"do_sample": samples, "max_new_tokens": int(max_new_tokens)}
-    options["repetition_penalty"] = repetition_penalty
+    seed: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[str, list[int]]]:
+    """
+    Continue a prompt.
+
+    Yields:
+        The new text, longer each time, and the ids of prompt and text once it is finished, before that none.
+
+    Raises:
+        ValueError: for an empty prompt, or an option out of its range.
+    """
+    options |= {"max_new_tokens": int(max_new_tokens), "do_sample": samples, "repetition_penalty": repetition_penalty}
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
-    try:
-        for written in write_text(loaded, prompt, seed=_number(seed), warn=gr.Warning, **options):
-            yield written.text, written.ids
-    except ValueError as error:
-        raise gr.Error(str(error), print_exception=False) from error
+    if seed is not None:
+        torch.manual_seed(seed)
+    pieces = TextGenerator(loaded, **options).stream(prompt)
+    text = ""
+    while True:
+        try:
+            text += next(pieces)
+        except StopIteration as end:
+            yield end.value.text, end.value.sequence
+            return
+        yield text, []
 
 
-def _number(seed: str) -> int | None:
-    try:
-        return int(seed) if seed.strip() else None
-    except ValueError:
-        raise ValueError(f"The seed must be a whole number or nothing, got {seed!r}.") from None
+def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
+    """HTML of a head of a layer, both from 0, over a text, of which the first 512 tokens are read."""
+    if not ids:
+        return _NOTHING_YET
+    layer, config, read = int(layer), loaded.model.config, ids[:MOST_READ]
+    tokens = [loaded.tokenizer.decode([number]) for number in read]
+    picture = draw_attention(layer_attention(loaded.model, read, layer), int(head), tokens)
+    seen = "its own key and all before it."
+    if config.layer_types[layer] == "sliding_attention":
+        seen = f"{config.sliding_window} keys, its own included."
+    note = "" if len(ids) <= MOST_READ else f" The first {MOST_READ} of {len(ids)} tokens are read."
+    return f"{picture}<p>A query of layer {layer} sees {seen}{note}</p>"

@@ -6,19 +6,20 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from .optional import import_gradio
-from .page import CSS, build_page
+from .page import build_page, import_gradio
+
+
+_CSS = """
+.gradio-container {max-width: 1180px !important; margin: 0 auto !important}
+.attention {display: flex; flex-wrap: wrap; gap: 1rem}
+.attention figure {flex: 1 1 340px; min-width: 0; margin: 0; color: var(--body-text-color)}
+.attention svg {width: 100%; height: auto}
+"""
 
 
 @dataclass
 class Server:
-    """
-    A page that is being served.
-
-    Attributes:
-        address: Where a browser finds it.
-        page: The `gradio.Blocks`.
-    """
+    """A page that is being served from a thread: the address for a browser, and the `gradio.Blocks`."""
 
     address: str
     page: Any
@@ -36,11 +37,10 @@ class Server:
 
 
 def launch_options() -> dict[str, Any]:
-    """What `gradio.Blocks.launch` is to be given: looks with fonts of the reader's own, and no public link."""
-    gr = import_gradio()
+    """Arguments for `gradio.Blocks.launch`: fonts of the reader's own, and no public link."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    theme = gr.themes.Soft(primary_hue="blue", neutral_hue="slate", **fonts)
-    return {"theme": theme, "css": CSS, "footer_links": [], "ssr_mode": False, "quiet": True}
+    theme = import_gradio().themes.Soft(primary_hue="blue", neutral_hue="slate", **fonts)
+    return {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False, "quiet": True, "share": False}
 
 
 def serve_page(
@@ -55,28 +55,15 @@ def serve_page(
     Serve the page from a thread.
 
     Args:
-        model (defaults to `"dcformer-tiny"`), options: As [`dcformer.demo.build_page`] takes them.
-        host (defaults to `"127.0.0.1"`): The address to listen on; `"0.0.0.0"` lets other machines open the page.
-        port (*optional*): `None`: the first free one from 7860 on.
+        model (defaults to `"dcformer-tiny"`), options: Arguments of [`dcformer.demo.build_page`].
+        host (defaults to `"127.0.0.1"`): Address to listen on; `"0.0.0.0"` lets other machines open the page.
+        port (*optional*): By default the first free one from 7860 on.
         opens_browser (defaults to `False`): Open the page in a browser on this machine.
 
     Raises:
-        OSError: if the address cannot be listened on.
-        ImportError, FileNotFoundError, ValueError: as `build_page`.
+        OSError: from gradio, if the port is taken.
     """
-    if port is not None and not 1 <= port <= 65535:
-        raise ValueError(f"port must be from 1 to 65535, got {port}.")
     page = build_page(model, **options)
-    try:
-        _, address, _ = page.launch(
-            server_name=host,
-            server_port=port,
-            inbrowser=opens_browser,
-            share=False,
-            prevent_thread_lock=True,
-            **launch_options(),
-        )
-    except OSError as error:
-        where = host if port is None else f"{host}:{port}"
-        raise OSError(f"The page cannot be served at {where}: it is in use or no address of this machine.") from error
+    where = {"server_name": host, "server_port": port, "inbrowser": opens_browser, "prevent_thread_lock": True}
+    _, address, _ = page.launch(**where, **launch_options())
     return Server(address, page)

@@ -4,9 +4,8 @@ A cached row is laid out as in a Transformers cache: per key/value head the key 
 composition before the softmax, then the value states and the factors of that after it. So one token takes the same
 bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
 
-A step's sequences have queries and keys of various lengths. They are sorted into few padded batches. Each is gathered
-from its blocks and handed to `composed_attention`; but where the Triton form is chosen, on a GPU, its kernels of
-decoding read the blocks of a batch of few queries as they lie in the cache.
+The sequences of a step are sorted into few padded batches. Each batch is gathered from its blocks and handed to
+`composed_attention`; where the operator would choose its Triton kernels, on a GPU, decoding reads the blocks in place.
 """
 
 import itertools
@@ -16,12 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CompilationMode, get_current_vllm_config
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.attention import (
-    Attention,
-    unified_attention_with_output,
-)
+from vllm.model_executor.layers.attention.attention import Attention, unified_attention_with_output
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -43,11 +37,9 @@ from ..kernels.ops import decode_op
 from ..kernels.triton_form import MOST_DECODE_QUERIES, why_not_automatic
 
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is logged below its own name
-
-# What a padded batch costs beside its scores, in scores: calls of operators, which a CPU and a GPU feel alike.
+# The cost of the operator calls of one more batch, in scores.
 _COST_OF_A_BATCH = 2**15
-# Gathered rows beyond so many bytes cost a CPU more in new memory than they save in calls.
+# Gathering more bytes at once costs a CPU more in new memory than it saves in calls.
 _BYTES_AT_ONCE_ON_CPU = 16 * 2**20
 
 
@@ -89,60 +81,35 @@ class ComposedAttentionBackend(AttentionBackend):
 
 @dataclass
 class PaddedBatch:
-    """
-    Sequences of one step that are computed together.
+    """Sequences of one step that are computed together."""
 
-    Args:
-        tokens (`Tensor` or `slice`): (sequences x queries,) their tokens among those of the step; padding repeats one.
-        is_query (`Tensor`, *optional*): (sequences x queries,) boolean, False for padding. None: no padding.
-        queries (`int`): Of each sequence.
-        mask (`Visibility`): Causality, the window, and the padding of the keys.
-        rows (`Tensor`, *optional*): (sequences, key/value heads, keys) where their keys are, in the cache as a table of
-            rows. None: all keys are of this step, and in the order of `tokens`.
-        block_table, lengths (`Tensor`, *optional*): (sequences, blocks) block of each stretch of a sequence, and
-            (sequences,) keys that each has there. None: there are no keys in the cache, or queries are padding.
-    """
-
-    tokens: Tensor | slice
-    is_query: Tensor | None
     queries: int
+    tokens: Tensor  # (sequences x queries,) their tokens in the step; padding repeats one
+    real: Tensor  # which of these are no padding
     mask: Visibility
-    rows: Tensor | None = None
-    block_table: Tensor | None = None
-    lengths: Tensor | None = None
+    rows: Tensor  # (sequences, key/value heads, keys) of the cache as a table of rows
+    block_table: Tensor  # (sequences, blocks)
+    lengths: Tensor  # (sequences,) keys in these blocks
 
 
 @dataclass
 class ComposedAttentionMetadata(AttentionMetadata):
-    """
-    One step, for the layers of one group of the cache.
-
-    Args:
-        query_lengths, sequence_lengths (`list[int]`): Of each sequence; the latter counts this step's tokens.
-        block_table (`Tensor`): (sequences, blocks) block of each stretch of a sequence.
-        slot_mapping (`Tensor`): (tokens,) where in the cache each token of this step goes.
-    """
+    """One step, for the layers of one group of the cache."""
 
     query_lengths: list[int]
-    sequence_lengths: list[int]
-    block_table: Tensor
-    slot_mapping: Tensor
+    sequence_lengths: list[int]  # with the tokens of this step
+    block_table: Tensor  # (sequences, blocks)
+    slot_mapping: Tensor  # (tokens,) where each token of this step goes
     _batches: dict[int | None, list[PaddedBatch]] = field(default_factory=dict)
 
     def batches(self, window: int | None, cache: Tensor) -> list[PaddedBatch]:
-        """
-        The padded batches of this step, made once for all layers of a window.
-
-        Args:
-            window (`int`, *optional*): Keys that a query sees. None: all.
-            cache (`Tensor`): (blocks, key/value heads, block size, channels) of any of these layers.
-        """
+        """The padded batches of this step, made once for all layers of a window."""
         if window not in self._batches:
             self._batches[window] = list(self._padded_batches(window, cache))
         return self._batches[window]
 
     def _padded_batches(self, window: int | None, cache: Tensor) -> Iterator[PaddedBatch]:
-        # The keys that any query of a sequence sees. Blocks before them may belong to another sequence by now.
+        # The keys that any query of a sequence sees; blocks before them may belong to another sequence by now.
         spans = [
             length if window is None else min(length, queries + window - 1)
             for queries, length in zip(self.query_lengths, self.sequence_lengths)
@@ -157,50 +124,31 @@ class ComposedAttentionMetadata(AttentionMetadata):
     def _padded(self, own: list[int], spans: list[int], window: int | None, cache: Tensor) -> PaddedBatch:
         """Queries and keys aligned at their last, as in a left-padded batch of `generate`."""
         queries, keys = max(self.query_lengths[i] for i in own), max(spans[i] for i in own)
-        ends, lengths = self._column(self.sequence_lengths, own), self._column(spans, own)
+        stops = list(itertools.accumulate(self.query_lengths))
+        tokens, real = [], []
+        for place, i in enumerate(own, start=1):
+            length = self.query_lengths[i]
+            tokens += [stops[i] - min(back, length) for back in range(queries, 0, -1)]
+            real += range(place * queries - length, place * queries)
+        ends, lengths = (self._tensor([values[i] for i in own]) for values in (self.sequence_lengths, spans))
         back = torch.arange(keys, 0, -1, device=ends.device)
-        padding = None if all(spans[i] == keys for i in own) else back <= lengths  # (sequences, keys)
+        padding = None if min(spans[i] for i in own) == keys else back <= lengths[:, None]  # (sequences, keys)
         mask = Visibility(queries, keys, sliding_window=window, padding=padding)
-        tokens, is_query = self._tokens(own, queries)
-        if all(self.query_lengths[i] == self.sequence_lengths[i] for i in own):
-            return PaddedBatch(tokens, is_query, queries, mask)
         heads, block_size = cache.shape[1:3]
         # Padding repeats a key of the sequence: what is hidden must still be a number.
-        positions = ends - torch.minimum(back, lengths)
-        table = self.block_table[torch.tensor(own, device=ends.device)]
+        positions = ends[:, None] - torch.minimum(back, lengths[:, None])
+        table = self.block_table[self._tensor(own)]
         blocks = table.long().gather(1, positions // block_size)
         rows = blocks[:, None] * heads + torch.arange(heads, device=ends.device)[:, None]
-        rows = rows * block_size + (positions % block_size)[:, None]  # (sequences, heads, keys)
-        if is_query is not None:
-            return PaddedBatch(tokens, is_query, queries, mask, rows)
-        return PaddedBatch(tokens, None, queries, mask, rows, table, ends.flatten())
+        rows = rows * block_size + (positions % block_size)[:, None]
+        return PaddedBatch(queries, self._tensor(tokens), self._tensor(real), mask, rows, table, ends)
 
-    def _tokens(self, own: list[int], queries: int) -> tuple[Tensor | slice, Tensor | None]:
-        """`tokens` and `is_query` of a padded batch."""
-        ends = list(itertools.accumulate(self.query_lengths))
-        is_whole = all(self.query_lengths[i] == queries for i in own)
-        if is_whole and own == list(range(own[0], own[0] + len(own))):
-            return slice(ends[own[0]] - queries, ends[own[-1]]), None
-        lengths = self._column(self.query_lengths, own)
-        back = torch.arange(queries, 0, -1, device=lengths.device)  # from the last token of a sequence
-        tokens = (self._column(ends, own) - torch.minimum(back, lengths)).flatten()
-        return tokens, None if is_whole else (back <= lengths).flatten()
-
-    def _column(self, values: Sequence[int], own: list[int]) -> Tensor:
-        """(sequences, 1) values of these sequences."""
-        return torch.tensor([values[i] for i in own]).to(self.block_table.device, non_blocking=True)[:, None]
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values).to(self.block_table.device, non_blocking=True)
 
 
 def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> list[list[int]]:
-    """
-    Which sequences to pad to one length and compute together, so that neither padding nor calls cost much.
-
-    Args:
-        query_lengths, key_lengths: Of each sequence; those without queries are left out.
-
-    Returns:
-        Indices of the sequences in each batch, ascending.
-    """
+    """Indices of the sequences to pad to one length, batch by batch; sequences without queries are left out."""
     longest_first = sorted(
         (i for i, queries in enumerate(query_lengths) if queries > 0),
         key=lambda i: (query_lengths[i], key_lengths[i]),
@@ -223,8 +171,6 @@ def batches_of_similar_length(query_lengths: Sequence[int], key_lengths: Sequenc
 
 
 class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentionMetadata]):
-    """What vLLM asks for the metadata of a step."""
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -233,7 +179,7 @@ class ComposedAttentionMetadataBuilder(AttentionMetadataBuilder[ComposedAttentio
     ) -> ComposedAttentionMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        # Without speculative decoding, which is refused, the bound is the length; it spares waiting for the device.
+        # Without speculative decoding, which is refused, the bound is the length, without waiting for the device.
         lengths = common.seq_lens_cpu_upper_bound
         lengths = common.seq_lens.cpu() if lengths is None else lengths
         return ComposedAttentionMetadata(
@@ -273,10 +219,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         self.compose = compose
         self.query_channels = query_factor_channels(compose)
         channels = factor_channels(compose) if 1 in compose.sides else 0
-        # `unpack` reads the number of channels off it.
         self.like_a_key = ComposeSide(factors=torch.empty(1, 1, 0, channels)) if channels > 0 else None
-        # By the number of queries of each sequence, whether the operator would choose its Triton form.
-        self._chosen: dict[int, bool] = {}
+        self._chosen: dict[int, bool] = {}  # number of queries -> whether the operator would choose its Triton kernels
 
     def forward(
         self,
@@ -310,35 +254,23 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
         for batch in attn_metadata.batches(self.sliding_window, kv_cache):
-            own_query = self._by_sequence(query[batch.tokens], batch)
-            if batch.block_table is not None and self._reads_blocks(own_query, kv_cache, key_width):
+            # (sequences x queries, heads, channels) -> (sequences, heads, queries, channels)
+            own_query = query[batch.tokens].unflatten(0, (-1, batch.queries)).transpose(1, 2)
+            if self._reads_blocks(own_query, kv_cache, key_width, batch):
                 attended = self._attend_in_blocks(own_query, kv_cache, key_width, batch)
             else:
-                if batch.rows is None:
-                    own_keys, own_values = (self._by_sequence(states[batch.tokens], batch) for states in (key, value))
-                else:
-                    cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
-                    own_keys, own_values = cached.split([key_width, value.shape[2]], dim=-1)
-                attended = composed_attention(
-                    *self._operands(own_query, own_keys, own_values), scaling=self.scale, attention_mask=batch.mask
-                )
+                cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
+                operands = self._operands(own_query, cached[..., :key_width], cached[..., key_width:])
+                attended = composed_attention(*operands, scaling=self.scale, attention_mask=batch.mask)
             attended = attended.transpose(1, 2).flatten(0, 1)  # (sequences x queries, heads, channels)
-            if batch.is_query is None:
-                output[batch.tokens] = attended.to(output.dtype)
-            else:
-                output[batch.tokens[batch.is_query]] = attended[batch.is_query].to(output.dtype)
+            output[batch.tokens[batch.real]] = attended[batch.real].to(output.dtype)
         output[tokens:].zero_()
         return output
-
-    @staticmethod
-    def _by_sequence(states: Tensor, batch: PaddedBatch) -> Tensor:
-        """(sequences x queries, heads, channels) -> (sequences, heads, queries, channels)."""
-        return states.unflatten(0, (-1, batch.queries)).transpose(1, 2)
 
     def _operands(
         self, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Query, key and value (sequences, heads, length, channels) and their compose weights, of rows with factors."""
+        """Query, key and value (sequences, heads, length, channels), and the compose weights that rode beside them."""
         query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
         stages: list[ComposeWeights | None] = [None, None]
         states = [key, value]
@@ -355,10 +287,10 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
     def _static(self, stage: int) -> Tensor | None:
         return None if self.compose.static_weight is None else self.compose.static_weight[stage]
 
-    def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int) -> bool:
-        """Whether the kernel of decoding takes these queries: it does where the operator would choose its form."""
-        queries = query.shape[2]
-        if query.device.type != "cuda" or queries > MOST_DECODE_QUERIES or query.dtype != cache.dtype:
+    def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> bool:
+        """Whether the Triton kernels of decoding take these queries."""
+        queries, is_padded = batch.queries, len(batch.real) < len(batch.tokens)
+        if query.device.type != "cuda" or is_padded or queries > MOST_DECODE_QUERIES or query.dtype != cache.dtype:
             return False
         if queries not in self._chosen:
             rows = cache[:1]
@@ -368,7 +300,7 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         return self._chosen[queries]
 
     def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
-        """(sequences, heads, queries, channels), of keys and values that stay where they are in the cache."""
+        """(sequences, heads, queries, channels), from keys and values that stay in the cache."""
         query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
         rows = cache[..., :key_width], cache[..., key_width:]
         served = self.num_heads // self.num_kv_heads
@@ -389,66 +321,35 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
 
 
 def factor_channels(compose: DCFormerCompose) -> int:
-    """Channels of the factors of one side and one place: w1 and w2 of every rank, and the gate."""
+    """Channels of w1 and w2 of every rank and of the gate, on one side of one composition."""
     return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
 
 
 def query_factor_channels(compose: DCFormerCompose) -> list[int]:
-    """As `factor_channels`, of queries before and after the softmax; 0 where they do not compose."""
+    """The same for queries, before and after the softmax; 0 where they do not compose."""
     is_composed = [0 in compose.sides and stage in compose.stages for stage in (0, 1)]
     return [factor_channels(compose) * composed for composed in is_composed]
 
 
 class ComposedAttention(Attention):
-    """
-    vLLM's attention layer, for queries that carry factors and are wider than the keys.
-
-    Args:
-        num_heads, num_kv_heads (`int`): Of this process.
-        head_dim (`int`): Channels of a head.
-        key_channels, value_channels (`int`): Channels for factors in a cached key row and in a cached value row.
-        compose (`DCFormerCompose`): Of the same layer, which holds its parameters.
-        kwargs: Of vLLM's layer.
-    """
+    """vLLM's attention layer, for queries that carry factors and are wider than the keys."""
 
     def __init__(
         self,
         num_heads: int,
-        num_kv_heads: int,
         head_dim: int,
         key_channels: int,
         value_channels: int,
         compose: DCFormerCompose,
-        **kwargs: Any,
+        **options: Any,
     ):
-        super().__init__(
-            num_heads,
-            head_dim + key_channels,
-            head_dim**-0.5,
-            num_kv_heads=num_kv_heads,
-            attn_backend=ComposedAttentionBackend,
-            head_size_v=head_dim + value_channels,
-            head_dim=head_dim,
-            compose=compose,
-            **kwargs,
-        )
+        options |= {"attn_backend": ComposedAttentionBackend, "head_dim": head_dim, "compose": compose}
+        options["head_size_v"] = head_dim + value_channels
+        super().__init__(num_heads, head_dim + key_channels, head_dim**-0.5, **options)
         self.head_dim = head_dim
-        mode = get_current_vllm_config().compilation_config.mode
-        logger.info_once(
-            "Attention heads are composed by torch operators on rows gathered from the paged cache, outside of graphs; "
-            "all else is computed %s.",
-            "eagerly" if mode == CompilationMode.NONE else f"by compiled code ({mode.name})",
-        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """
-        Args:
-            query (`Tensor`): (tokens, heads, channels + factors).
-            key, value (`Tensor`): (tokens, key/value heads, channels + factors).
-
-        Returns:
-            `Tensor`: (tokens, heads x channels).
-        """
+        """(tokens, heads or key/value heads, channels + factors) -> (tokens, heads x channels)."""
         output = query.new_empty(query.shape[0], self.num_heads, self.head_dim)
         if self.use_direct_call:
             unified_attention_with_output(query, key, value, output, self.layer_name)

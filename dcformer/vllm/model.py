@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from transformers.activations import ACT2FN
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
@@ -35,7 +36,7 @@ from ..loading_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
 from ..parallel_dcformer import DIMENSION_OF_GROUPS
 from .backend import ComposedAttention
-from .checks import trained_rows
+from .vocabulary import trained_rows
 
 
 def make_norm(config: DCFormerConfig) -> nn.Module:
@@ -47,57 +48,32 @@ class DCFormerAttention(nn.Module):
     def __init__(self, config: DCFormerConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         ranks = get_tensor_model_parallel_world_size()
-        quant_config = vllm_config.quant_config
         self.head_dim = config.head_dim
-        self.num_heads = config.num_attention_heads // ranks
-        self.num_key_value_heads = config.num_key_value_heads // ranks
+        heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads, self.num_key_value_heads = heads // ranks, key_value_heads // ranks
         key_value_size = self.num_key_value_heads * self.head_dim
         self.qkv_sizes = [self.num_heads * self.head_dim, key_value_size, key_value_size]
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            self.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            bias=config.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.qkv_proj",
-        )
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * self.head_dim,
-            config.hidden_size,
-            bias=config.attention_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.o_proj",
-        )
+        linear: dict[str, Any] = {"bias": config.attention_bias, "quant_config": vllm_config.quant_config}
+        sizes = config.hidden_size, self.head_dim, heads, key_value_heads
+        self.qkv_proj = QKVParallelLinear(*sizes, prefix=f"{prefix}.qkv_proj", **linear)
+        self.o_proj = RowParallelLinear(heads * self.head_dim, config.hidden_size, prefix=f"{prefix}.o_proj", **linear)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.qk_norm_eps)
         self.compose = make_compose(config, ranks)
-        if self.compose is not None:
-            _load_own_groups(self.compose)
         window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        options: dict[str, Any] = {
-            "cache_config": vllm_config.cache_config,
-            "per_layer_sliding_window": window,
-            "prefix": f"{prefix}.attn",
-        }
-        if self.compose is not None:
-            channels = config.compose_cache_channels
-            self.attn: nn.Module = ComposedAttention(
-                self.num_heads, self.num_key_value_heads, self.head_dim, *channels, self.compose, **options
-            )
+        options: dict[str, Any] = {"num_kv_heads": self.num_key_value_heads, "per_layer_sliding_window": window}
+        options |= {"cache_config": vllm_config.cache_config, "prefix": f"{prefix}.attn"}
+        if self.compose is None:
+            self.attn: nn.Module = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, **options)
         else:
-            self.attn = Attention(
-                self.num_heads, self.head_dim, self.head_dim**-0.5, num_kv_heads=self.num_key_value_heads, **options
-            )
+            _load_own_groups(self.compose)
+            channels = config.compose_cache_channels
+            self.attn = ComposedAttention(self.num_heads, self.head_dim, *channels, self.compose, **options)
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
-        """
-        Args:
-            hidden_states (`Tensor`): (tokens, hidden).
-            position_embeddings (`tuple[Tensor, Tensor]`, *optional*): Cosine and sine, (tokens, 1, rotary size).
-        """
+        """(tokens, hidden) in and out; cosine and sine are (tokens, 1, rotary size)."""
         tokens = hidden_states.shape[0]
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = (
@@ -105,7 +81,7 @@ class DCFormerAttention(nn.Module):
         )  # (tokens, heads, channels)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
-        # Every token is a sequence of its own from here on: (tokens, heads, 1, channels).
+        # From here on every token is a sequence: (tokens, heads, 1, channels).
         query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
@@ -125,23 +101,15 @@ def _key_side(weights: ComposeWeights | None) -> Any:
 
 
 def _load_own_groups(compose: DCFormerCompose) -> None:
-    """Let every process load the groups of heads that it computes, of parameters that vLLM does not quantise."""
+    """Let every process load its own groups of heads."""
 
-    def loader(dimension: int) -> Any:
-        def load(parameter: nn.Parameter, loaded: Tensor) -> None:
-            ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-            own = loaded.chunk(ranks, dim=dimension)[rank] if ranks > 1 else loaded
-            if own.shape != parameter.shape:
-                raise ValueError(
-                    f"A compose parameter has shape {tuple(loaded.shape)} in the file, but "
-                    f"{tuple(parameter.shape)} by its config.json; correct the configuration."
-                )
-            parameter.data.copy_(own)
+    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
-        return load
+    def load(parameter: nn.Parameter, loaded: Tensor, dimension: int) -> None:
+        default_weight_loader(parameter, loaded.chunk(ranks, dim=dimension)[rank])
 
     for name, parameter in compose.named_parameters():
-        set_weight_attrs(parameter, {"weight_loader": loader(DIMENSION_OF_GROUPS[name])})
+        set_weight_attrs(parameter, {"weight_loader": partial(load, dimension=DIMENSION_OF_GROUPS[name])})
 
 
 class DCFormerMLP(nn.Module):
@@ -155,7 +123,6 @@ class DCFormerMLP(nn.Module):
             self.gate_up_proj = MergedColumnParallelLinear(
                 sizes[0], [sizes[1]] * 2, prefix=f"{prefix}.gate_up_proj", **options
             )
-            self.fused_act = SiluAndMul() if config.hidden_act == "silu" else None
         else:
             self.up_proj = ColumnParallelLinear(*sizes, prefix=f"{prefix}.up_proj", **options)
         self.down_proj = RowParallelLinear(sizes[1], sizes[0], prefix=f"{prefix}.down_proj", **options)
@@ -169,12 +136,8 @@ class DCFormerMLP(nn.Module):
         if not self.is_gated:
             inner = self.act_fn(self.up_proj(hidden_states)[0])  # (tokens, intermediate)
         else:
-            inner = self.gate_up_proj(hidden_states)[0]
-            if self.fused_act is not None:
-                inner = self.fused_act(inner)
-            else:
-                gate, inner = inner.chunk(2, dim=-1)
-                inner = self.act_fn(gate) * inner
+            gate, inner = self.gate_up_proj(hidden_states)[0].chunk(2, dim=-1)
+            inner = self.act_fn(gate) * inner
         if self.gate_mix is not None:
             shares = at_least_float32(self.gate_mix(hidden_states)[0]).softmax(dim=-1).to(inner.dtype)
             ranks = get_tensor_model_parallel_world_size()
@@ -208,12 +171,9 @@ class DCFormerModel(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.config = config
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=f"{prefix}.embed_tokens",
-        )
+        sizes = config.vocab_size, config.hidden_size
+        options: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": f"{prefix}.embed_tokens"}
+        self.embed_tokens = VocabParallelEmbedding(*sizes, **options)
         self.embed_positions = self.rotary_emb = None
         if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
@@ -226,8 +186,8 @@ class DCFormerModel(nn.Module):
         self.norm = make_norm(config)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """(tokens, hidden) embeddings of (tokens,) ids; ids that should not come here at all are clamped."""
-        # One id without a row must not end a server: the requests are checked by `oov_policy` where they come in.
+        """(tokens, hidden) embeddings of (tokens,) ids."""
+        # `oov_policy="clamp"`; by the other policies the renderer refuses such an id with its request.
         return self.embed_tokens(input_ids.clamp(0, self.config.vocab_size - 1))
 
     def forward(
@@ -237,15 +197,7 @@ class DCFormerModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        """
-        Args:
-            input_ids (`Tensor`, *optional*): (tokens,) of all sequences of a step.
-            positions (`Tensor`): (tokens,) in their sequences.
-            inputs_embeds (`Tensor`, *optional*): (tokens, hidden), in place of ids.
-
-        Returns:
-            `Tensor`: (tokens, hidden).
-        """
+        """(tokens,) ids, or (tokens, hidden) embeddings, at (tokens,) positions -> (tokens, hidden)."""
         hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         position_embeddings = None
         if self.embed_positions is not None:
@@ -265,12 +217,8 @@ class DCFormerForCausalLM(nn.Module):
         config = vllm_config.model_config.hf_config
         self.config = config
         self.model = DCFormerModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=vllm_config.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
+        options: dict[str, Any] = {"quant_config": vllm_config.quant_config, "prefix": maybe_prefix(prefix, "lm_head")}
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, **options)
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
@@ -322,4 +270,4 @@ def _holds_vocabulary(name: str) -> bool:
 
 
 class DCPythiaForCausalLM(DCFormerForCausalLM):
-    """As [`DCFormerForCausalLM`]; the configuration tells them apart."""
+    """DCFormerForCausalLM with the configuration of a DCPythia."""

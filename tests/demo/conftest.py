@@ -3,7 +3,7 @@
 import pytest
 
 from dcformer.demo import serve_page
-from dcformer.generation import load_model
+from dcformer.loading import load_model
 
 
 @pytest.fixture(scope="session")

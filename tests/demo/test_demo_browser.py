@@ -9,17 +9,8 @@ from playwright.sync_api import sync_playwright
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-# So that the browser itself asks nobody, and runs where there is no display and no sandbox.
-OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+# The browser itself asks nobody, and runs where there is no display and no sandbox.
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 
 @pytest.fixture

@@ -11,12 +11,7 @@ from vllm_engines import engine, greedy, greedy_of_generate, prompts_of
 from dcformer.vllm import backend
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, {"num_key_value_heads": 2, "compose_groups": 2, "compose_rank": 1, "compose_static": True}],
-    ids=["plain", "grouped"],
-)
-def test_keys_and_values_are_read_where_they_lie(overrides, tmp_path, monkeypatch):
+def test_keys_and_values_are_read_where_they_lie(tmp_path, monkeypatch):
     calls = []
 
     def counted(*arguments, key_lengths, **options):
@@ -25,11 +20,13 @@ def test_keys_and_values_are_read_where_they_lie(overrides, tmp_path, monkeypatc
 
     decode = backend.decode_op
     monkeypatch.setattr(backend, "decode_op", counted)
-    # On a GPU this asks whether the Triton form is chosen.
+    # On a GPU this asks whether the operator would choose its Triton kernels.
     monkeypatch.setattr(
-        backend.ComposedAttentionImpl, "_reads_blocks", lambda self, query, cache, width: query.shape[2] <= 8
+        backend.ComposedAttentionImpl,
+        "_reads_blocks",
+        lambda self, query, cache, width, batch: query.shape[2] <= 8 and len(batch.real) == len(batch.tokens),
     )
-    model = tiny_model(**overrides)
+    model = tiny_model(num_key_value_heads=2, compose_groups=2, compose_rank=1, compose_static=True)
     model.save_pretrained(tmp_path)
     prompts = prompts_of(model.config.vocab_size, lengths=(31, 33))
     with engine(tmp_path, max_num_seqs=4) as llm:

@@ -1,67 +1,80 @@
-"""Factors ride in vLLM's blocks: as many bytes as in ours, freed behind a window, none lost under load."""
+"""One engine with the bundled model: windows crossed, prefixes shared, blocks freed, none lost under load."""
 
 import random
 import resource
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
 
-from dcformer import cache_bytes_per_token, pretrained_path
+from dcformer import pretrained_path
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
 
-from transformers import AutoModelForCausalLM
-from vllm_engines import engine, greedy_of_generate, greedy_sampling, prompts_of, scheduler_of
+from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, greedy_sampling, prompts_of, scheduler_of
 
 from dcformer.vllm.backend import batches_of_similar_length
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "variant", ["dcformer", "grouped_query_attention", "query_wise", "rank_4", "pre_only", "wide_heads"]
-)
-def test_a_token_takes_the_bytes_that_it_takes_in_transformers(variant, dtype, tmp_path):
-    tiny_model(variant).to(dtype).save_pretrained(tmp_path)
-    with engine(tmp_path, dtype=dtype) as llm:
-        groups = scheduler_of(llm).kv_cache_config.kv_cache_groups
-    per_token = {group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size for group in groups}
-    assert per_token == {cache_bytes_per_token(tiny_config(variant), dtype)}
+# One process has the engine that these tests share.
+pytestmark = pytest.mark.xdist_group("cache")
+REQUESTS, BLOCKS = 120, 400
 
 
-def test_blocks_behind_a_window_are_freed():
-    with engine(pretrained_path("dcformer-tiny")) as llm:
-        manager = scheduler_of(llm).kv_cache_manager
-        llm.llm_engine.add_request("0", {"prompt_token_ids": [5] * 300}, greedy_sampling(20))
-        for _ in range(10):
-            llm.llm_engine.step()
-        (request,) = scheduler_of(llm).requests
-        held = [sum(not block.is_null for block in blocks) for blocks in manager.get_blocks(request).blocks]
-        llm.llm_engine.abort_request([request])
+@pytest.fixture(scope="module")
+def llm():
+    options = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_gpu_blocks_override": BLOCKS}
+    with engine(pretrained_path("dcformer-tiny"), **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(pretrained_path("dcformer-tiny"), dtype=torch.float32)
+
+
+def test_prompts_around_and_past_the_window_serve_as_generate(llm, model):
+    prompts = prompts_of(model.config.vocab_size, (3, 30, 31, 32, 33, 100, 300))
+    assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
+
+
+def test_a_common_beginning_is_computed_once(llm, model):
+    beginning, *endings = prompts_of(model.config.vocab_size, (100, 5, 20, 40), seed=1)
+    prompts = [beginning + ending for ending in endings]
+    llm.generate(as_inputs([beginning]), greedy_sampling(1), use_tqdm=False)
+    outputs = llm.generate(as_inputs(prompts), greedy_sampling(), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [96, 96, 96]  # whole blocks of 16
+    assert [list(output.outputs[0].token_ids) for output in outputs] == greedy_of_generate(model, prompts)
+
+
+def test_blocks_behind_a_window_are_freed(llm):
+    manager = scheduler_of(llm).kv_cache_manager
+    llm.llm_engine.add_request("0", {"prompt_token_ids": [5] * 300}, greedy_sampling(20))
+    for _ in range(10):
+        llm.llm_engine.step()
+    (request,) = scheduler_of(llm).requests
+    held = [sum(not block.is_null for block in blocks) for blocks in manager.get_blocks(request).blocks]
+    llm.llm_engine.abort_request([request])
     window_blocks, all_blocks = sorted(held)
     assert window_blocks <= 4  # a window of 32 and the tokens of a step, in blocks of 16
     assert all_blocks == 20
 
 
-def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks():
-    folder = pretrained_path("dcformer-tiny")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks(llm, model):
     chance = random.Random(0)
-    lengths = [chance.randint(1, 120) for _ in range(200)]
+    lengths = [chance.randint(1, 120) for _ in range(REQUESTS)]
     prompts = prompts_of(model.config.vocab_size, lengths)
-    new_tokens = [chance.randint(1, 24) for _ in prompts]
-    cancelled_after = {i: chance.randint(1, 40) for i in chance.sample(range(200), 70)}  # steps
-    with engine(folder, max_num_seqs=64, max_num_batched_tokens=256, num_gpu_blocks_override=400) as llm:
-        pool = scheduler_of(llm).kv_cache_manager.block_pool
-        free_blocks, peaks = pool.get_num_free_blocks(), []
-        for _ in range(3):
-            answers = _run(llm.llm_engine, prompts, new_tokens, cancelled_after)
-            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
-            assert pool.get_num_free_blocks() == free_blocks
-            assert not scheduler_of(llm).requests
-    finished = [i for i in range(200) if i not in cancelled_after]
-    assert set(finished) <= set(answers)
+    new_tokens = [chance.randint(1, 16) for _ in prompts]
+    cancelled_after = {i: chance.randint(1, 30) for i in chance.sample(range(REQUESTS), REQUESTS // 3)}  # steps
+    pool = scheduler_of(llm).kv_cache_manager.block_pool
+    peaks = []
+    for _ in range(3):
+        answers = _run(llm.llm_engine, prompts, new_tokens, cancelled_after)
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
+        assert pool.get_num_free_blocks() == BLOCKS - 1  # one is never lent
+        assert not scheduler_of(llm).requests
+    assert set(range(REQUESTS)) - set(cancelled_after) <= set(answers)
     for i, tokens in answers.items():
         assert tokens == greedy_of_generate(model, [prompts[i]], new_tokens[i])[0], f"request {i}"
     assert peaks[2] - peaks[1] < 8 * 1024, "memory grows from round to round"
@@ -69,19 +82,18 @@ def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks():
 
 def _run(llm_engine, prompts, new_tokens, cancelled_after):
     """The tokens of every request that was finished before it was cancelled, by its number."""
-    names = {}
-    for i, prompt in enumerate(prompts):
-        names[llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy_sampling(new_tokens[i]))] = i
-    by_number = {i: name for name, i in names.items()}
+    names = [
+        llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy_sampling(new_tokens[i]))
+        for i, prompt in enumerate(prompts)
+    ]
     answers, step = {}, 0
     while llm_engine.has_unfinished_requests():
         step += 1
         for output in llm_engine.step():
             if output.finished:
                 answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-        llm_engine.abort_request(
-            [by_number[i] for i, last in cancelled_after.items() if last == step and i not in answers], internal=True
-        )
+        cancelled = [names[i] for i, last in cancelled_after.items() if last == step and i not in answers]
+        llm_engine.abort_request(cancelled, internal=True)
     return answers
 
 
@@ -89,6 +101,4 @@ def test_sequences_are_padded_only_to_similar_ones():
     assert batches_of_similar_length([1] * 8, [100] * 8) == [list(range(8))]
     # A long prompt beside short continuations would make each of them as long.
     assert batches_of_similar_length([1, 1, 2000, 1], [500, 510, 2000, 505]) == [[2], [0, 1, 3]]
-    assert batches_of_similar_length([1, 0, 1], [20_000, 70, 10]) == [[0, 2]]
     assert batches_of_similar_length([1, 0, 1], [90_000, 70, 10]) == [[0], [2]]
-    assert batches_of_similar_length([0, 0], [5, 5]) == []
