@@ -49,9 +49,8 @@ class _Entry:
 
 @dataclass
 class _Tree:
-    """The arrays below `root` by full name, the length of every axis, and how the layers are stored."""
+    """The arrays of the parameters by full name, the length of every axis, and how the layers are stored."""
 
-    root: str
     entries: dict[str, _Entry]
     layers_per_block: int
     stack_axis: int | None
@@ -132,7 +131,7 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
     if not blocks or (None in blocks and len(blocks) > 1):
         raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
     per_block = 1 + max(entry.sub for entry in in_layers)
-    tree = _Tree(root, entries, per_block, stack_axis if None in blocks else None)
+    tree = _Tree(entries, per_block, stack_axis if None in blocks else None)
     _measure(tree)
     count = tree.sizes["block"] if None in blocks else 1 + max(block for block in blocks if block is not None)
     tree.num_layers = count * per_block
@@ -150,7 +149,7 @@ def _measure(tree: _Tree) -> None:
         for axis, size in zip(axes, shape):
             tree.sizes.setdefault(axis, size)
     if "head" not in tree.sizes:
-        raise ValueError(f"There is no attention below {tree.root}decoder; it may be of another architecture.")
+        raise ValueError("There is no attention below decoder; it may be of another architecture.")
     for part in ("qkw", "dd.kernel"):
         if tree.has("dyn_w_proj.dw1.kernel") and not tree.has(f"dyn_w_proj.{part}"):
             raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
