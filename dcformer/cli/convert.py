@@ -14,7 +14,7 @@ convert_app = typer.Typer(
     help="Convert a checkpoint into another format.", no_args_is_help=True, context_settings=QUICK_HELP
 )
 
-_INTERRUPTED = "Interrupted; what is finished is kept, run the same command to resume."
+_INTERRUPTED = "Interrupted; finished shards or arrays are kept, run the same command to resume."
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint: a local path, or a bucket or Hub name.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]

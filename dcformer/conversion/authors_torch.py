@@ -19,7 +19,7 @@ from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
 
 
-# What the authors' files hold besides parameters.
+# Entries of the authors' files that are not parameters, with the reason to leave them out.
 _IGNORED = {
     r"dyn_w_proj\.(dw_m|qkw_m)$": "merged copy of dw1, dd and qkw, out of date in published files",
     r"dyn_w_proj\.((pre|post)_proj\.w|sw)$": "static projection that no configuration of the authors' switches on",
@@ -31,16 +31,7 @@ _PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
 def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
-    """
-    Plan the conversion of a folder of the authors' torch files (or of our own).
-
-    Args:
-        source: A folder with `config.json` and safetensors or torch weights, or a name on the Hub.
-        dtype (defaults to `"keep"`): As of [`complete`].
-
-    Raises:
-        FileNotFoundError, ValueError: if it cannot be converted whole.
-    """
+    """The plan of a folder of the authors' torch files, or of our own; arguments as of [`convert_torch`]."""
     folder = local_folder(source)
     config, arrays = read_config(folder / "config.json"), open_weights(folder)
     shapes = parameter_shapes(config)

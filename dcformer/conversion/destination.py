@@ -103,6 +103,9 @@ class Destination:
                 raise
             self._check_place()
             if not self._is_free():
+                for path in self._model.rglob("*"):  # the old model goes when the new one would survive a power cut
+                    with contextlib.suppress(IsADirectoryError), path.open("rb") as file:
+                        os.fsync(file.fileno())
                 shutil.rmtree(self._replaced, ignore_errors=True)
                 self._place.rename(self._replaced)
             self._model.rename(self._place)

@@ -49,18 +49,7 @@ def open_checkpoint(
     train_config: str | os.PathLike | None = None,
     config: str | os.PathLike | None = None,
 ) -> Plan:
-    """
-    The plan of any checkpoint that this package reads.
-
-    Args:
-        path: As of [`detect_format`].
-        step (*optional*): Step of a run folder; `None`: the latest.
-        train_config (*optional*): Training YAML of a MaxText run.
-        config (*optional*): `config.json` of a PAX checkpoint, which needs one.
-
-    Raises:
-        FileNotFoundError, ValueError: if it cannot be converted whole.
-    """
+    """The plan of any checkpoint; arguments as of [`inspect_checkpoint`]."""
     name = detect_format(path)
     if name == "torch":
         return plan_torch(path)

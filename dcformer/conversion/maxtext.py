@@ -32,8 +32,7 @@ TRAINING_STATE = {
     "rng": "random state",
     "dropout_rng": "random state",
 }
-_UNSTACKED = re.compile(r"decoder\.layers_(\d+)\.(.+)")
-_STACKED = "decoder.layers."
+_IN_LAYER = re.compile(r"decoder\.layers(?:_(\d+))?\.(.+)")
 _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
 _DEFAULT = "default of the authors' configs; pass --train-config to be sure"
 
@@ -50,9 +49,8 @@ class _Entry:
 
 @dataclass
 class _Tree:
-    """The arrays below `root` by full name, the length of every axis, and how the layers are stored."""
+    """The arrays of the parameters by full name, the length of every axis, and how the layers are stored."""
 
-    root: str
     entries: dict[str, _Entry]
     layers_per_block: int
     stack_axis: int | None
@@ -70,18 +68,7 @@ def plan_maxtext(
     train_config: str | os.PathLike | None = None,
     dtype: str = "keep",
 ) -> Plan:
-    """
-    Plan the conversion of a MaxText checkpoint.
-
-    Args:
-        source: Run, step or item folder; local, `gs://` or `s3://`.
-        step (*optional*): Step of a run folder; `None`: the latest.
-        train_config (*optional*): The run's training YAML, for what the arrays cannot tell.
-        dtype (defaults to `"keep"`): As of [`complete`].
-
-    Raises:
-        FileNotFoundError, ValueError: if the checkpoint cannot be converted whole.
-    """
+    """The plan of a MaxText checkpoint; arguments and errors as of [`convert_maxtext`]."""
     train = {} if train_config is None else yaml.safe_load(Path(train_config).read_text(encoding="utf-8"))
     checkpoint = open_orbax(source, step)
     root = _root(checkpoint.names, checkpoint.location)
@@ -130,15 +117,10 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
     entries, unknown = {}, []
     for name, array in arrays.items():
         below, block = name.removeprefix(root), None
-        in_layer = True
-        if match := _UNSTACKED.fullmatch(below):
-            block, below = int(match[1]), match[2]
-        elif below.startswith(_STACKED):
-            below = below.removeprefix(_STACKED)
-        else:
-            in_layer = False
+        if in_layer := _IN_LAYER.fullmatch(below):
+            block, below = None if in_layer[1] is None else int(in_layer[1]), in_layer[2]
         found = find_rows(MAXTEXT_ROWS, below)
-        if found is None or found[0][0].per_layer != in_layer:
+        if found is None or found[0][0].per_layer != bool(in_layer):
             unknown.append(name)
         else:
             entries[name] = _Entry(array, *found, block)
@@ -149,7 +131,7 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
     if not blocks or (None in blocks and len(blocks) > 1):
         raise ValueError(f"{where} must hold either decoder.layers or decoder.layers_0, ..., not both or none.")
     per_block = 1 + max(entry.sub for entry in in_layers)
-    tree = _Tree(root, entries, per_block, stack_axis if None in blocks else None)
+    tree = _Tree(entries, per_block, stack_axis if None in blocks else None)
     _measure(tree)
     count = tree.sizes["block"] if None in blocks else 1 + max(block for block in blocks if block is not None)
     tree.num_layers = count * per_block
@@ -167,7 +149,7 @@ def _measure(tree: _Tree) -> None:
         for axis, size in zip(axes, shape):
             tree.sizes.setdefault(axis, size)
     if "head" not in tree.sizes:
-        raise ValueError(f"There is no attention below {tree.root}decoder; it may be of another architecture.")
+        raise ValueError("There is no attention below decoder; it may be of another architecture.")
     for part in ("qkw", "dd.kernel"):
         if tree.has("dyn_w_proj.dw1.kernel") and not tree.has(f"dyn_w_proj.{part}"):
             raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
@@ -175,15 +157,8 @@ def _measure(tree: _Tree) -> None:
 
 def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCFormerConfig, list[Origin]]:
     """
-    The configuration with the semantics of the JAX run, and where each value comes from.
-
-    Args:
-        train: Values of the training YAML; empty without one.
-        file: Its name.
-
-    Raises:
-        ValueError: if the YAML contradicts the arrays or asks for what no DCFormer computes, or if there is neither a
-            YAML nor a default.
+    The configuration with the semantics of the JAX run, and where each value comes from; `train` holds the values of
+    the training YAML `file`, and must agree with the arrays.
     """
     sizes = tree.sizes
     origins: list[Origin] = []
@@ -240,7 +215,7 @@ def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCForm
 
 
 def _longest_input(length: int) -> int:
-    """Of a power of two and one token more, the last token is only a target."""
+    """The length of an input: a power of two and one token more counts the last token, which is only a target."""
     return length - 1 if length > 3 and (length - 1) & (length - 2) == 0 else length
 
 

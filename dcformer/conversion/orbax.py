@@ -28,6 +28,8 @@ _COMMITTED = "commit_success.txt"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)", re.DOTALL)
 # Items are tried in this order when a step holds several with parameters.
 _ITEM_ORDER = ("state", "default", "items", "params")
+# Entries of `_METADATA` that are not arrays.
+_CONTAINERS = ("Dict", "None", "List", "Tuple")
 _EMBEDDINGS = ("token_embedder", "embedding_lookup")
 
 
@@ -99,12 +101,7 @@ class OrbaxItem:
         if f"{self.folder}_METADATA" in self.store.names:
             for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
                 value = entry.get("value_metadata", {})
-                if not value.get("skip_deserialize") and value.get("value_type") not in (
-                    "Dict",
-                    "None",
-                    "List",
-                    "Tuple",
-                ):
+                if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
                     declared.append(".".join(str(key["key"]) for key in entry["key_metadata"]))
         return sorted({*declared, *self._drivers})
 

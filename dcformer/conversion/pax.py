@@ -24,18 +24,7 @@ _PADDED = {"embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"}
 def plan_pax(
     source: str | os.PathLike, config: str | os.PathLike, *, step: int | None = None, dtype: str = "keep"
 ) -> Plan:
-    """
-    Plan the conversion of a PAX checkpoint.
-
-    Args:
-        source: A flat `.npz`, a folder of `.npy` files named by their keys, or a checkpoint folder of zarr arrays.
-        config: `config.json` in the authors' keys or ours. A PAX tree says nothing of windows, epsilons or RoPE.
-        step (*optional*): Step of a run folder; `None`: the latest.
-        dtype (defaults to `"keep"`): As of [`complete`].
-
-    Raises:
-        FileNotFoundError, ValueError: if it cannot be converted whole.
-    """
+    """The plan of a PAX checkpoint; arguments and errors as of [`convert_pax`]."""
     model_config = read_config(Path(config))
     arrays, training_state, report, stamps = open_pax(source, step)
     for name in arrays:

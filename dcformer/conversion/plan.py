@@ -104,13 +104,13 @@ class Plan:
         arrays: Source arrays that are read, by name.
         source: For the report: `format`, `location`, `step`, and `skipped_steps` if later steps are not whole.
         stamps: Names, sizes and times of the source's files.
-        parts: What fills each parameter, by its name, in the order in which parameters are written.
+        parts: The parts that fill each parameter, by its name, in the order of writing.
         zeros: Elements (start, stop) of a parameter that no array fills because the model never reads them.
         ignored: Source arrays that are not read, with the reason.
         unused: Source arrays that the model has no use for but that are kept in [`UNUSED_FILE`].
         origins: Where each value of the configuration comes from.
         training: Values of the run's training YAML, for the model card.
-        parameters: What is written, by name; [`complete`] fills it in.
+        parameters: Shape and dtype of every parameter, by name; [`complete`] fills it in.
     """
 
     config: DCFormerConfig

@@ -142,7 +142,7 @@ def convert_to_maxtext(
     if param_dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
     if step is not None and not 0 <= step < 2**31:  # it is written as an int32
-        raise ValueError(f"step must be at least 0 and below 2**31, got {step}.")
+        raise ValueError(f"step must be between 0 and {2**31 - 1}, got {step}.")
     msgpack = import_optional("msgpack", "Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.")
     target = Destination(destination, source, force)
     folder = local_folder(source)

@@ -81,12 +81,11 @@ def verify_hashes(
     Raises:
         FileNotFoundError: if there is no report in the folder.
     """
-    folder = local_folder(folder)
+    given, folder = str(folder), local_folder(folder)
     report = read_report(folder)
     if report is None:
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {REPORT_FILE}: dcformer did not convert it. Give a second checkpoint to compare "
-            "it with."
+            f"{given!r} has no {REPORT_FILE}: dcformer did not convert it. Give a second checkpoint to compare it with."
         )
     expected = report["files"]
     there = {name: folder / name for name in expected if (folder / name).is_file()}
