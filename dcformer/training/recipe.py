@@ -47,7 +47,7 @@ class DataRecipe:
 
     source: str  #: `"head_tasks"`; a file (.jsonl, .json, .txt, .parquet, .csv) or a folder; or a name on the Hub
     configuration: str | None = None  #: configuration of a data set on the Hub
-    split: str = "train"  #: also as `"train[:90%]"`; a file has `"train"` only
+    split: str = "train"  #: also a slice, as `datasets` writes them; a file has `"train"` only
     text_column: str = "text"  #: column that holds the documents
     streaming: bool = False  #: read and pack while training, shuffled within a buffer of 10,000 documents
     sequence_length: int = 2048  #: tokens of a row, as in section 4.1 of the paper
@@ -193,7 +193,7 @@ class Recipe:
 
 def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
     """
-    Read a recipe.
+    Read a recipe. OmegaConf raises its own errors for files that are not YAML, and for wrong keys and types.
 
     Args:
         recipe: YAML file, or the name of a packaged recipe such as `"dcformer++-405m"`.
@@ -201,8 +201,7 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Rec
 
     Raises:
         FileNotFoundError: if there is neither such a file nor such a packaged recipe.
-        ValueError: for a wrong value, or recipes that extend each other in a circle.
-        yaml.YAMLError, omegaconf.errors.OmegaConfBaseException: if a file is not YAML, or a key or type is wrong.
+        ValueError: for a wrong value or combination of values, or recipes that extend each other in a circle.
     """
     omegaconf = _import_omegaconf()
     for text in overrides:

@@ -38,7 +38,7 @@ def ignore(*_):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """What was evaluated; the accuracy of a model is that of its name."""
+    """The models that were evaluated; their accuracy follows from their name."""
     calls = []
 
     def evaluate(model, *, output, tasks, limit, dtype):

@@ -163,14 +163,6 @@ def test_rows_packed_once_are_found_again_and_only_then(tmp_path, monkeypatch):
     assert len(documents_in(rows_of(source))) == 4
 
 
-def test_only_tokens_within_answers_are_scored(tmp_path):
-    text = "w1 w2 w3 w4"
-    spans = [[text.index(" w2"), text.index(" w3")], [text.index(" w4"), len(text)]]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "answers": spans}) + "\n")
-    (row,) = rows_of(tmp_path / "a.jsonl", loss_on="answers")
-    assert row["labels"] == [-100, WORDS["w2"], -100, WORDS["w4"]] + [-100] * 4
-
-
 @pytest.mark.parametrize("kind", ["words", "pieces"])
 def test_scored_tokens_of_head_tasks_are_answers_and_line_feeds_in_both_splits(kind, request):
     tokenizer = build_tokenizer() if kind == "words" else request.getfixturevalue("tokenizer")

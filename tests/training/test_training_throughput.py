@@ -34,7 +34,7 @@ def test_plain_models_count_as_torch_counts_their_matrix_products(variant):
 
 
 def compose_flops(length: int, **switches) -> float:
-    """What composition adds to a forward pass of a token in one layer without a window."""
+    """Operations that composition adds to a forward pass of a token in one layer without a window."""
     shape = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 1, "sliding_window": None}
     plain = DCFormerConfig(**shape, compose_pre=False, compose_post=False)
     return (flops_per_token(DCFormerConfig(**shape, **switches), length) - flops_per_token(plain, length)) / 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from tiny_models import TINY, random_tokens, tiny_model
+from tiny_models import random_tokens, tiny_model
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 
@@ -76,20 +76,3 @@ def test_no_way_of_saving_memory_changes_a_step(collate, options, steps):
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], atol=2e-4, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
     assert losses == pytest.approx(other_losses, abs=1e-4)
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_vocabulary_grows_and_shrinks(tied, steps, tmp_path):
-    model, rows = tiny_model(tie_word_embeddings=tied), TINY["vocab_size"]
-    tokens = random_tokens(2, 9)
-    with torch.no_grad():
-        before = model(tokens).logits
-    model.resize_token_embeddings(rows + 5)
-    torch.testing.assert_close(model(tokens).logits[..., :rows], before, atol=1e-5, rtol=0)  # other blocks of a product
-    steps(model)
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    model.save_pretrained(tmp_path / "grown")
-    reloaded = type(model).from_pretrained(tmp_path / "grown").eval()
-    assert torch.equal(reloaded(tokens).logits, model.eval()(tokens).logits)
-    model.resize_token_embeddings(rows - 7)
-    assert model(tokens.clamp(max=rows - 8)).logits.shape[-1] == rows - 7
