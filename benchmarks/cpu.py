@@ -188,8 +188,7 @@ def composing_and_plain(window: int | None) -> dict[str, candidates.Candidate]:
 
 def check(heads: int, channels: int, window: int | None = None, with_gradients: bool = False, **options: Any) -> None:
     """Raise RuntimeError if the automatic choice computes wrong values: nothing is timed then."""
-    window = None if window is None else candidates.GATE_WINDOW
-    wrong = composing_and_plain(window)["composed"].failure(
+    wrong = composing_and_plain(window)["composed"].problem(
         heads, channels, CPU, torch.float32, window=window, with_gradients=with_gradients, **options
     )
     if wrong is not None:

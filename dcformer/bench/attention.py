@@ -6,7 +6,6 @@ Everything runs in the same process: each of our implementations, torch's scaled
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ from ..dcmha import ComposeWeights
 from ..training.throughput import visible_pairs
 from . import roofline
 from .candidates import (
-    GATE_WINDOW,
     SDPA,
     SDPA_WINDOW,
     Candidate,
     authors_candidates,
+    gate,
     own_candidates,
     plain_candidates,
 )
@@ -119,25 +118,15 @@ def prepare(
     run: Run, entry: Candidate, shape: Shape, branch: str, document: int | None, with_gradients: bool
 ) -> Call | str:
     """Return the call to time, or why it is not timed."""
-    of = BRANCHES[branch](_operands(shape, run.device, run.dtype))
+    vary, is_packed = BRANCHES[branch], document is not None
+    options = {"vary": vary, "window": shape.window, "is_packed": is_packed, "with_gradients": with_gradients}
+    if (problem := gate(run, entry, shape.heads, shape.channels, **options)) is not None:
+        return problem
+    of = vary(prompt_operands(shape.heads, shape.channels, shape.length, run.device, run.dtype, shape.batch))
     mask = None if document is None else packed_documents(shape.length, document, run.device)
-    of = of.leaves() if with_gradients else of
-    if (reason := entry.why_not(of, shape.window, mask)) is not None:
-        return f"not measured: {reason}"
-    window = None if shape.window is None else min(shape.window, GATE_WINDOW)
-    key = (entry.name, shape.heads, shape.channels, branch, window, document is not None, with_gradients)
-    if key not in run.gate:
-        options = {"window": window, "is_packed": document is not None, "with_gradients": with_gradients}
-        sizes = shape.heads, shape.channels, run.device, run.dtype
-        run.gate[key] = entry.failure(*sizes, vary=BRANCHES[branch], **options)
-    if (wrong := run.gate[key]) is not None:
-        return wrong
-    return (entry.gradient_call if with_gradients else entry.make)(of, shape.window, mask)
-
-
-@functools.lru_cache(maxsize=1)
-def _operands(shape: Shape, device: torch.device, dtype: torch.dtype) -> Operands:
-    return prompt_operands(shape.heads, shape.channels, shape.length, device, dtype, batch=shape.batch)
+    if with_gradients:
+        return entry.gradient_call(of.leaves(), shape.window, mask)
+    return entry.make(of, shape.window, mask)
 
 
 def add_ratios(rows: list[Row], base: str, title: str | None = None) -> None:

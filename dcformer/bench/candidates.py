@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dcmha import Visibility, implementations
 from . import authors
-from .measure import Call, one_line
+from .measure import Call, Run, one_line
 from .operands import CATCHER, Operands, packed_documents, prompt_operands, step_operands, visible
 
 
@@ -51,7 +51,7 @@ class Candidate:
         forward, tensors, upstream = self.make(of, window, mask), self.tensors(of), torch.randn_like(of.query)
         return lambda: torch.autograd.grad(forward(), tensors, upstream)
 
-    def check(
+    def problem(
         self,
         heads: int,
         channels: int,
@@ -65,42 +65,51 @@ class Candidate:
         is_step: bool = False,
     ) -> str | None:
         """
-        Compare with the plain implementation in float64; return what is wrong, or None.
+        Say why it must not be timed: it cannot run, or differs from the plain implementation in float64.
 
         Args:
             vary (`Callable`): Changes which branches the operands compose with.
             window (`int`, *optional*): Sliding window.
             is_packed, with_gradients, is_step (`bool`): A row of documents; gradients too; one query after a cache.
         """
-        sizes = heads, channels, GATE_LENGTH, device, dtype
+        make = step_operands if is_step else prompt_operands
         # Without the peer, so that the authors' factors are made of the operands and gradients reach these.
-        operands = vary(step_operands(*sizes) if is_step else prompt_operands(*sizes)).leaves()._replace(peer=None)
+        of = vary(make(heads, channels, GATE_LENGTH, device, dtype)).leaves(with_gradients)._replace(peer=None)
+        window = None if window is None else min(window, GATE_WINDOW)
         mask = packed_documents(GATE_LENGTH, GATE_DOCUMENT, device) if is_packed else None
+        if (reason := self.why_not(of, window, mask)) is not None:
+            return f"not measured: {reason}"
+        try:
+            return self._wrong_values(of, window, mask, with_gradients) if self.composes else None
+        except Exception as error:  # whatever a candidate raises means that it cannot be timed
+            return f"failed: {one_line(error)}"
+
+    def _wrong_values(
+        self, of: Operands, window: int | None, mask: Visibility | None, with_gradients: bool
+    ) -> str | None:
+        exact = of.leaves(with_gradients, torch.float64)
         with torch.set_grad_enabled(with_gradients):
-            found = [self.make(operands, window, mask)()]
-            exact = operands.leaves(torch.float64)
-            options = {"sliding_window": window, "attention_mask": mask, "implementation": "plain"}
-            expected = [exact.composed(**options)]
+            found = [self.make(of, window, mask)()]
+            expected = [exact.composed(sliding_window=window, attention_mask=mask, implementation="plain")]
         if with_gradients:
             upstream = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], [*operands.states, *operands.factors], upstream)
+            found += torch.autograd.grad(found[0], [*of.states, *of.factors], upstream)
             expected += torch.autograd.grad(expected[0], [*exact.states, *exact.factors], upstream.double())
         for place, (one, other) in enumerate(zip(found, expected)):
             error = relative_error(one, other)
-            tolerance = _OUTPUT_TOLERANCES[dtype] * (_GRADIENT_FACTOR if place else 1)
+            tolerance = _OUTPUT_TOLERANCES[of.query.dtype] * (_GRADIENT_FACTOR if place else 1)
             if not error <= tolerance:  # NaN is not below anything
                 what = f"gradient {place}" if place else "output"
                 return f"{what} is wrong: relative error {error:.1e}, at most {tolerance:.0e} is right"
         return None
 
-    def failure(self, *sizes: Any, **options: Any) -> str | None:
-        """Return what is wrong or was raised by `check`, or None."""
-        if not self.composes:
-            return None
-        try:
-            return self.check(*sizes, **options)
-        except Exception as error:  # whatever a candidate raises means that it cannot be timed
-            return f"failed: {one_line(error)}"
+
+def gate(run: Run, entry: Candidate, heads: int, channels: int, **options: Any) -> str | None:
+    """Ask a candidate for its `problem`, once in a run for the same options."""
+    key = (entry.name, heads, channels, *sorted(options.items(), key=lambda item: item[0]))
+    if key not in run.problems:
+        run.problems[key] = entry.problem(heads, channels, run.device, run.dtype, **options)
+    return run.problems[key]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

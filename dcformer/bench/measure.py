@@ -219,7 +219,7 @@ class Run:
         self.timer = Timer(device, seconds=0.02 if is_quick else 0.3)
         self.rows: list[Row] = []
         self.notes: list[str] = []
-        self.gate: dict[Hashable, str | None] = {}  # what was wrong with a candidate, by what was checked
+        self.problems: dict[Hashable, str | None] = {}  # of candidates, by what was checked
         self._end = time.perf_counter() + seconds
 
     @functools.cached_property

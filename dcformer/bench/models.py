@@ -22,9 +22,9 @@ from ..dcmha_cache import cache_bytes_per_token
 from ..modeling_dcformer import DCFormerForCausalLM
 from ..training.throughput import flops_per_token
 from . import paper
-from .candidates import GATE_LENGTH, Candidate, own_candidates
+from .candidates import Candidate, gate, own_candidates
 from .measure import Run, Timing, in_cuda_graph
-from .operands import prompt_operands, step_operands
+from .operands import step_operands
 
 
 _TINY = {
@@ -140,24 +140,12 @@ def compare(run: Run, of: Comparison) -> None:
 
 def _measure(run: Run, of: Comparison, family: Family, config: DCFormerConfig) -> Timing | str:
     """Time a model whose operator passes the gate."""
-    return _passing_gate(run, of, family, config) or of.measure(family, config)
-
-
-def _passing_gate(run: Run, of: Comparison, family: Family, config: DCFormerConfig) -> str | None:
-    """Why a model is not timed, or None."""
-    if family.candidate is None:
-        return None
-    is_step, trains = of.kind == "decode", of.kind == "train"
-    shape = config.num_attention_heads, config.head_dim
-    operands = (step_operands if is_step else prompt_operands)(*shape, GATE_LENGTH, run.device, run.dtype)
-    reason = family.candidate.why_not(operands.leaves() if trains else operands, None, None)
-    if reason is not None:
-        return f"not measured: {reason}"
-    key = (family.candidate.name, *shape, is_step, trains)
-    if key not in run.gate:
-        options = {"is_step": is_step, "with_gradients": trains}
-        run.gate[key] = family.candidate.failure(*shape, run.device, run.dtype, **options)
-    return run.gate[key]
+    if family.candidate is not None:
+        options = {"is_step": of.kind == "decode", "with_gradients": of.kind == "train"}
+        problem = gate(run, family.candidate, config.num_attention_heads, config.head_dim, **options)
+        if problem is not None:
+            return problem
+    return of.measure(family, config)
 
 
 def figures(run: Run, of: Comparison, config: DCFormerConfig, seconds: float) -> dict[str, float]:
@@ -270,11 +258,9 @@ def attention_of_a_step(run: Run, config: DCFormerConfig, keys: int) -> None:
     for entry in own_candidates():
 
         def measure(entry: Candidate = entry) -> Timing | str:
+            if (problem := gate(run, entry, heads, channels, is_step=True)) is not None:
+                return problem
             operands = step_operands(heads, channels, keys, run.device, run.dtype)
-            if (reason := entry.why_not(operands, None, None)) is not None:
-                return f"not measured: {reason}"
-            if (wrong := entry.failure(heads, channels, run.device, run.dtype, is_step=True)) is not None:
-                return wrong
             copies = 1
             if run.device.type == "cuda":
                 copies += min(63, 4 * torch.cuda.get_device_properties(run.device).L2_cache_size // moved)

@@ -4,6 +4,7 @@ They are caught in a model of one layer by an implementation of the operator tha
 prompt as the projections leave them, those of a decoding step as views of the cache's rows.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,11 @@ class Operands(NamedTuple):
             map_tensors(weights, lambda tensor, _: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return found
 
-    def leaves(self, dtype: torch.dtype | None = None) -> "Operands":
-        """The same numbers, laid out alike, that require gradients; in another dtype if one is given."""
+    def leaves(self, with_gradients: bool = True, dtype: torch.dtype | None = None) -> "Operands":
+        """The same numbers, laid out alike, that may require gradients; in another dtype if one is given."""
 
         def leaf(tensor: Tensor, _: str = "") -> Tensor:
-            return tensor.detach().to(dtype or tensor.dtype).requires_grad_()
+            return tensor.detach().to(dtype or tensor.dtype).requires_grad_(with_gradients)
 
         pre, post = (map_tensors(weights, leaf) for weights in (self.pre, self.post))
         peer = None if self.peer is None else authors.Factors(*map(leaf, self.peer))
@@ -57,6 +58,7 @@ class Operands(NamedTuple):
         return Operands(query, key, value, pre, post, peer)
 
 
+@functools.lru_cache(maxsize=2)
 @torch.no_grad()
 def prompt_operands(
     heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype, batch: int = 1
@@ -67,6 +69,7 @@ def prompt_operands(
     return taken._replace(peer=authors.Factors.of(taken.pre, taken.post))
 
 
+@functools.lru_cache(maxsize=2)
 @torch.no_grad()
 def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dtype: torch.dtype) -> Operands:
     """Operands of a decoding step that sees `keys` keys, its own included, in a dynamic cache."""
