@@ -93,6 +93,9 @@ def eval_command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the models.")
     ] = False,
+    authors: Annotated[
+        bool, typer.Option("--authors/--no-authors", help="With head_tasks: the paper's 888 published texts too.")
+    ] = True,
     engine: Annotated[
         Literal["transformers", "vllm"], typer.Option(help="What computes: transformers or vllm.")
     ] = "transformers",
@@ -108,8 +111,10 @@ def eval_command(
     options: dict[str, Any] = {**locals()}
     is_first = is_first_process()
     with running_command(options.pop("debug"), _INTERRUPTED, is_first), leaving_process_group():
-        from ..eval import evaluate
+        from ..eval import AUTHORS_TASKS, evaluate, find_tasks
 
+        if not options.pop("authors"):
+            options["tasks"] = [task for task in find_tasks(suite, tasks) if task not in AUTHORS_TASKS]
         options["num_fewshot"] = [int(part) for part in num_fewshot.split(",")]
         options["data_hash"] = _pairs("--data-hash", data_hash or [])
         with _progress() as on_progress:

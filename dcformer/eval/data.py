@@ -117,15 +117,10 @@ def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
 
 def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False) -> str:
     """
-    The hash of documents: of the values that the task reads of each.
+    The hash of documents: `"sha256:..."` of one line of JSON per document (UTF-8, objects sorted by key, no spaces).
 
-    Args:
-        documents: Of every document the values of its fields.
-        is_ordered (defaults to `False`): Hash them in their order, as running text is packed in it; otherwise sorted,
-            since questions are scored one by one and copies have them in different orders.
-
-    Returns:
-        `"sha256:..."` of one line of JSON per document (UTF-8, objects sorted by key, no spaces between elements).
+    Each is given by the values that the task reads. Lines are sorted, since copies have them in different orders;
+    running text, which is packed in its order, is hashed in that (`is_ordered`).
     """
     lines = (
         json.dumps(list(values), ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode(
@@ -146,11 +141,7 @@ def checked_origin(
     """
     What a record says of documents: `source`, `revision`, `hash`, and `as_known`, whether the hash is the known one.
 
-    Args:
-        folder: Name of the folder of data.
-        found: Hash of the documents.
-        data_dir: Where they were read; `None` if they were fetched, and must then have the hash that is known.
-        required (*optional*): The hash that they must have instead, or `"any"`.
+    Without a `data_dir` they were fetched, and must have the hash that is known, or the `required` one (or `"any"`).
 
     Raises:
         ValueError: if they are other documents.
@@ -191,13 +182,9 @@ def load_documents(
     """
     The documents of a column of Table 4, as lm-eval's `custom_dataset` wants them.
 
-    Args:
-        column: One of `TABLE4_COLUMNS`.
-        data_dir (*optional*): Folder with `<column>/<split>.parquet` or `.jsonl`, for LogiQA also the authors' `.txt`;
-            `None` to fetch the data.
-        data_hash (*optional*): The hash that the scored documents must have, or `"any"`; `None`: of data that are
-            fetched, the hash that is known.
-        process (*optional*): Makes of rows what the prompts read; lm-eval's `process_docs` would do it at every access.
+    They are `<column>/<split>.parquet` or `.jsonl` below `data_dir`, for LogiQA also the authors' `.txt`; else the
+    source. `data_hash` is the hash that the scored documents must have, or `"any"`. `process` makes of rows what the
+    prompts read; lm-eval's `process_docs` would do it at every access.
 
     Returns:
         `{"scored": Dataset, "examples": Dataset}`: the documents to score, and those from which few-shot examples are
@@ -317,8 +304,8 @@ def jsonl_fields(
     """
     The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`.
 
-    A file may be compressed by zstandard. The files may be larger than memory, so they are read twice: to count lines
-    and to take some.
+    Files, also compressed by zstandard, may be larger than memory: they are read twice, to count lines and to take
+    some.
     """
     chosen = set(drawn_places(sum(1 for _ in _lines(files)), subset, seed))
     for index, (where, line) in enumerate(_lines(files)):

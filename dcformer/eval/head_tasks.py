@@ -46,16 +46,7 @@ _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
 
 
 def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Dataset]:
-    """
-    The questions of generated texts that no practice document holds.
-
-    Args:
-        windows: Number of texts (`--limit`); 1,000 if `None`.
-        settings: As of [`load_authors_texts`].
-
-    Returns:
-        One split `test`; rows as of [`load_authors_texts`].
-    """
+    """The questions of 1,000 generated texts, or of `windows` (`--limit`), whose facts no training text holds."""
     questions = held_out_questions(documents=windows or HELD_OUT_DOCUMENTS)
     n_unscored = 0 if windows is None else max(0, HELD_OUT_DOCUMENTS - windows) * len(questions) // windows
     found = documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
@@ -71,24 +62,12 @@ def load_authors_texts(
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
-    The answers of line `shots + 1` of every text.
+    The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread evenly over all.
 
-    Args:
-        shots (2 to 7): Lines before the one that is scored.
-        data_dir: Folder with `synthetic/synthetic_dataset.jsonl`; the authors' repository if not given.
-        brackets: Leave the brackets in the text.
-        windows: Number of texts (`--limit`), spread evenly over all; all 888 if `None`.
-        data_hash: The hash that the texts must have, or `"any"`.
-        settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
-            `trust_remote_code`, `add_bos_token`.
-
-    Returns:
-        One split `test`; a row has `context`, `continuations` (the answer and, if it has several tokens, the text of
-        its first), `n_tokens` (of the answer), `has_first_token`, `n_unscored` and the fields of a question.
-
-    Raises:
-        FileNotFoundError: if the file is not there.
-        ValueError: if no tokenizer is named, or a text has another form.
+    They are `synthetic/synthetic_dataset.jsonl` below `data_dir`, else the authors' repository. `settings` are the
+    model's arguments as lm-eval passes them. A row of the split `test` has `context`, `continuations` (the answer and,
+    if it has several tokens, the text of its first), `n_tokens` (of the answer), `has_first_token`, `n_unscored` and
+    [`FIELDS`].
     """
     texts = list(authors_texts(data_dir))
     origin = checked_origin("synthetic", documents_hash(texts), data_dir, data_hash)
@@ -132,9 +111,7 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
     """
     Scores of one answer; perplexities as `(log-likelihood in nats, weight)`, to be divided after all were added up.
 
-    Args:
-        doc: A row of [`load_authors_texts`].
-        results: `(log-likelihood, is most probable)` of the answer and, if it has several tokens, of its first.
+    `results` are `(log-likelihood, is most probable)` of the answer and, if it has several tokens, of its first.
     """
     log_likelihood, is_greedy = results[0]
     scores: dict[str, Any] = {
@@ -162,14 +139,9 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
 
 def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
     """
-    Find the scored answers of a text.
+    Number of lines before a bracketed answer -> `(context, answer)`, the answer with the space before it.
 
-    Args:
-        text: Lines that begin with a line feed, answers as ` [ answer ]`.
-        brackets: Leave the brackets in the context; otherwise it reads as if they had never been there.
-
-    Returns:
-        Number of lines before the answer's -> `(context, answer)`, the answer with the space before it.
+    Without `brackets` the context reads as if they had never been there.
     """
     found, context, end = {}, "", 0
     for match in _ANSWER.finditer(text):

@@ -55,24 +55,14 @@ def load_pile(
     """
     Documents of the Pile, packed into streams of about 64 windows.
 
-    Args:
-        data_dir: Folder with `pile/*.jsonl` or `*.jsonl.zst`, or else `pile_sample/test.jsonl`, of objects with `text`;
-            `None`: the validation file of the source in data.py.
-        subset: Number of documents, drawn by `seed` and kept in their order; all if `None` or more than there are.
-        seed: Which documents `subset` takes.
-        window (in tokens): Targets per forward pass; must be what the model is asked to take at most.
-        windows: Take so many windows of documents spread evenly over all, the last of which is cut; for quick runs.
-        data_hash: The hash that the documents must have.
-        settings: The model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`,
-            `trust_remote_code`, `add_bos_token`, `max_length`.
+    They are the `text` of `pile/*.jsonl` or `*.jsonl.zst` below `data_dir`, or else of `pile_sample/test.jsonl`;
+    without a folder, of the validation file of the source. `subset` documents are drawn by `seed` and kept in their
+    order; `windows` takes so many windows of documents spread evenly over all. `settings` are the model's arguments as
+    lm-eval passes them: `pretrained`, `tokenizer`, `revision`, `trust_remote_code`, `add_bos_token`, `max_length`.
 
     Returns:
         One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, the
         number of streams that `windows` left out or cut, and `n_artificial_ends`, of documents that it cut.
-
-    Raises:
-        FileNotFoundError: if the data are not there.
-        ValueError: if the tokenizer or the model's length is not known or does not fit.
     """
     if data_dir is None:
         from huggingface_hub import hf_hub_download
@@ -96,10 +86,10 @@ def load_wikitext2(
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
-    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`], which has the other arguments.
+    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`].
 
-    With `data_dir` the split is `wikitext2/wikitext2_test.txt`, otherwise `wikitext-2-raw-v1` of `Salesforce/wikitext`.
-    An article is the text from its heading (` = Title = ` between blank lines) to the next; nothing is removed.
+    They are `wikitext2/wikitext2_test.txt` below `data_dir`, else `wikitext-2-raw-v1` of `Salesforce/wikitext`. An
+    article is the text from its heading (` = Title = ` between blank lines) to the next; nothing is removed.
     """
     if data_dir is None:
         source = SOURCES["wikitext2"]
@@ -142,14 +132,11 @@ def load_flan(
     """
     Examples of the Flan Collection: the loss is taken on the target span, given the input.
 
-    With `data_dir` the examples are the `inputs` and `targets` fields of `flan/*.jsonl`; otherwise `prompt` and
-    `completion` of `itay1itzhak/flan_2022_350k`. Input and target are stripped of surrounding white space and joined by
-    one space, which the tokenizer makes part of the target's first word. Long inputs are cut from the left. Examples
-    without a target, or with one of more tokens than the window, are left out, with a warning that counts them.
-    Arguments as of [`load_pile`].
-
-    Returns:
-        One split `test`; a row is an example: `context`, `continuation`, `n_tokens` (of the target).
+    They are `inputs` and `targets` of `flan/*.jsonl` below `data_dir`, else `prompt` and `completion` of the source.
+    Both are stripped of surrounding white space and joined by one space, which the tokenizer makes part of the target's
+    first word. Long inputs are cut from the left. Examples without a target, or with one of more tokens than the
+    window, are left out, with a warning that counts them. Rows have `context`, `continuation`, `n_tokens` (of the
+    target).
     """
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
@@ -181,10 +168,9 @@ def load_flan(
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
     """
-    Sums of one stream: `(log-likelihood, weight)` in nats, to be divided after all streams have been added up.
+    Sums of one stream, `(log-likelihood in nats, weight)`, to be divided after all streams have been added up.
 
-    The log-likelihood includes the end-of-text tokens. They are counted as tokens but have no bytes: bits per byte are
-    per byte (UTF-8) of the documents themselves.
+    End-of-text tokens count as tokens but have no bytes: bits per byte are per byte (UTF-8) of the documents.
     """
     log_likelihood = float(results[0])
     return {"token_perplexity": (log_likelihood, doc["n_tokens"]), "bits_per_byte": (log_likelihood, doc["n_bytes"])}

@@ -114,15 +114,7 @@ def without_prefixes(inputs: Sequence[ScoredInput]) -> list[ScoredInput]:
 
 
 def shared_beginnings(inputs: Sequence[Sequence[int]]) -> list[Beginning]:
-    """
-    Part inputs into groups that begin alike, so that the fewest tokens are computed.
-
-    Args:
-        inputs: Token ids, none of which begin another's.
-
-    Returns:
-        Groups of at most 32 inputs; those of a single one share nothing.
-    """
+    """Part inputs, none of which begins another, into groups of at most 32 that begin alike: fewest tokens are left."""
     order = sorted(range(len(inputs)), key=inputs.__getitem__)
     common = [shared_length(inputs[one], inputs[other]) for one, other in itertools.pairwise(order)]
     saved, firsts = [0], [0]  # by the number of inputs: most tokens saved, and where the last group begins

@@ -132,11 +132,7 @@ def control(row: str | None, task: str, num_fewshot: int, num_samples: int, num_
 
 
 def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, tuple[int, int]]) -> Control | None:
-    """
-    As [`control`], of the unweighted mean of all columns, whose numbers of scored and of all documents are given.
-
-    Columns that all deviate to one side by a little less than they may are caught here.
-    """
+    """As [`control`], of the unweighted mean of all columns, whose numbers of scored and of all documents are given."""
     average = paper_accuracies(row, num_fewshot).get(AVERAGE)
     columns = {task: control(row, task, num_fewshot, *own) for task, own in counts.items()}
     if average is None or len(counts) < len(paper_accuracies(row, num_fewshot)) - 1 or None in columns.values():

@@ -8,7 +8,6 @@ than its context: then the cache might hold tokens whose log-probabilities are a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -35,7 +34,8 @@ _WAITING = 1024
 
 
 def import_vllm() -> ModuleType:
-    """vLLM, which tells of errors only, on stderr, unless the environment says otherwise."""
+    """vLLM, which tells of errors only, and may take one token more than a model has positions."""
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     return import_optional("vllm", "--engine vllm (engine='vllm') needs vLLM: pip install 'dcformer[vllm]'.")
@@ -127,9 +127,7 @@ class VLLMLM(LogLikelihoods):
         self.block_size = options["block_size"]
         self._as_prompt = tokens_input
         self._sampling = functools.partial(SamplingParams, temperature=0, max_tokens=1, detokenize=False)
-        # vLLM may take one token more than the model has positions.
-        with _environment("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"):
-            self.engine = LLMEngine.from_engine_args(EngineArgs(model=found.path, **options))
+        self.engine = LLMEngine.from_engine_args(EngineArgs(model=found.path, **options))
         self.most_targets = MAX_LOGPROB_TOKEN_IDS
         self.start_counting(on_progress)
 
@@ -220,18 +218,6 @@ class VLLMLM(LogLikelihoods):
                 "asked for; please report it."
             )
         return [Score(target.request, *_score_of(target.ids, output)) for target in each.targets]
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:

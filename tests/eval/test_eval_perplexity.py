@@ -79,8 +79,8 @@ def test_streams_of_the_sample_have_about_64_windows(data_dir, tokenizer):
     assert sum(streams["n_tokens"]) == 354_678 + 20  # and one end-of-text token for each document
 
 
-@pytest.mark.parametrize("task", ["dcformer_pile_ppl", "dcformer_wikitext2_ppl"])
-def test_perplexity_equals_a_plain_loop_over_windows(task, model, tokenizer, data_dir):
+def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, data_dir):
+    task = "dcformer_wikitext2_ppl"
     output = evaluate(model, tokenizer, task, {"data_dir": data_dir, "subset": 2, "windows": 5})
     (sample,) = output["samples"][task]
     ids = tokenizer(sample["doc"]["text"])["input_ids"]
@@ -136,7 +136,7 @@ def test_wikitext_articles_are_the_text_again(fixtures):
     text = (fixtures / "benchdata" / "wikitext2" / "wikitext2_test.txt").read_text(encoding="utf-8")
     articles = perplexity.wikitext_articles(text)
     assert "".join(articles) == text and len(articles) == 60
-    assert articles[0].startswith(" \n = Robert Boulter = \n")
+    assert articles[0].startswith(" \n = Robert <unk> = \n")
 
 
 def test_other_windows_and_unknown_tokenizers_are_refused(tmp_path, tokenizer, tokenizer_folder, data_dir):

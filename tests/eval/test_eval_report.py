@@ -175,7 +175,7 @@ def test_documents_are_matched_by_hash_and_occurrence_and_must_be_the_same():
     assert paired_difference(first, second[::-1], "acc", task="x", resamples=RESAMPLES) == straight
     # Pairing takes away what is common: unpaired, the interval would be as wide as two independent errors.
     assert straight.high - straight.low < 2 * 1.96 * math.sqrt(2) * accuracy_stderr(0.5, 60)
-    with pytest.raises(ValueError, match="'piqa'.*0 in both"):
+    with pytest.raises(ValueError, match=r"'piqa'.*0 in both"):
         paired_difference(as_samples(hits(0.5)), as_samples(hits(0.5), name="other"), "acc", task="piqa")
 
 

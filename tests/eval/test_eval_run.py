@@ -205,6 +205,8 @@ def test_the_bundled_models_are_compared_on_head_tasks_by_default(tmp_path, data
     for words in ("Δ to transformer-tiny", "K=7", "all K", "pattern", "transformation", "blind choice"):
         assert words in result.output
     assert found[0].timings["cached_tokens"] > 0.7 * found[0].timings["input_tokens"]
+    generated = CliRunner().invoke(app, ["eval", *arguments, "--no-authors", "--output", str(tmp_path / "generated")])
+    assert generated.exit_code == 0 and len(read_records(tmp_path / "generated")) == 2, generated.output
     html = CliRunner().invoke(app, ["report", str(tmp_path), "--format", "html"])
     assert html.exit_code == 0 and html.output.startswith("<!doctype html>")
     with pytest.raises(ValueError, match="models"):

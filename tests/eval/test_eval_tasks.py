@@ -5,7 +5,6 @@ each text, since the licences of the data forbid more. `python tests/eval/test_e
 """
 
 import hashlib
-import itertools
 import json
 import os
 import sys
@@ -271,27 +270,29 @@ def test_names_of_tasks_and_suites():
 @pytest.fixture(scope="module")
 def authors(data_dir, tokenizer):
     load = tasks_of_heads.load_authors_texts
-    return {shots: load(shots, data_dir=data_dir, tokenizer=tokenizer)["test"] for shots in tasks_of_heads.SHOTS}
+    return {shots: load(shots, data_dir=data_dir, tokenizer=tokenizer)["test"] for shots in (2, 3)}
 
 
 def test_the_authors_texts_have_5328_answers_whose_tokens_are_those_of_the_whole_text(authors, fixtures, tokenizer):
-    assert [len(rows) for rows in authors.values()] == [888] * 6
-    lengths = list(itertools.chain.from_iterable(rows["n_tokens"] for rows in authors.values()))
-    assert sum(length > 1 for length in lengths) == 622 and max(lengths) == 5
+    assert [len(rows) for rows in authors.values()] == [888] * 2
+    texts = [text for _, text in tasks_of_heads.authors_texts(str(fixtures / "benchdata"))]
+    answers = [answer for text in texts for _, answer in tasks_of_heads.bracketed_answers(text).values()]
+    lengths = [len(ids) for ids in tokenizer(answers)["input_ids"]]
+    assert len(lengths) == 5328 and sum(length > 1 for length in lengths) == 622 and max(lengths) == 5
+    for shots, rows in authors.items():
+        assert rows["n_tokens"][:] == lengths[shots - 2 :: 6]
     assert all(all(rows["has_first_token"]) for rows in authors.values())
     first = authors[2][0]
     assert first["context"].endswith(
         "\n< Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of"
     )
     assert first["continuations"] == [" vehicle"] and (first["task"], first["document"]) == ("task0", 0)
-    lines = (fixtures / "benchdata" / "synthetic" / "synthetic_dataset.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines[::7]:
-        text = json.loads(line)["texts"]
+    for text in texts[::7]:
         whole = tokenizer(text.replace(" [", "").replace(" ]", ""))["input_ids"]
         for context, answer in tasks_of_heads.bracketed_answers(text).values():
             joined = tokenizer(context)["input_ids"] + tokenizer(answer)["input_ids"]
             assert joined == whole[: len(joined)]
-    context, _ = tasks_of_heads.bracketed_answers(json.loads(lines[0])["texts"], brackets=True)[3]
+    context, _ = tasks_of_heads.bracketed_answers(texts[0], brackets=True)[3]
     assert "kind of [ vehicle ]\n" in context and context.endswith(" [")
 
 
