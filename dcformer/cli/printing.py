@@ -13,10 +13,6 @@ from ..common.terminal import make_console, progress_bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..conversion.plan import Origin
-
-_LONGEST_VALUE = 60
-
 
 def checkpoint_console() -> Console:
     return make_console(pipe_width=160)
@@ -28,12 +24,7 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
-
-        def start(total: int) -> Callable[[int], None]:
-            number = bar.add_task(task, total=total)
-            return functools.partial(bar.advance, number)
-
-        yield start
+        yield lambda total: functools.partial(bar.advance, bar.add_task(task, total=total))
 
 
 @contextlib.contextmanager
@@ -45,10 +36,10 @@ def status(task: str) -> Iterator[None]:
         yield
 
 
-def print_location(form: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
+def print_location(format: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
     """Print which checkpoint was read."""
     console = checkpoint_console()
-    console.print(f"{form}, {location}" + ("" if step is None else f", step {step}"), soft_wrap=True)
+    console.print(f"{format}, {location}" + ("" if step is None else f", step {step}"), soft_wrap=True)
     for number, reason in skipped_steps.items():
         console.print(f"Step {number} was skipped: {reason}", soft_wrap=True)
 
@@ -64,15 +55,15 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[obje
     checkpoint_console().print(table)
 
 
-def print_origins(title: str, origins: list[Origin]) -> None:
-    """The values of a configuration and where each was found."""
+def print_origins(title: str, origins: Iterable[Any]) -> None:
+    """Print the values of a configuration and where each was found."""
     rows = [(o.field, short(o.value), "default" if o.is_default else "", o.origin) for o in origins]
     print_table(title, ("field", "value", "", "from"), rows)
 
 
 def short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shape_text(shape: Iterable[int]) -> str:

@@ -1,1 +1,1 @@
-"""What several rooms of the package share."""
+"""Files, terminals and plots, as all parts of the package use them."""

@@ -5,16 +5,7 @@ from types import ModuleType
 
 
 def import_optional(name: str, missing: str) -> ModuleType:
-    """
-    A module that may not be installed.
-
-    Args:
-        name: Of the module.
-        missing: What the error says: what needs it, and the extra that installs it.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """A module that may not be installed; if it is not, ImportError with a sentence that names the extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What all plots share: one look that needs no colour, and the same file for the same data."""
+"""One look of all plots, which needs no colour, and the same file for the same data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ _METADATA = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None
 
 
 def check_plot_path(path: str | os.PathLike) -> Path:
-    """
-    The path of a picture.
-
-    Raises:
-        ValueError: unless it ends in `.png`, `.svg` or `.pdf`.
-    """
+    """The path of a picture; ValueError unless it ends in `.png`, `.svg` or `.pdf`."""
     path = Path(path)
     if path.suffix.lower() not in _METADATA:
         raise ValueError(f"Cannot write a plot to {str(path)!r}: its name must end in {', '.join(_METADATA)}.")
@@ -34,15 +29,10 @@ def check_plot_path(path: str | os.PathLike) -> Path:
 @contextlib.contextmanager
 def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
     """
-    An empty figure, which is written when it has been drawn.
-
-    Args:
-        path (`Path`): Of `check_plot_path`.
-        figsize: Width and height in inches.
-        extra (`str`): The extra that installs matplotlib, for the error without it.
+    Write what the block draws on the figure, of this width and height in inches.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: without matplotlib, naming the extra that installs it.
     """
     matplotlib = import_optional("matplotlib", f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,6 +56,6 @@ def draw_rows(axis: Axes, names: Sequence[str]) -> None:
 
 
 def draw_grid(axis: Axes, which: Literal["both", "x", "y"] = "both") -> None:
-    """Pale lines behind the data: `"x"`, `"y"` or `"both"`."""
+    """Draw pale lines behind the data."""
     axis.grid(axis=which, color="0.85", linewidth=0.6, zorder=0)
     axis.set_axisbelow(True)

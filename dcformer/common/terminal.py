@@ -32,11 +32,7 @@ def make_console(pipe_width: int) -> Console:
 @contextlib.contextmanager
 def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[tuple[Progress, Console | None]]:
     """
-    Show a bar on stderr until the block ends.
-
-    Args:
-        counters: Columns behind the bar.
-        is_first (defaults to `True`): Whether this is the first of several processes; others show no bar.
+    Show a bar with counters behind it on stderr until the block ends, in the first of several processes.
 
     Yields:
         The bar, hidden where stderr is not a terminal, and a console for lines in its place, `None` where none are due.

@@ -75,18 +75,6 @@ def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy()
     assert "dcformer.cli.evaluate" in printed and HEAVY.isdisjoint(printed.split())
 
 
-def test_the_command_registers_models_before_it_loads_them():
-    code = (
-        "import dcformer\n"
-        "from dcformer.cli.running import running_command\n"
-        "assert 'torch' not in sys.modules\n"
-        "with running_command(debug=True):\n"
-        "    from transformers import AutoConfig\n"
-        "    print(type(AutoConfig.for_model('dcformer')) is dcformer.DCFormerConfig)\n"
-    )
-    assert run_as_command(code) == "True\n"
-
-
 def test_options_that_messages_advise_exist():
     known = OTHERS.union(*({*each.opts, *each.secondary_opts} for one in commands().values() for each in one.params))
     for file in PACKAGE.rglob("*.py"):

@@ -56,6 +56,7 @@ def test_the_answer_alone_is_on_stdout(prompt, given):
 
 
 def test_a_process_streams_to_a_pipe_and_ends_when_its_reader_leaves(endless):
+    """As pip's script starts it: models are registered late, and libraries say nothing."""
     command = [sys.executable, "-c", "from dcformer_command import main; main()"]
     environment = {**os.environ, "PYTHONPATH": str(Path(dcformer.__file__).parents[1])}
     command += ["generate", endless, PROMPT, "--max-new-tokens", "20000"]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, locks that end with their process, and silence that ends with its block."""
+"""Files that are written whole, locks that end with their process, and silence that ends with its block."""
 
 import errno
 import multiprocessing
