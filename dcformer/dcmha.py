@@ -633,11 +633,11 @@ def _checked_mask(
     if not isinstance(mask, Visibility):
         if mask is not None and mask.dim() not in (2, 4):
             raise ValueError(f"attention_mask must have 2 dimensions (batch, key) or 4, got shape {tuple(mask.shape)}.")
-        padding, dense = (mask if mask is not None and mask.dim() == number else None for number in (2, 4))
+        padding, dense = (mask, None) if mask is None or mask.dim() == 2 else (None, mask)
         band: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window}
         mask = Visibility(queries, keys, **band, padding=padding, dense=dense)
     tensors = [tensor for tensor in (mask.padding, mask.dense, mask.sequence_ids) if tensor is not None]
-    fits = all(tensor.shape[0] in (1, batch) for tensor in tensors)
+    fits = not tensors or all(tensor.shape[0] in (1, batch) for tensor in tensors)
     fits = fits and (mask.dense is None or mask.dense.shape[1] in (1, heads))
     if not fits or (mask.query_length, mask.key_length) != (queries, keys):
         raise ValueError(

@@ -29,6 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNASKED_ON = "cuda"
 # Largest error in a comparison, of the largest number that is expected.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_TOKENS = 300
 
 
 def triton_attention(
@@ -129,7 +130,7 @@ def _compare(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], d
 def _largest_error(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], decodes: bool) -> float:
     """Of the output and, unless it decodes, of all gradients, each relative to the largest number expected in it."""
     heads, key_heads, channels, value_channels, *factors, groups = shape
-    queries, keys = (1, 300) if decodes else (300, 300)
+    queries, keys = 1 if decodes else _TOKENS, _TOKENS
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         return (scale * torch.randn(size, device=device)).to(dtype).requires_grad_(not decodes)

@@ -71,54 +71,33 @@ def test_a_second_derivative_is_refused_in_a_sentence():
         gradient.sum().backward()
 
 
-def other_groups(inputs):
-    return inputs._replace(post=ComposeWeights(static=torch.zeros(2, 1, 1), groups=2))
-
-
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
         (lambda inputs: inputs.to(torch.float64), {}, "not float64"),
-        (lambda inputs: inputs._replace(query=inputs.query.half()), {}, "one type, and are float16, float32, float32"),
-        (lambda inputs: inputs, {"dropout": 0.1}, "it has no dropout"),
-        (other_groups, {}, "different groups of heads before and after"),
-        (lambda inputs: inputs_of(10, channels=257), {}, "256 channels at most"),
-        (
-            lambda inputs: inputs,
-            {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)},
-            "the mask has a gradient",
-        ),
-        (
-            lambda inputs: inputs,
-            {"attention_mask": torch.ones(1, 2, 10, 10).bool()},
-            "the mask differs between heads",
-        ),
+        (lambda inputs: inputs._replace(query=inputs.query.half()), {}, "float16, float32, float32"),
+        (lambda inputs: inputs, {"dropout": 0.1}, "dropout"),
+        (lambda inputs: inputs._replace(post=ComposeWeights(static=torch.zeros(2, 1, 1), groups=2)), {}, "groups"),
+        (lambda inputs: inputs_of(10, channels=257), {}, "256 channels"),
+        (lambda inputs: inputs, {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)}, "gradient"),
+        (lambda inputs: inputs, {"attention_mask": torch.ones(1, 2, 10, 10).bool()}, "between heads"),
     ],
 )
 def test_a_choice_by_name_that_cannot_run_says_why(change, options, reason):
-    with pytest.raises(ValueError, match=rf"'triton' cannot run here: .*{reason}.*; leave it out to have one chosen\."):
+    with pytest.raises(ValueError, match=rf"'triton' cannot run here: .*{reason}"):
         triton(*change(inputs_of(10)), **options)
 
 
-@pytest.mark.parametrize(
-    ("version", "reason"),
-    [
-        (None, r"Triton is not installed; install it with `pip install 'dcformer\[triton\]'`"),
-        ("3.3.1", r"Triton 3\.3\.1 is too old; install 3\.4 or later"),
-    ],
-    ids=["absent", "old"],
-)
-def test_a_missing_triton_names_the_extra(version, reason, monkeypatch):
-    monkeypatch.setattr(triton_form, "triton_version", lambda: version)
-    with pytest.raises(ValueError, match=reason):
-        triton(*inputs_of(10))
-
-
-def test_devices_that_triton_does_not_compile_for_are_refused(monkeypatch):
+def test_machines_without_triton_or_a_gpu_that_it_compiles_for_are_refused(monkeypatch):
     monkeypatch.setattr(triton_form, "_capability", {0: (7, 5), 1: (8, 0)}.get)
     assert "compute capability 7.5" in triton_form._why_not_here("cuda", 0)
     assert triton_form._why_not_here("cuda", 1) is None
     assert triton_form._why_not_here("mps", None) == "the tensors are on mps"
+    for version, reason in ((None, r"pip install 'dcformer\[triton\]'"), ("3.3.1", r"3\.3\.1 is too old")):
+        monkeypatch.setattr(triton_form, "triton_version", lambda version=version: version)
+        with pytest.raises(ValueError, match=reason):
+            triton(*inputs_of(10))
+    monkeypatch.setattr(triton_form, "triton_version", lambda: "3.4")
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "the tensors are on the CPU" in triton_form._why_not_here("cpu", None)
 
@@ -132,7 +111,7 @@ def test_transforms_of_functions_are_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["A3", "A6", "B2_dcpythia"])
+@pytest.mark.parametrize("name", ["A6", "B2_dcpythia"])
 def test_golden_logits_of_the_authors(name, fixtures):
     load = load_jax if name in JAX_RUNS else load_torch
     model, tokens, expected = load(fixtures, name)
@@ -141,8 +120,7 @@ def test_golden_logits_of_the_authors(name, fixtures):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_models_generate_the_same_by_name(cache):
+def test_models_generate_the_same_by_name():
     model, tokens = tiny_model("grouped_query_attention"), random_tokens(1, 9)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -151,22 +129,9 @@ def test_models_generate_the_same_by_name(cache):
     expected = model.generate(tokens, **arguments)
     model.set_attn_implementation("dcmha_triton")
     # Compiling the step would take longer than the kernels.
-    found = model.generate(tokens, cache_implementation=cache, disable_compile=True, **arguments)
+    found = model.generate(tokens, cache_implementation="static", disable_compile=True, **arguments)
     assert torch.equal(found.sequences, expected.sequences)
     assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5, rtol=1e-5)
-
-
-def test_gradients_of_a_model_that_recomputes_equal_those_of_the_default():
-    model, tokens = tiny_model().train(), random_tokens(1, 12)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    gradients = []
-    for name in ("eager", "dcmha_triton"):
-        model.set_attn_implementation(name)
-        model.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        assert (gradients[1][name] - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
 
 def why_not(inputs, **options) -> str | None:
@@ -176,7 +141,6 @@ def why_not(inputs, **options) -> str | None:
 
 def test_nothing_is_compared_on_a_cpu(monkeypatch):
     monkeypatch.setattr(triton_form, "_compare", None)
-    assert why_not(inputs_of(20)) == "it is chosen unasked on CUDA devices only"
     assert explain_choice(*inputs_of(20))[0] == ("triton", "it is chosen unasked on CUDA devices only")
 
 
@@ -184,6 +148,7 @@ def test_nothing_is_compared_on_a_cpu(monkeypatch):
 def compared(monkeypatch):
     """What was compared so far, with nothing in it; a CPU stands for a CUDA device."""
     monkeypatch.setattr(triton_form, "_UNASKED_ON", "cpu")
+    monkeypatch.setattr(triton_form, "_TOKENS", 40)  # the interpreter is slow
     found: dict = {}
     monkeypatch.setattr(triton_form, "_compared", found)
     return found
@@ -205,18 +170,16 @@ def test_the_kernels_are_chosen_after_one_comparison_that_agrees(compared, monke
     ("form", "reason"),
     [
         (lambda query, *arguments, **options: 1.1 * composed_attention_reference(query, *arguments), "results differ"),
-        (lambda query, *arguments, **options: torch.full_like(query, torch.nan).requires_grad_(), "fails|differ"),
         (lambda *arguments, **options: 1 / 0, "fails here with ZeroDivisionError"),
     ],
-    ids=["wrong", "nan", "raises"],
+    ids=["wrong", "raises"],
 )
 def test_kernels_that_fail_the_comparison_are_left_out_with_one_warning(form, reason, compared, monkeypatch, caplog):
     monkeypatch.setattr(triton_form, "triton_attention", form)
     with caplog.at_level(logging.WARNING):
         reasons = {why_not(inputs_of(1, 9)) for _ in range(2)}
     assert len(reasons) == 1 and len(caplog.records) == 1
-    (found,) = reasons
-    assert any(part in found for part in reason.split("|"))
+    assert reason in reasons.pop()
 
 
 def test_in_a_graph_or_a_backward_pass_only_what_is_known_counts(compared, monkeypatch):

@@ -14,7 +14,7 @@ from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
 
 from dcformer import compose_dcformer
-from dcformer.dcmha import Visibility, composed_attention, implementations
+from dcformer.dcmha import Visibility, composed_attention
 from dcformer.kernels import build_native, native
 from dcformer.kernels.call import Call
 
@@ -30,15 +30,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_it_is_the_form_of_cpus_here():
-    inputs = make_inputs().to(torch.float32)
-    mask = torch.ones(inputs.query.shape[0], inputs.key.shape[2])
-    assert implementations()["native"].forward is native.native_attention
-    assert native._why_no_library() is None
-    assert_close(composed_attention(*inputs, attention_mask=mask), native_form(*inputs, attention_mask=mask))
-
-
-@pytest.mark.parametrize("shape", [{"batch": 1}, {"batch": 3}, {"batch": 2, "queries": 3}], ids=str)
+@pytest.mark.parametrize("shape", [{"batch": 3}, {"batch": 2, "queries": 3}], ids=str)
 def test_threads_compute_the_same(threads, shape):
     inputs = make_inputs(**{"queries": 230, "keys": 230, **shape}).to(torch.float32)
     results = []
@@ -70,49 +62,38 @@ def test_memory_is_not_read_before_it_is_written():
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"sliding_window": 70}, {"is_causal": False}, {"groups": 2}, {"key_value_heads": 2}, {"keys": 400}],
-    ids=str,
-)
-def test_products_in_bfloat16_are_as_exact_as_those_of_plain_attention(monkeypatch, options):
-    """The road of CPUs that have such products, taken on one that may not."""
-    shape = {key: options[key] for key in ("groups", "key_value_heads", "keys") if key in options}
-    masks = {key: value for key, value in options.items() if key not in shape}
-    inputs = make_inputs(**{"queries": 300, "keys": 300, "channels": 16, **shape}).to(torch.bfloat16)
-    visible = ~hidden_pairs(Visibility(300, inputs.key.shape[2], **masks), inputs.query.device)
-    expected = composed_attention_reference(*inputs.to(torch.float64), **masks)
-    monkeypatch.setattr(native, "_has_bfloat16_products", lambda: True)
-    with torch.no_grad():
-        found = native_form(*inputs, **masks)
-        key, value = (states.repeat_interleave(inputs.query.shape[1] // states.shape[1], 1) for states in inputs[1:3])
-        eager = sixteen_bit_attention(inputs._replace(key=key, value=value), visible)
-    assert found.dtype == torch.bfloat16
-    assert error_of(found, expected) <= 2 * error_of(eager, expected)
-
-
 def error_of(output, expected):
     """Root mean square."""
     return float((output.double() - expected).square().mean().sqrt())
 
 
-def test_products_in_bfloat16_see_padding(monkeypatch):
-    inputs = make_inputs(batch=2, queries=300, keys=300).to(torch.bfloat16)
-    padding = torch.ones(2, 300)
-    padding[0, :270] = 0
-    visible = ~hidden_pairs(Visibility(300, 300, padding=padding), inputs.query.device)
-    expected = composed_attention_reference(*inputs.to(torch.float64), attention_mask=padding)
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": False}, {"sliding_window": 70, "groups": 2}, {"key_value_heads": 2, "keys": 400}, {"padding": 270}],
+    ids=str,
+)
+def test_products_in_bfloat16_are_as_exact_as_those_of_plain_attention(monkeypatch, options):
+    """The way of CPUs that have such products, taken on one that may not."""
+    shape = {key: options[key] for key in ("groups", "key_value_heads", "keys") if key in options}
+    masks = {key: options[key] for key in ("is_causal", "sliding_window") if key in options}
+    inputs = make_inputs(**{"queries": 300, "keys": 300, "channels": 16, **shape}).to(torch.bfloat16)
+    padding = torch.arange(inputs.key.shape[2]) >= torch.tensor([[options.get("padding", 0)], [0]])
+    visibility = Visibility(300, inputs.key.shape[2], **masks, padding=padding)
+    visible = ~hidden_pairs(visibility, inputs.query.device)
+    expected = composed_attention_reference(*inputs.to(torch.float64), attention_mask=visibility)
     monkeypatch.setattr(native, "_has_bfloat16_products", lambda: True)
     with torch.no_grad():
-        found, eager = native_form(*inputs, attention_mask=padding), sixteen_bit_attention(inputs, visible)
-    assert found[0, :, :270].abs().max() == 0
-    seen = [tensor[0, :, 270:] for tensor in (found, eager, expected)]
-    assert error_of(seen[0], seen[2]) <= 2 * error_of(seen[1], seen[2])
+        found = native_form(*inputs, attention_mask=visibility)
+        key, value = (states.repeat_interleave(inputs.query.shape[1] // states.shape[1], 1) for states in inputs[1:3])
+        eager = sixteen_bit_attention(inputs._replace(key=key, value=value), visible)
+    assert found.dtype == torch.bfloat16
+    seen = visible.any(-1).expand(2, inputs.query.shape[1], -1)
+    assert not found[~seen].any()
+    assert error_of(found[seen], expected[seen]) <= 2 * error_of(eager[seen], expected[seen])
 
 
-@pytest.mark.parametrize("queries", [1, 20])
-def test_compiled_graphs_hold_it_as_one_operator(queries):
-    inputs = make_inputs(queries=queries, keys=20).to(torch.float32)
+def test_compiled_graphs_hold_it_as_one_operator():
+    inputs = make_inputs(queries=1, keys=20).to(torch.float32)
     graphs = []
 
     def backend(graph, _):
@@ -138,14 +119,10 @@ def test_its_operators_keep_the_rules_of_torch():
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"num_key_value_heads": 2},
-        {"compose_groups": 2, "compose_rank": 1},
-        {"compose_query": False},
-        {"compose_gate": False},
-        {"compose_low_rank": False},
-        {"qk_norm": False, "attention_bias": True},
-        {"compose_activation": "gelu_pytorch_tanh", "compose_pre": False},
+        {"compose_groups": 2, "compose_rank": 1, "compose_query": False},
+        {"compose_low_rank": False, "qk_norm": False, "attention_bias": True},
+        {"compose_gate": False, "compose_activation": "gelu_pytorch_tanh", "compose_pre": False},
     ],
     ids=str,
 )
@@ -199,21 +176,6 @@ def test_modules_that_were_changed_compute_for_themselves(monkeypatch, change):
         assert_close(found, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_transformed_and_forward_derivatives_do_not_see_the_projection():
-    model = tiny_model(num_hidden_layers=1, attn_implementation="dcmha_plain")
-    embeddings = torch.randn(1, 2, model.config.hidden_size)
-    tangent = torch.randn_like(embeddings)
-
-    def logits(embeddings):
-        return model(inputs_embeds=embeddings, use_cache=False).logits
-
-    with torch.no_grad():
-        _, found = torch.func.jvp(logits, (embeddings,), (tangent,))
-        step = 1e-3
-        expected = (logits(embeddings + step * tangent) - logits(embeddings - step * tangent)) / (2 * step)
-    assert_close(found, expected, rtol=2e-2, atol=2e-2)
-
-
 @pytest.fixture
 def not_yet_loaded(monkeypatch):
     """As in a process that has not looked for the library yet."""
@@ -240,14 +202,6 @@ def test_without_a_compiler_one_warning_says_what_to_install(not_yet_loaded, mon
     assert "C++ compiler" in caplog.text
     with pytest.raises(ValueError, match="there is no C\\+\\+ compiler"):
         native_form(*inputs)
-
-
-def test_a_library_that_is_damaged_is_said_to_be(not_yet_loaded, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
-    damaged = tmp_path / build_native.library_name(native._instruction_set())
-    damaged.write_bytes(b"\x7fELF")
-    assert str(damaged) in native._why_no_library()
 
 
 def test_an_environment_variable_switches_it_off(not_yet_loaded, monkeypatch, caplog):
