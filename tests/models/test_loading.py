@@ -141,17 +141,6 @@ def test_base_model_and_head_load_from_each_other(authors_folder, tmp_path):
     assert torch.equal(head.model(tokens).last_hidden_state, hidden)
 
 
-@torch.no_grad()
-def test_tied_embeddings(tmp_path):
-    model = tiny_model(tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.lm_head.weight is again.model.embed_tokens.weight
-    tokens = random_tokens(1, 9)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
 def without(folder, *parts):
     """Rewrite a folder's weights without those whose name holds one of these parts; returns the names left out."""
     weights = load_file(folder / "model.safetensors")
