@@ -3,7 +3,6 @@
 import importlib
 import sys
 import types
-from pathlib import Path
 
 import peft
 import pytest
@@ -11,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import random_tokens, tiny_model
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM
 from dcformer.public import _add_peft_targets, _WhenPeftIsImported
 
 
@@ -107,14 +106,6 @@ def test_the_composition_trains_as_modules_to_save(tmp_path):
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(), tmp_path).eval()), expected)
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-4, rtol=0)  # as above
-
-
-def test_the_page_says_what_share_the_composition_has():
-    with torch.device("meta"):
-        model = DCFormerForCausalLM(DCFormerConfig.from_preset("dcformer-2.8b"))
-    composition = sum(weight.numel() for name, weight in model.named_parameters() if ".compose." in name)
-    page = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
-    assert f"they are {100 * composition / model.num_parameters():.1f} % of all parameters" in page
 
 
 def test_entries_that_are_there_stay_and_half_a_choice_is_none():

@@ -187,24 +187,13 @@ def test_preset_values_can_be_overridden():
     assert (config.num_hidden_layers, config.hidden_size, pattern(config)) == (4, 4096, "LGLG")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"), [("dcformer", "dcformer-405m"), ("dcformer", "dcformer-8b"), ("dcpythia", "dcpythia-6.9b")]
-)
-def test_compose_parameters_of_a_preset_follow_equation_10(model_type, name):
+@pytest.mark.parametrize("name", ["dcformer-405m", "dcformer-8b", "dcpythia-6.9b"])
+def test_compose_parameters_of_a_preset_follow_equation_10(name):
     """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
-    config = CLASSES[model_type][0].from_preset(name)
-    model = meta_model(config)
+    config = CLASSES[name.split("-")[0]][0].from_preset(name)
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.compose_rank
     per_layer = 4 * hidden * 2 * rank * heads + 4 * (2 * rank * heads) ** 2 + 4 * hidden * heads
-    assert count(model, "compose") == config.num_hidden_layers * per_layer
-    # Table 2 divides by the 12 D_m^2 of a Transformer layer and leaves out W_2, the term in R^2.
-    formula = (2 * rank + 1) / (3 * config.head_dim) + 4 * rank**2 / (3 * config.head_dim**2)
-    assert per_layer / (12 * hidden**2) == pytest.approx(formula, rel=1e-12)
-    layers = count(model, "layers") - count(model, "compose")
-    narrower = layers / (config.num_hidden_layers * 12 * hidden**2)
-    assert count(model, "compose") / layers == pytest.approx(formula / narrower, rel=1e-12)
-    if name != "dcformer-8b":  # whose MLP is half as wide as Table 2 assumes
-        assert narrower == pytest.approx(1, rel=0.03)
+    assert count(meta_model(config), "compose") == config.num_hidden_layers * per_layer
 
 
 def test_total_of_dcformer_2_8b():

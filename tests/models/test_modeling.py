@@ -164,19 +164,11 @@ def test_only_parameters_are_saved():
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("groups", [1, 4], ids=lambda groups: f"{groups}_groups")
+@pytest.mark.parametrize("groups", [1, 4])
 def test_composition_starts_as_section_4_of_the_paper_says(groups):
-    torch.manual_seed(0)
-    hidden, all_heads, rank = 256, 16, 2
-    config = tiny_config(
-        hidden_size=hidden,
-        num_attention_heads=all_heads,
-        compose_groups=groups,
-        compose_static=True,
-        num_hidden_layers=8,
-    )
-    model = DCFormerForCausalLM(config)
-    heads = all_heads // groups
+    hidden, heads, rank = 256, 16 // groups, 2
+    shape = {"hidden_size": hidden, "num_attention_heads": 16, "num_hidden_layers": 8}
+    model = DCFormerForCausalLM(tiny_config(compose_groups=groups, compose_static=True, **shape))
     expected = {
         "low_rank_weight": 0.02 / (math.sqrt(2 * heads * rank) * (heads + rank)),
         "gate_weight": 0.05 * math.sqrt(2) / (hidden + heads),
@@ -188,9 +180,6 @@ def test_composition_starts_as_section_4_of_the_paper_says(groups):
         # The relative error of a deviation estimated from n numbers is about 1 / sqrt(2 n).
         assert drawn.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * drawn.numel()))
         assert abs(drawn.mean().item()) < 4 * deviation / math.sqrt(drawn.numel())
-    for name in ("qkv_proj", "o_proj", "up_proj", "embed_tokens", "lm_head"):
-        drawn = torch.cat([p.flatten() for n, p in model.named_parameters() if n.endswith(f"{name}.weight")])
-        assert drawn.std().item() == pytest.approx(config.initializer_range, rel=0.02)
 
 
 @torch.no_grad()

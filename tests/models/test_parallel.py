@@ -246,7 +246,7 @@ def learns_by_shares_of_the_batch(folder, shard):
             state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     model.gradient_checkpointing_enable({"use_reentrant": not shard})
-    model = accelerator.prepare(model.train())
+    model, _ = accelerator.prepare(model.train(), torch.optim.SGD(model.parameters()))
     tokens = random_tokens(2, 21)
     single(tokens, labels=tokens, use_cache=False).loss.backward()
     rows = tokens[dist.get_rank() :][:1]

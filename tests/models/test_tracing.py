@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_config, tiny_model
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GenerationConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
 
@@ -67,15 +66,6 @@ def test_compiled_for_a_second_length_it_knows_all():
         assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
         counts.append(len(graphs))
     assert counts == [1, 2, 2]
-
-
-def test_fake_tensors():
-    with FakeTensorMode():
-        model = DCFormerForCausalLM(tiny_config())
-        for length in (13, 40):
-            tokens = torch.randint(0, 67, (2, length))
-            output = model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
-            assert output.logits.shape == (2, length, 67) and output.loss.shape == ()
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
