@@ -53,16 +53,12 @@ class DCFormerRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.weight * rms_normalize(hidden_states, self.eps)
+        x = at_least_float32(hidden_states)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x.to(hidden_states.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-def rms_normalize(hidden_states: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the channels, computed in at least float32, returned in the input's dtype."""
-    x = at_least_float32(hidden_states)
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(hidden_states.dtype)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -228,8 +224,7 @@ class DCFormerAttention(nn.Module):
         )
         if self.compose is not None and fused is not None:
             sides = {slot: ComposeSide(factors=factors) for slot, factors in zip(self.compose.slots, fused[1])}
-            pre, post = self.compose.stages_of(sides)
-            return query, key, value, pre, post
+            return query, key, value, *self.compose.stages_of(sides)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         if position_embeddings is not None:
@@ -434,11 +429,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return input_ids
 
     def make_masks(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Any,
-        past_key_values: Any,
-        position_ids: Tensor | None,
+        self, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, position_ids: Tensor | None
     ) -> dict[str, Any]:
         """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
         batch, length = inputs_embeds.shape[:2]
@@ -449,10 +440,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if position_ids is not None and attention_mask is None and past_key_values is None and not position_ids.is_meta:
             sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
         cache = past_key_values
-        if (
-            cache is not None and len(layer_ids) < self.config.num_hidden_layers
-        ):  # Transformers looks at its first layers
-            cache = copy.copy(cache)
+        if cache is not None and len(layer_ids) < self.config.num_hidden_layers:
+            cache = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
             cache.layers = [past_key_values.layers[i] for i in layer_ids if i < len(past_key_values.layers)]
 
         masks: dict[str, Any] = dict.fromkeys(self.config.layer_types)
@@ -626,8 +615,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_states = outputs.last_hidden_state[:, kept]
-        logits = self.lm_head(hidden_states)
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             if labels.shape != logits.shape[:2]:
@@ -650,9 +638,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(
         self,
         inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Any,
         past_key_values: Cache,
-        position_ids: Tensor | None = None,
+        position_ids: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of static caches, outside of what is compiled."""

@@ -119,13 +119,6 @@ def test_rotary_share_of_dcpythia():
     assert DCPythiaConfig(rotary_pct=0.5).rope_parameters["partial_rotary_factor"] == 0.5
 
 
-def test_the_callers_objects_are_left_alone():
-    rope, layer_types = {"rope_theta": 5.0}, ["full_attention"] * 2
-    DCFormerConfig(**{**TINY, "rope_parameters": rope, "layer_types": layer_types})
-    assert rope == {"rope_theta": 5.0}
-    assert layer_types == ["full_attention"] * 2
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -189,41 +182,18 @@ def test_every_variant_survives_saving(variant, tmp_path):
     assert saved_values(again) == saved_values(config)
 
 
-@pytest.mark.parametrize(
-    ("variant", "composes"), [("dcformer", True), ("plain_gated_transformer", False), ("talking_heads", True)]
-)
-def test_composes_heads(variant, composes):
-    assert tiny_config(variant).composes_heads is composes
-
-
-def test_an_unknown_preset_names_those_there_are():
-    with pytest.raises(ValueError, match=r"'dcformer-9b'.*'dcformer-2\.8b'"):
-        DCFormerConfig.from_preset("dcformer-9b")
-
-
 def test_preset_values_can_be_overridden():
     config = DCFormerConfig.from_preset("dcformer-8b", num_hidden_layers=4, layer_types=None)
     assert (config.num_hidden_layers, config.hidden_size, pattern(config)) == (4, 4096, "LGLG")
 
 
-@pytest.mark.parametrize(
-    ("model_type", "name"), [("dcformer", "dcformer-405m"), ("dcformer", "dcformer-8b"), ("dcpythia", "dcpythia-6.9b")]
-)
-def test_compose_parameters_of_a_preset_follow_equation_10(model_type, name):
+@pytest.mark.parametrize("name", ["dcformer-405m", "dcformer-8b", "dcpythia-6.9b"])
+def test_compose_parameters_of_a_preset_follow_equation_10(name):
     """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
-    config = CLASSES[model_type][0].from_preset(name)
-    model = meta_model(config)
+    config = CLASSES[name.split("-")[0]][0].from_preset(name)
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.compose_rank
     per_layer = 4 * hidden * 2 * rank * heads + 4 * (2 * rank * heads) ** 2 + 4 * hidden * heads
-    assert count(model, "compose") == config.num_hidden_layers * per_layer
-    # Table 2 divides by the 12 D_m^2 of a Transformer layer and leaves out W_2, the term in R^2.
-    formula = (2 * rank + 1) / (3 * config.head_dim) + 4 * rank**2 / (3 * config.head_dim**2)
-    assert per_layer / (12 * hidden**2) == pytest.approx(formula, rel=1e-12)
-    layers = count(model, "layers") - count(model, "compose")
-    narrower = layers / (config.num_hidden_layers * 12 * hidden**2)
-    assert count(model, "compose") / layers == pytest.approx(formula / narrower, rel=1e-12)
-    if name != "dcformer-8b":  # whose MLP is half as wide as Table 2 assumes
-        assert narrower == pytest.approx(1, rel=0.03)
+    assert count(meta_model(config), "compose") == config.num_hidden_layers * per_layer
 
 
 def test_total_of_dcformer_2_8b():
@@ -233,15 +203,6 @@ def test_total_of_dcformer_2_8b():
     compose = 4 * hidden * 128 + 4 * 128**2 + 4 * hidden * heads
     layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden + 2 * head_dim + compose
     assert count(meta_model(config)) == 2 * vocab * hidden + 32 * layer + hidden == 2_849_567_232
-
-
-def test_total_of_dcpythia_6_9b():
-    """As above with two MLP matrices of 4 D^2, biases of 3 D + D and 4 D + D, and two vectors per LayerNorm."""
-    config = DCPythiaConfig.from_preset("dcpythia-6.9b")
-    vocab, hidden, heads, head_dim = 50257, 4096, 32, 128
-    compose = 4 * hidden * 128 + 4 * 128**2 + 4 * hidden * heads
-    layer = 12 * hidden**2 + 9 * hidden + 4 * hidden + 2 * head_dim + compose
-    assert count(meta_model(config)) == 2 * vocab * hidden + 32 * layer + 2 * hidden == 6_941_859_840
 
 
 @pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])

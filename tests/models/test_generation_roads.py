@@ -4,23 +4,14 @@ import copy
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from peft import PrefixTuningConfig, get_peft_model
 from tiny_models import TINY, random_tokens, tiny_model
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     CompileConfig,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     StaticCache,
-    cache_utils,
 )
-from transformers.generation.streamers import BaseStreamer
-
-from dcformer import pretrained_path
 
 
 LENGTH, NEW = 9, 10  # prompt and answer reach past the window of 6
@@ -32,25 +23,6 @@ def other_family():
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     special = {"bos_token_id": None, "eos_token_id": None}
     return LlamaForCausalLM(LlamaConfig(vocab_size=TINY["vocab_size"], **shape, **special)).double().eval()
-
-
-class Collector(BaseStreamer):
-    """What a streamer is handed, as one row."""
-
-    def __init__(self):
-        self.pieces = []
-
-    def put(self, value):
-        self.pieces.append(value.flatten())
-
-    def end(self):
-        self.pieces = [torch.cat(self.pieces)]
-
-
-def streamed(model, tokens, **options):
-    collector = Collector()
-    model.generate(tokens, streamer=collector, **options)
-    return collector.pieces[0][None]
 
 
 def from_embeddings(model, tokens, **options):
@@ -105,7 +77,6 @@ ROADS_OF_ONE_ROW = {
         tokens, assistant_model=copy.deepcopy(model), **options
     ),
     "prompt_lookup": option(prompt_lookup_num_tokens=3),
-    "streamed": streamed,
     "in_two_calls": in_two_calls,
 }
 FAMILIES = ["dcformer", "dcpythia"]
@@ -163,50 +134,17 @@ def test_beams_samples_and_guidance_are_those_of_the_uncached_run(options):
 
 
 @torch.no_grad()
-@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="Transformers has no 8-bit cache yet")
-def test_the_bundled_model_answers_the_same_from_an_8_bit_cache():
-    folder = pretrained_path("dcformer-tiny")
-    full = {"sliding_window": None, "layer_types": ["full_attention"] * 4}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **full)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for words in ("Paris, Paris, Mumbai. Which is different? The city in", "April, April, March. Which is different?"):
-        inputs = tokenizer(f"There are {words}", return_tensors="pt")
-        options = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
-        quantized = model.generate(**inputs, **options, max_new_tokens=4, do_sample=False)
-        assert torch.equal(quantized, model.generate(**inputs, max_new_tokens=4, do_sample=False))
-    with pytest.raises(ValueError, match="only full attention layers"):
-        AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, **options, max_new_tokens=4)
-
-
-@torch.no_grad()
-def test_a_stop_string_ends_the_text(tokenizer):
-    model = tiny_model(vocab_size=50304)
-    tokens = torch.randint(1000, 40000, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    expected = model.generate(tokens, **GREEDY)
-    word = tokenizer.decode(expected[0, LENGTH + 4])
-    stopped = model.generate(tokens, stop_strings=[word], tokenizer=tokenizer, **GREEDY)
-    first = next(i for i in range(LENGTH, LENGTH + NEW) if word in tokenizer.decode(expected[0, LENGTH : i + 1]))
-    assert torch.equal(stopped, expected[:, : first + 1])
-
-
-def graph_counter():
-    """A backend of torch.compile that runs graphs as they are, and the list of those it was given."""
+def test_compiled_generation_makes_no_graph_a_second_time():
+    torch._dynamo.reset()
     graphs = []
 
-    def backend(graph, _, mode=None):  # a function, which copies of a configuration share
+    def backend(graph, _, mode=None):
         graphs.append(graph)
         return graph
 
-    return backend, graphs
-
-
-@torch.no_grad()
-def test_compiled_generation_makes_no_graph_a_second_time():
-    torch._dynamo.reset()
-    model, (backend, graphs) = tiny_model().double(), graph_counter()
+    model = tiny_model(num_hidden_layers=1).double()
     options = CompileConfig(fullgraph=True, backend=backend)
     options._compile_all_devices = True  # Transformers compiles on accelerators alone unless told
-    counts = []
     for seed in (1, 2):
         tokens = random_tokens(2, LENGTH, seed=seed)
         mask = torch.ones_like(tokens)
@@ -214,26 +152,7 @@ def test_compiled_generation_makes_no_graph_a_second_time():
         arguments = {"attention_mask": mask, **GREEDY}
         compiled = model.generate(tokens, cache_implementation="static", compile_config=options, **arguments)
         assert torch.equal(compiled, model.generate(tokens, use_cache=False, **arguments))
-        counts.append(len(graphs))
-    assert counts == [2, 2]  # the first step, and the steps after it
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["dynamic", "static", "static_allocated_early"])
-def test_a_cache_that_was_reset_generates_as_a_new_one(kind):
-    if kind == "dynamic" and Version(transformers.__version__) < Version("5.18"):
-        pytest.skip("a dynamic cache that was reset keeps rows of zeros in Transformers 5.17")
-    model = tiny_model().double()
-    config = model.config
-    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=30)
-    if kind == "static_allocated_early":
-        width = config.head_dim + max(config.compose_cache_channels)
-        cache.early_initialization(2, config.num_key_value_heads, width, torch.float64, torch.device("cpu"))
-    for seed in (1, 2):
-        tokens = random_tokens(2, LENGTH, seed=seed)
-        generated = model.generate(tokens, past_key_values=cache, **GREEDY)
-        assert torch.equal(generated, model.generate(tokens, use_cache=False, **GREEDY))
-        cache.reset()
+        assert len(graphs) == 2  # the first step, and the steps after it
 
 
 @pytest.mark.parametrize("variant", ["dcformer", "plain_gated_transformer"])
@@ -264,23 +183,3 @@ def test_a_past_of_plain_rows_is_one_whose_keys_compose_nothing():
     logits = [model(tokens, attention_mask=mask, past_key_values=cache).logits for cache in (plain, padded)]
     assert torch.equal(*logits)
     assert plain.layers[0].keys.shape == padded.layers[0].keys.shape
-
-
-def test_prefix_tuning_trains_and_generates():
-    torch.manual_seed(0)
-    model = tiny_model()
-    model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
-    tokens = random_tokens(2, 13)
-    mask = torch.ones_like(tokens)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for _ in range(3):
-        loss = model(tokens, attention_mask=mask, labels=tokens).loss
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    model.eval()
-    generated = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert generated.shape == (2, 17)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_config, tiny_model
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -88,11 +87,3 @@ def test_text_classification_through_a_pipeline():
         alone = classifier(text)[0]
         assert alone["label"] == answer["label"]
         assert abs(alone["score"] - answer["score"]) < 1e-4
-
-
-@torch.no_grad()
-def test_a_language_model_loads_the_decoder_of_a_head(tmp_path):
-    make("token", "dcpythia").save_pretrained(tmp_path)
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert info["missing_keys"] == {"lm_head.weight"}
-    assert info["unexpected_keys"] == {"score.weight", "score.bias"}

@@ -1,7 +1,6 @@
 """Reading and writing checkpoints: the authors' files, damaged files, vocabularies with holes, Auto classes."""
 
 import json
-import pickle
 
 import pytest
 import torch
@@ -92,21 +91,14 @@ def authors_folder(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("file_format", ["bin", "safetensors", "sharded_bin"])
+@pytest.mark.parametrize("file_format", ["bin", "safetensors"])
 def test_authors_folder_loads_with_nothing_missing_or_unexpected(file_format, tmp_path):
     model = tiny_model("mlp_gate_and_one_global_in_four")
     state = write_authors_folder(tmp_path, model, mgate=True, mgate_dim=4, window_type="LGLL", rope_base=500000)
     if file_format == "bin":
         torch.save(state, tmp_path / "pytorch_model.bin")
-    elif file_format == "safetensors":
-        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     else:
-        names = sorted(state)
-        files = {f"pytorch_model-0000{i + 1}-of-00002.bin": names[i::2] for i in range(2)}
-        for file, keys in files.items():
-            torch.save({key: state[key] for key in keys}, tmp_path / file)
-        index = {"metadata": {}, "weight_map": {key: file for file, keys in files.items() for key in keys}}
-        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     assert type(loaded) is DCFormerForCausalLM
@@ -139,17 +131,6 @@ def test_base_model_and_head_load_from_each_other(authors_folder, tmp_path):
     base.save_pretrained(tmp_path / "base")
     head = DCFormerForCausalLM.from_pretrained(tmp_path / "base").eval()
     assert torch.equal(head.model(tokens).last_hidden_state, hidden)
-
-
-@torch.no_grad()
-def test_tied_embeddings(tmp_path):
-    model = tiny_model(tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert again.lm_head.weight is again.model.embed_tokens.weight
-    tokens = random_tokens(1, 9)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 def without(folder, *parts):
@@ -216,18 +197,15 @@ def test_saving_in_the_authors_names_loses_nothing(variant, tmp_path):
     assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
-def test_a_truncated_file_is_refused_and_left_alone(file, authors_folder):
-    folder, model = authors_folder
-    if file == "model.safetensors":
-        (folder / "pytorch_model.bin").unlink()
-        save_file(write_authors_folder(folder, model), folder / file, metadata={"format": "pt"})
-    whole = (folder / file).read_bytes()
+def test_a_truncated_file_is_refused_and_left_alone(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
     for kept in (0, len(whole) // 2, len(whole) - 100):
-        (folder / file).write_bytes(whole[:kept])
-        with pytest.raises((SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError)):  # of the libraries
-            AutoModelForCausalLM.from_pretrained(folder)
-        assert (folder / file).read_bytes() == whole[:kept]
+        file.write_bytes(whole[:kept])
+        with pytest.raises(SafetensorError):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert file.read_bytes() == whole[:kept]
 
 
 def test_weights_of_another_shape_are_refused_unless_asked_for(authors_folder):
@@ -280,10 +258,3 @@ def test_oov_pad_adds_rows_at_load(authors_folder, tmp_path):
     for sampler in (padded, again):
         drawn = sampler.generate(random_tokens(8, 3), do_sample=True, temperature=50.0, top_k=0, max_new_tokens=9)
         assert drawn[:, 3:].max() < 67
-
-
-def test_weights_load_in_the_dtype_asked_for(authors_folder):
-    folder, _ = authors_folder
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in AutoModelForCausalLM.from_pretrained(folder).parameters()} == {torch.float32}

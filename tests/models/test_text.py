@@ -32,7 +32,7 @@ def write_folder(folder, tokenizer_file, model_type, tokenizer_class):
         (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
 
 
-@pytest.mark.parametrize("tokenizer_class", [None, "GPTNeoXTokenizer", "GPTNeoXTokenizerFast"], ids=str)
+@pytest.mark.parametrize("tokenizer_class", [None, "GPTNeoXTokenizerFast"], ids=str)
 @pytest.mark.parametrize("model_type", ["dcformer", "dcpythia"])
 def test_gpt_neox_tokenizer_through_auto_tokenizer(model_type, tokenizer_class, tokenizer_file, tmp_path):
     write_folder(tmp_path, tokenizer_file, model_type, tokenizer_class)
