@@ -49,7 +49,7 @@ def draw_attention(attention: LayerAttention, head: int, tokens: Sequence[str]) 
 
 def _label(token: str) -> str:
     text = token.replace("\n", "\u21b5").replace("\t", "\u21e5").strip() or "\u2423"
-    return html.escape(text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "\u2026")
+    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "\u2026"
 
 
 def _heat_map(weights: Tensor, labels: Sequence[str], title: str) -> str:
@@ -62,12 +62,11 @@ def _heat_map(weights: Tensor, labels: Sequence[str], title: str) -> str:
             colour, opacity = ("currentColor", 0.15) if weight == 0 else (_POSITIVE if weight > 0 else _NEGATIVE, 1.0)
             opacity *= (abs(weight) / strongest) ** 0.75 if weight else 1.0
             cells.append(f'<rect x="{key}" y="{query}" width="1" height="1" fill="{colour}" opacity="{opacity:.3f}"/>')
-    texts = [f'<text x="-.3" y="{place + 0.75}" text-anchor="end">{label}</text>' for place, label in enumerate(labels)]
-    texts += [
-        f'<text transform="translate({place + 0.25} {count + 0.3}) rotate(90)">{label}</text>'
-        for place, label in enumerate(labels)
-    ]
-    margin = 1 + 0.55 * max(map(len, labels))
+    texts = []
+    for place, label in enumerate(map(html.escape, labels)):
+        texts.append(f'<text x="-.3" y="{place + 0.75}" text-anchor="end">{label}</text>')
+        texts.append(f'<text transform="translate({place + 0.25} {count + 0.3}) rotate(90)">{label}</text>')
+    margin = 1 + 0.5 * max(map(len, labels))
     return (
         f'<svg role="img" aria-label="{title}, queries down, keys across" viewBox="{-margin} 0 {count + margin} '
         f'{count + margin}" font-size=".8" fill="currentColor">{"".join(cells + texts)}</svg>'
