@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import composed_attention, register_implementation
-from ..dcmha_factors import ComposeWeights
-from ..dcmha_mask import Visibility
+from ..dcmha import ComposeWeights, Visibility, composed_attention, register_implementation
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import StaticCache
 
+from ..compose_dcformer import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import PREFIX
-from ..dcmha_cache import cache_bytes_per_token
 from ..modeling_dcformer import DCFormerForCausalLM
 from ..training.throughput import flops_per_token
 from . import paper

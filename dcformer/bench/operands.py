@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import ComposeWeights, Visibility, composed_attention, register_implementation
-from ..dcmha_factors import map_tensors
+from ..dcmha import ComposeWeights, Visibility, composed_attention, map_tensors, register_implementation
 from ..modeling_dcformer import DCFormerForCausalLM
 from . import authors
 

@@ -15,9 +15,9 @@ import torch
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
+from ..configuration_dcformer import PRESETS
 from ..eval import TABLE4_COLUMNS, published
 from ..model_card import PAPER_URL, shape_table, table
-from ..presets_dcformer import PRESETS
 from ..pretrained import pretrained_names
 from ..public import DCFormerConfig, DCPythiaConfig, cache_bytes_per_token
 from .scores import PAPER_SHOTS, paper_scores

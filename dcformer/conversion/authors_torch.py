@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from ..loading_dcformer import AUTHORS_NAMES, AUTHORS_OUTPUT_NAMES
+from ..hub_dcformer import AUTHORS_NAMES, AUTHORS_OUTPUT_NAMES
 from .arrays import file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes

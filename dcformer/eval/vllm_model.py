@@ -20,8 +20,8 @@ from lm_eval.models.utils import resolve_max_length
 
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
+from ..hub_dcformer import padded_rows
 from ..loading import FoundModel, find_model
-from ..loading_dcformer import padded_rows
 from .model import LogLikelihoods, policy_in_force
 from .perplexity import encode
 from .prefixes import Score, ScoredInput, shared_length

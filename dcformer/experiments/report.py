@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..common.optional import import_optional
 from ..common.plotting import check_plot_path, draw_rows, picture
-from ..head_tasks.intervals import compare_seeds, seed_interval
+from ..eval import compare_seeds, seed_interval
 
 
 if TYPE_CHECKING:

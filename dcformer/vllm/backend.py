@@ -27,11 +27,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from ..dcmha import composed_attention
-from ..dcmha_cache import unpack
-from ..dcmha_factors import ComposeSide, ComposeWeights
-from ..dcmha_mask import Visibility
-from ..dcmha_projection import DCFormerCompose
+from ..compose_dcformer import DCFormerCompose, unpack
+from ..dcmha import ComposeSide, ComposeWeights, Visibility, composed_attention
 from ..kernels.call import Call
 from ..kernels.ops import decode_op
 from ..kernels.triton_form import MOST_DECODE_QUERIES, why_not_automatic

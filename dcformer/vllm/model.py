@@ -28,11 +28,10 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, m
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.sequence import IntermediateTensors
 
+from ..compose_dcformer import DCFormerCompose, make_compose, pack
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha_cache import pack
-from ..dcmha_factors import ComposeWeights
-from ..dcmha_projection import DCFormerCompose, make_compose
-from ..loading_dcformer import authors_patterns
+from ..dcmha import ComposeWeights
+from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
 from ..parallel_dcformer import DIMENSION_OF_GROUPS
 from .backend import ComposedAttention

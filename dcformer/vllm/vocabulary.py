@@ -10,7 +10,7 @@ from vllm.renderers.hf import HfRenderer
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from ..configuration_dcformer import DCFormerConfig
-from ..loading_dcformer import padded_rows
+from ..hub_dcformer import padded_rows
 
 
 TOKENIZER_MODE = "dcformer"  # vLLM's Hugging Face tokenizer, with the renderer below
