@@ -1,6 +1,7 @@
 """Imports inside the package point one way, by the public names of its parts, and without circles."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ def imported(module):
         if isinstance(node, ast.ImportFrom) and node.level and id(node) not in for_annotations:
             base = [*folder[: len(folder) - node.level + 1], *(node.module.split(".") if node.module else [])]
             found = {".".join([*base, name.name]) for name in node.names} | {".".join(base)}
+            if (package := importlib.import_module(f"dcformer.{base[0]}") if len(base) == 1 else None) is not None:
+                found -= {f"{base[0]}.{name}" for name in getattr(package, "__all__", ())}  # a module may be public
             yield from (found & MODULES.keys()) - {module}
 
 
