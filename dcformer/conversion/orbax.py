@@ -173,7 +173,8 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
         items = [item for item in items if not item.prefix]
     wanted = {(item.run, item.prefix) for item in items if item.step is not None and step in (None, item.step)}
     if len(wanted) > 1:
-        raise ValueError(f"{str(location)!r} holds steps of several runs, {sorted(wanted)}; give the folder of one.")
+        runs = ", ".join(sorted(f"{run}/{prefix}" for run, prefix in wanted))
+        raise ValueError(f"{str(location)!r} holds steps of several runs, {runs}; give the folder of one.")
     by_step: dict[int | None, list[OrbaxItem]] = {}
     for item in items:
         by_step.setdefault(item.step, []).append(item)
