@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..dcmha import ComposeWeights
-from ..training.throughput import visible_pairs
+from ..training import visible_pairs
 from . import roofline
 from .candidates import (
     SDPA,

@@ -20,7 +20,7 @@ from ..compose_dcformer import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import PREFIX
 from ..modeling_dcformer import DCFormerForCausalLM
-from ..training.throughput import flops_per_token
+from ..training import flops_per_token
 from . import paper
 from .candidates import Candidate, gate, own_candidates
 from .measure import Run, Timing, in_cuda_graph

@@ -10,7 +10,7 @@ import torch
 
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM
-from ..training.throughput import flops_per_token
+from ..training import flops_per_token
 from .measure import Run
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..training.throughput import visible_pairs
+from ..training import visible_pairs
 
 
 # Large enough for each kind of device to reach its rate.

@@ -166,7 +166,9 @@ def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
             "doc_hash": " ".join(sample["doc_hash"] for sample in own),
             "metrics": {
                 metric: tuple(map(sum, zip(*(as_pair(sample["metrics"][metric]) for sample in own))))
+                # Whether the first token of an answer can be told apart is decided for each number of shots.
                 for metric in own[0]["metrics"]
+                if all(metric in sample["metrics"] for sample in own)
             },
         }
         for document, own in texts.items()

@@ -23,8 +23,10 @@ PACKAGE = Path(dcformer.__file__).parent
 # Of every program, git, CSS and lm-eval.
 OTHERS = {
     "--help",
-    "--untracked-files",
-    "--porcelain",
+    "--abbrev",
+    "--always",
+    "--dirty",
+    "--exclude",
     "--no-optional-locks",
     "--body-text-color",
     "--metadata",

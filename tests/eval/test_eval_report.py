@@ -23,6 +23,7 @@ from dcformer.eval import (
     source_of,
     write_record,
 )
+from dcformer.eval.head_tasks import by_text
 from dcformer.eval.report import short_names
 from dcformer.eval.stats import Difference, accuracy_stderr, mean_stderr, metric_and_stderr, paired_mean_difference
 
@@ -432,3 +433,11 @@ def test_the_plot_is_written_and_the_same_each_time(suffix, compared, tmp_path):
         assert all(words in content.decode() for words in ("5-shot", "head tasks", "K=7", "undecided", "in the paper"))
     with pytest.raises(ValueError, match="--baseline"):
         plot_deltas(build_report(compared[0]), tmp_path / "none.png")
+
+
+def test_texts_are_pooled_where_first_tokens_are_known_for_some_shots_only():
+    fields = {"fields": {"document": 0}, "doc_hash": "x"}
+    metrics = {"acc": 1.0}, {"acc": 0.0, "acc_first_token": 1.0}
+    for first, second in (metrics, metrics[::-1]):
+        (text,) = by_text([{**fields, "metrics": first}, {**fields, "metrics": second}])
+        assert text["metrics"] == {"acc": (1.0, 2)}
