@@ -36,8 +36,7 @@ def run():
 
 @pytest.fixture
 def only_plain(monkeypatch):
-    for table in ("_TABLE", "_AUTOMATIC"):
-        monkeypatch.setattr(dcmha, table, {"plain": getattr(dcmha, table)["plain"]})
+    monkeypatch.setattr(dcmha, "_TABLE", {"plain": dcmha._TABLE["plain"]})
 
 
 def command(tmp_path, *arguments):
