@@ -23,7 +23,7 @@ from .candidates import (
     own_candidates,
     plain_candidates,
 )
-from .measure import Call, Row, Run, Timing, in_cuda_graph
+from .measure import Call, Row, Run, Timing, add_ratios, in_cuda_graph
 from .operands import Operands, packed_documents, prompt_operands
 
 
@@ -86,7 +86,7 @@ def compare(run: Run, shape: Shape) -> None:
                 row.figures["ps/element"] = 1e12 * row.timing.median / pairs
                 row.figures["TFLOP/s"] = flops / row.timing.median / 1e12
                 row.figures["roofline / time"] = flops / run.rates.flops / row.timing.median
-        add_ratios(rows, base)
+        add_ratios(rows, base, f"/ {base}")
 
 
 def timed(
@@ -129,21 +129,13 @@ def prepare(
     return entry.make(of, shape.window, mask)
 
 
-def add_ratios(rows: list[Row], base: str, title: str | None = None) -> None:
-    """Add every time as a multiple of that of the row `base`."""
-    seconds = next((row.timing.median for row in rows if row.name == base and row.timing is not None), None)
-    for row in rows:
-        if row.timing is not None and seconds is not None:
-            row.figures[f"/ {title or base}"] = row.timing.median / seconds
-
-
 def packed(run: Run, shape: Shape, document: int) -> None:
     """A row of documents that do not see each other, beside the same row as one document."""
     for entry in (*own_candidates(), *authors_candidates(run.compiles)):
         names = f"{entry.name}, one document", f"{entry.name}, documents of {document}"
         rows = [timed(run, f"packed: {shape}", entry, shape, name=names[0])]
         rows.append(timed(run, f"packed: {shape}", entry, shape, name=names[1], document=document))
-        add_ratios(rows, names[0], "one document")
+        add_ratios(rows, names[0], "/ one document")
 
 
 def branches(run: Run, shape: Shape) -> None:
@@ -158,7 +150,7 @@ def branches(run: Run, shape: Shape) -> None:
         title = f"branches, {'forward and backward' if with_gradients else 'forward'} by {fastest.name}: {shape}"
         options = {"with_gradients": with_gradients}
         found = [timed(run, title, fastest, shape, name=name, branch=name, **options) for name in BRANCHES]
-        add_ratios(found, "no composition")
+        add_ratios(found, "no composition", "/ no composition")
 
 
 def memory(run: Run, shape: Shape) -> None:

@@ -10,71 +10,54 @@ from typing import Any
 import torch
 
 from .. import public as public  # registers the models and all implementations of the operator
-from ..common.plotting import check_plot_path
 from ..dcmha import ComposeSide, ComposeWeights, Visibility, explain_choice, implementations
 from ..loading import choose_device
-from . import attention, models, paper
+from . import attention, models
 from .measure import DTYPES, Run, device_name
-
-
-def _model(run: Run) -> None:
-    paper.table_2(run)
-    models.passes(run, trains=False)
 
 
 BENCHMARKS: dict[str, Callable[[Run], None]] = {
     "attention": attention.run,
     "decode": models.decode,
     "train": models.train,
-    "model": _model,
+    "model": models.model,
 }
 
 
 def run_benchmark(
-    what: str,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    quick: bool = False,
-    seconds: float = 300.0,
-    json: Path | None = None,
-    plot: Path | None = None,
-    compile: bool | None = None,
+    what: str, *, device: str | None = None, quick: bool = False, seconds: float = 300.0, json: Path | None = None
 ) -> int:
     """
-    Measure, print tables, write JSON and draw.
+    Measure, print tables and write JSON; on a GPU in bfloat16 and with torch.compile, else in float32 without it.
 
     Args:
         what (`str`): "attention", "decode", "train" or "model".
-        device, dtype (`str`, *optional*): The first GPU in bfloat16 if there is one, else the CPU in float32.
+        device (`str`, *optional*): Device; the first GPU by default, else the CPU.
         quick (`bool`): Tiny sizes.
         seconds (`float`): No further measurement begins after these.
-        json, plot (`Path`, *optional*): Files, by default `gpu-WHAT-DEVICE.json` in benchmarks/results or here.
-        compile (`bool`, *optional*): Include what needs torch.compile; on GPUs by default.
+        json (`Path`, *optional*): File, by default `gpu-WHAT-DEVICE.json` in benchmarks/results or here.
 
     Returns:
         `int`: exit status: 1 if something computed wrong values or raised, else 0.
     """
     place = choose_device(device)
-    name = dtype or ("bfloat16" if place.type == "cuda" else "float32")
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(place).lower()).strip("-")
     folder = Path("benchmarks", "results") if Path("benchmarks", "results").is_dir() else Path()
     path = json or folder / f"gpu-{what}-{slug}{'-quick' if quick else ''}.json"
-    picture = check_plot_path(plot or path.with_suffix(".png"))
-    compiles = place.type == "cuda" if compile is None else compile
-    run = Run(what, place, DTYPES[name], is_quick=quick, compiles=compiles, seconds=seconds)
-    print(f"{what} on {device_name(place)}, torch {torch.__version__}, {name}", flush=True)
+    run = Run(what, place, default_dtype(place), is_quick=quick, seconds=seconds)
+    print(f"{what} on {device_name(place)}, torch {torch.__version__}, {run.dtype}", flush=True)
     BENCHMARKS[what](run)
-    if not compiles:
-        run.note("Nothing was compiled; --compile does that.")
     run.show()
     run.write(path)
-    run.plot(picture)
-    print(f"All figures are in {path}, the picture is {picture}.")
+    print(f"All figures are in {path}.")
     failed = [f"{row.group}: {row.name}" for row in run.rows if row.has_failed]
     if failed:
         print(f"{len(failed)} of {len(run.rows)} rows failed, the first is {failed[0]!r}.")
     return 1 if failed else 0
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def explain(
@@ -92,7 +75,7 @@ def explain(
     """Name every implementation of the operator, whether it is chosen for a shape, and why not."""
     place = choose_device(device)
     options: dict[str, Any] = {
-        "dtype": DTYPES[dtype or ("bfloat16" if place.type == "cuda" else "float32")],
+        "dtype": DTYPES[dtype] if dtype else default_dtype(place),
         "device": place,
     }
     keys = keys or queries

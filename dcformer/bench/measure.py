@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import statistics
-import textwrap
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
@@ -24,14 +23,13 @@ import torch
 import transformers
 
 from .. import __version__
-from ..common.plotting import draw_rows, picture
 from ..common.terminal import make_console
 from . import roofline
 
 
 Call = Callable[..., Any]
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LEAST_SAMPLES, _MOST_SAMPLES = 3, 200
+_LEAST_SAMPLES = 3
 # Calls shorter than this are repeated within a sample on a CPU: microseconds drown in other processes.
 _SECONDS_PER_SAMPLE = 0.05
 _CACHES_OVERWRITTEN = 4
@@ -60,7 +58,7 @@ class Case(NamedTuple):
 class Timer:
     """Times calls on one device, in three turns at least, `most` turns at most, and else for about `seconds`."""
 
-    def __init__(self, device: torch.device, seconds: float = 0.3, most: int = _MOST_SAMPLES):
+    def __init__(self, device: torch.device, seconds: float = 0.3, most: int = 200):
         self.device, self.seconds, self.most = device, seconds, most
         self._overwritten = None
         if device.type == "cuda":
@@ -193,16 +191,7 @@ class Row:
 
 
 class Run:
-    """
-    One run of a benchmark: device, sizes, timer, and the report that its rows go to.
-
-    Args:
-        command (`str`): Its name, for the file.
-        device, dtype: Where everything runs, and the number type of operands and parameters.
-        is_quick (`bool`): Tiny sizes, which show that everything runs but not how fast it is.
-        compiles (`bool`): Whether what needs torch.compile takes part.
-        seconds (`float`): No further measurement begins after these.
-    """
+    """One run of a benchmark: device, sizes, timer, and the report; nothing new begins after `seconds`."""
 
     def __init__(
         self,
@@ -211,11 +200,11 @@ class Run:
         dtype: torch.dtype = torch.float32,
         *,
         is_quick: bool = False,
-        compiles: bool = False,
         seconds: float = math.inf,
     ):
         self.command, self.device, self.dtype = command, device, dtype
-        self.is_quick, self.compiles, self.seconds = is_quick, compiles, seconds
+        self.is_quick, self.seconds = is_quick, seconds
+        self.compiles = device.type == "cuda"  # whether what needs torch.compile takes part
         self.timer = Timer(device, seconds=0.02 if is_quick else 0.3)
         self.rows: list[Row] = []
         self.notes: list[str] = []
@@ -242,11 +231,7 @@ class Run:
             self.notes.append(sentence)
 
     def measured(self, group: str, name: str, measure: Callable[[], Timing | str], note: str = "") -> Row:
-        """
-        Add a row of what `measure` returns: a timing, or why there is none.
-
-        If it runs out of memory or raises, the row says so and the run goes on.
-        """
+        """Add a row of what `measure` returns: a timing, or why there is none; what it raises is noted in the row."""
         if self.is_over:
             return self.add(group, name, note=f"not measured: the {self.seconds:g} seconds were over")
         try:
@@ -275,10 +260,11 @@ class Run:
         """Print a table of each group, and the notes."""
         for group, rows in self.groups().items():
             figures = list(dict.fromkeys(name for row in rows for name in row.figures))
-            cells = [
-                [row.name, *_milliseconds(row.timing), *(_figure(row.figures.get(name)) for name in figures), row.note]
-                for row in rows
-            ]
+            cells = []
+            for row in rows:
+                times = [1000 * row.timing.median, 1000 * row.timing.minimum] if row.timing else [None, None]
+                values = [*times, *(row.figures.get(name) for name in figures)]
+                cells.append([row.name, *map(_figure, values), row.note])
             show_table([group, "median ms", "min ms", *figures, "note"], cells)
         for sentence in self.notes:
             print(sentence)
@@ -291,7 +277,6 @@ class Run:
             "settings": {
                 "dtype": self.dtype,
                 "quick": self.is_quick,
-                "compile": self.compiles,
                 "seconds": self.seconds,
             },
             "rates": self.__dict__["rates"]._asdict() if "rates" in self.__dict__ else {},
@@ -300,22 +285,13 @@ class Run:
         }
         write_json(path, content)
 
-    def plot(self, path: Path) -> None:
-        """Draw the median of every row, group below group; nothing if nothing was timed."""
-        groups = {name: [row for row in rows if row.timing] for name, rows in self.groups().items()}
-        groups = {name: rows for name, rows in groups.items() if rows}
-        if not groups:
-            return
-        height = sum(0.25 * len(rows) + 0.7 for rows in groups.values())
-        with picture(path, (9.0, height), "train") as figure:
-            ratios = [len(rows) + 2 for rows in groups.values()]
-            axes: list[Any] = list(figure.subplots(len(groups), squeeze=False, height_ratios=ratios)[:, 0])
-            for axis, (name, rows) in zip(axes, groups.items()):
-                milliseconds = [1000 * row.timing.median for row in rows if row.timing]
-                axis.barh(range(len(rows)), milliseconds, color="0.35", height=0.6)
-                draw_rows(axis, [row.name for row in rows])
-                axis.set_title("\n".join(textwrap.wrap(name, 70)), loc="left", fontsize=9)
-            axes[-1].set_xlabel("milliseconds (median)")
+
+def add_ratios(rows: Sequence[Row], base: str, title: str) -> None:
+    """Add to every row its time as a multiple of that of the row `base`."""
+    seconds = next((row.timing.median for row in rows if row.name == base and row.timing is not None), None)
+    for row in rows:
+        if row.timing is not None and seconds is not None:
+            row.figures[title] = row.timing.median / seconds
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -338,10 +314,6 @@ def write_json(path: Path, content: Any) -> None:
 
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
-def _milliseconds(timing: Timing | None) -> list[str]:
-    return ["", ""] if timing is None else [f"{1000 * timing.median:.3f}", f"{1000 * timing.minimum:.3f}"]
 
 
 def _figure(value: float | None) -> str:

@@ -15,15 +15,15 @@ def bench_command(
     what: Annotated[
         Literal["attention", "decode", "train", "model"] | None,
         typer.Argument(
-            help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second, "
-            "Tables 6 and 10), model (Table 2, and a forward pass).",
+            help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second), "
+            "model (Table 2, and a forward pass).",
             show_default=False,
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device: cuda, cuda:1, cpu.", show_default="auto")] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"] | None,
-        typer.Option(help="Number type.", show_default="bfloat16 on a GPU, else float32"),
+        typer.Option(help="Number type to explain.", show_default="bfloat16 on a GPU, else float32"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that everything runs.")] = False,
     seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
@@ -32,13 +32,6 @@ def bench_command(
         typer.Option(
             help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if it exists"
         ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Picture, .png, .svg or .pdf.", show_default="beside the JSON file")
-    ] = None,
-    compile: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", help="Include what needs torch.compile.", show_default="on GPUs"),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print which implementation is chosen for the shape below, and why.")
@@ -75,15 +68,6 @@ def bench_command(
             for name, choice in choices.items():
                 typer.echo(f"{name}: {choice}")
             return
-        status = command.run_benchmark(
-            what,
-            device=device,
-            dtype=dtype,
-            quick=quick,
-            seconds=seconds,
-            json=json,
-            plot=plot,
-            compile=compile,
-        )
+        status = command.run_benchmark(what, device=device, quick=quick, seconds=seconds, json=json)
     if status != 0:
         raise typer.Exit(status)

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from dcformer import DCFormerConfig, dcmha, register_implementation
-from dcformer.bench import attention, candidates, models, paper, roofline
+from dcformer.bench import attention, candidates, models, roofline
 from dcformer.bench.measure import Case, Run, Timer
 from dcformer.bench.operands import prompt_operands, step_operands
 from dcformer.cli import app
@@ -36,7 +36,7 @@ def run():
 
 @pytest.fixture
 def only_plain(monkeypatch):
-    monkeypatch.setattr(dcmha, "_TABLE", {"plain": dcmha.implementations()["plain"]})
+    monkeypatch.setattr(dcmha, "_TABLE", {"plain": dcmha._TABLE["plain"]})
 
 
 def command(tmp_path, *arguments):
@@ -64,34 +64,28 @@ def test_attention_times_everything_beside_its_baselines(tmp_path, only_plain, m
     assert [name for group, name in rows if group.startswith("branches, forward by plain")] == list(attention.BRANCHES)
     assert rows[f"packed: {TINY}", "plain, documents of 2"]["figures"]["/ one document"] > 0
     assert content["environment"]["torch"] == torch.__version__ and content["rates"]["flops"] > 0
-    assert (tmp_path / "out.png").stat().st_size > 0
 
 
-def test_decode_extrapolates_whole_models_beside_the_baseline(only_plain, run, monkeypatch):
-    # With times that count layers, extrapolation gives whole numbers whatever the machine does.
-    seconds = {"sliding_attention": 1.0, "full_attention": 3.0}
-
-    def measure(run, of, family, config):
-        return models.Timing(*[0.5 + sum(seconds[kind] for kind in config.layer_types)] * 2)
-
-    monkeypatch.setattr(models, "_measure", measure)
-    models.decode(run)
-
-    rows = {(row.group, row.name): row for row in run.rows}
-    group = "decode: tiny shape, batch 1, prompt 24"
-    assert rows[group, "DCFormer++, plain, query-wise, 1 global + 2 local"].figures["GB/s at least"] > 0
-    whole = rows[f"{group}, whole model of 8 layers (extrapolated)", "DCFormer++, plain, local:global 3:1"]
-    assert whole.timing.median == 0.5 + 2 * 3 + 6 * 1
-    assert whole.figures["/ all global"] == pytest.approx((0.5 + 8 * 3) / 12.5) and whole.figures["/ same windows"] == 1
-    assert rows["attention of a step: H 4, D 16, 24 keys, batch 1", "plain"].timing.median > 0
-
-
-def test_train_times_forward_and_backward(tmp_path, only_plain):
-    done, _, rows = command(tmp_path, "train")
+@pytest.mark.parametrize(
+    "what, setting, figure",
+    [
+        ("decode", "batch 1, prompt 24", "GB/s at least"),
+        ("train", "1 rows of 48 tokens", "TFLOP/s"),
+        ("model", "1 rows of 48 tokens", "TFLOP/s"),
+    ],
+)
+def test_models_are_timed_beside_transformer_plus_plus(tmp_path, only_plain, what, setting, figure):
+    done, _, rows = command(tmp_path, what)
 
     assert done.exit_code == 0, done.output
-    row = rows["train: tiny shape, 1 rows of 48 tokens", "DCFormer++, plain, 1 global + 2 local"]
-    assert row["timing"]["median"] > 0 and row["figures"]["TFLOP/s"] > 0
+    group = f"{'forward' if what == 'model' else what}: 4 layers of tiny, {setting}"
+    for name in ("DCFormer++, plain", "DCFormer++, plain, query-wise", models.ALL_GLOBAL.name):
+        timing, figures = rows[group, name]["timing"], rows[group, name]["figures"]
+        base = rows[group, models.BASELINE.name]["timing"]["median"]
+        assert figures[figure] > 0
+        assert figures[f"time / {models.BASELINE.name}"] == pytest.approx(timing["median"] / base)
+    if what == "model":
+        assert rows["Table 2: what composition adds, in %", "dcformer-6.9b, 2048 tokens"]["figures"]["parameters"] > 0
 
 
 def test_nothing_is_begun_after_the_time_is_over(only_plain):
@@ -155,7 +149,7 @@ def test_the_step_reads_factors_from_rows_of_a_cache():
 
 
 def test_a_step_of_the_decoder_starts_where_the_prompt_ends(run):
-    config = models.configuration(None, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = models.configuration("tiny", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     decoder = models.Decoder(models.make_model(run, models.Family("composed", {}, "eager"), config), False, 2, 24, 4)
     for _ in range(2):
         decoder.step()
@@ -193,14 +187,4 @@ def test_extra_parameters_are_those_of_equation_10_with_its_second_term(preset):
     inner = 2 * rank * heads
     per_layer = 4 * (width * inner + inner * inner + width * heads)  # pre and post, each of queries and keys
     layer = 4 * width**2 + 3 * width * config.intermediate_size
-    assert paper.overhead(config, 2048)["of layers"] == pytest.approx(100 * per_layer / layer, rel=1e-3)
-
-
-@pytest.mark.parametrize("row", paper.TABLE_2, ids=lambda row: f"{row[0]}-{row[1]}")
-def test_the_formula_gives_what_the_paper_prints(row):
-    preset, length, parameters, operations = row
-    config = DCFormerConfig.from_preset(preset)
-    assert paper.parameter_overhead(config.compose_rank, config.head_dim) == pytest.approx(parameters, abs=5e-4)
-    if operations is not None:
-        found = paper.operation_overhead(config.compose_rank, config.head_dim, length / config.hidden_size)
-        assert found == pytest.approx(operations, abs=6e-4)  # the paper cuts 3.35 % off to 3.3 %
+    assert models.overhead(config, 2048)["of layers"] == pytest.approx(100 * per_layer / layer, rel=1e-3)
