@@ -116,7 +116,7 @@ def find_model(
     ):
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
     own = options if tokenizer is None else {"trust_remote_code": trust_remote_code}  # the revision is the model's
-    return FoundModel(name, path, config, load_tokenizer(tokenizer or path, **own), **options)
+    return FoundModel(name, path, config, load_tokenizer(path if tokenizer is None else tokenizer, **own), **options)
 
 
 @dataclass(frozen=True)
