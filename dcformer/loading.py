@@ -63,19 +63,20 @@ class FoundModel:
         Raises:
             ValueError: if parameters are missing, or `oov_policy` is given for a model of another family.
         """
-        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
-        if oov_policy is not None:
-            if not isinstance(self.config, DCFormerConfig):
-                raise ValueError(
-                    f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
-                    f"{self.config.model_type} model; leave it out."
-                )
-            options["oov_policy"] = oov_policy
-        if attn_implementation is not None:
-            options["attn_implementation"] = attn_implementation
+        if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
+            raise ValueError(
+                f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
+                f"{self.config.model_type} model; leave it out."
+            )
         place = choose_device(device)
+        given = {"attn_implementation": attn_implementation, "oov_policy": oov_policy}
         model, info = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=dtype or "auto", output_loading_info=True, **options
+            self.path,
+            dtype=dtype or "auto",
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            output_loading_info=True,
+            **{name: value for name, value in given.items() if value is not None},
         )
         # Transformers draws missing parameters at random, and warns.
         missing = sorted(info["missing_keys"])
@@ -114,11 +115,8 @@ def find_model(
         getattr(config, "auto_map", None) or {}
     ):
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
-    if tokenizer is None:
-        found = load_tokenizer(path, **options)
-    else:  # the revision is the model's
-        found = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    return FoundModel(name, path, config, found, **options)
+    own = options if tokenizer is None else {"trust_remote_code": trust_remote_code}  # the revision is the model's
+    return FoundModel(name, path, config, load_tokenizer(path if tokenizer is None else tokenizer, **own), **options)
 
 
 @dataclass(frozen=True)
@@ -140,32 +138,26 @@ class LoadedModel:
 def load_model(
     name: str | os.PathLike,
     *,
-    tokenizer: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
     device: str | torch.device | None = None,
     dtype: str | None = None,
     attn_implementation: str | None = None,
     oov_policy: str | None = None,
+    **source: Any,
 ) -> LoadedModel:
     """
     Load a causal language model, ours or another of Transformers, and its tokenizer.
 
     Args:
-        name: A bundled model, a folder, or a name on the Hub; the authors' files too.
-        tokenizer (*optional*): Folder, `tokenizer.json` or name on the Hub; `None`: that of the model.
-        revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
-        trust_remote_code (defaults to `False`): Whether code that comes with the model may run.
+        name, source: Arguments of [`find_model`].
         device (*optional*): As of [`choose_device`].
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
         attn_implementation (*optional*): As `from_pretrained` takes it.
         oov_policy (*optional*): `"error"`, `"clamp"` or `"pad"`; `None`: what the configuration says.
 
     Raises:
-        OSError: if the model or its tokenizer is not there or cannot be reached.
-        ValueError: if it cannot be used, or parameters are missing.
+        OSError, ValueError: of [`find_model`]; ValueError: if parameters are missing too.
     """
-    found = find_model(name, tokenizer=tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    found = find_model(name, **source)
     model = found.load(device=device, dtype=dtype, attn_implementation=attn_implementation, oov_policy=oov_policy)
     return LoadedModel(found.name, model, found.tokenizer)
 

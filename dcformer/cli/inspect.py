@@ -29,14 +29,8 @@ def inspect_command(
     console = checkpoint_console()
     print_location(found.format, found.location, found.step, found.skipped_steps)
     rows = [
-        (
-            array.name,
-            shape_text(array.shape),
-            dtype_name(array.dtype),
-            shape_text(array.chunk_shape),
-            f"{array.nbytes:,}",
-        )
-        for array in found.tensors
+        (each.name, shape_text(each.shape), dtype_name(each.dtype), shape_text(each.chunk_shape), f"{each.nbytes:,}")
+        for each in found.tensors
     ]
     print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
     if found.architecture:

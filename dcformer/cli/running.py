@@ -18,15 +18,7 @@ def is_first_process() -> bool:
 def running_command(
     debug: bool, interrupted: str = "Interrupted.", is_first: bool = True, loads_models: bool = True
 ) -> Iterator[None]:
-    """
-    Run the body of a command.
-
-    Args:
-        debug: Let exceptions through, with their traceback.
-        interrupted (defaults to `"Interrupted."`): Printed after Ctrl-C or another signal that ends the command.
-        is_first (defaults to `True`): Whether this is the first of several processes, which alone reports wrong input.
-        loads_models (defaults to `True`): Whether to register the models, which imports torch and Transformers.
-    """
+    """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
     with one_line_errors(debug, interrupted, is_first):
         if loads_models:
             # What they say at their import concerns nobody who runs a command.

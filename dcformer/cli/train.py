@@ -31,7 +31,7 @@ def train_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a value of the recipe, such as training.max_steps=20. May be given several times.",
+            help="Replace a value of the recipe, such as training.max_steps=20; repeatable.",
         ),
     ] = None,
     resume: Annotated[
@@ -95,13 +95,10 @@ def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], 
 
 def _record(record: dict[str, float]) -> str:
     """The figures of a record that a person watches."""
-    parts = []
-    for key, name, layout in (
-        ("loss", "loss", ".4f"),
-        ("eval_loss", "evaluation loss", ".4f"),
-        ("tokens_per_second", "tokens/s", ",.0f"),
-        ("mfu", "MFU", ".1%"),
-    ):
-        if record.get(key) is not None:
-            parts.append(f"{name} {record[key]:{layout}}")
-    return ", ".join(parts)
+    texts = {
+        "loss": "loss {:.4f}",
+        "eval_loss": "evaluation loss {:.4f}",
+        "tokens_per_second": "tokens/s {:,.0f}",
+        "mfu": "MFU {:.1%}",
+    }
+    return ", ".join(text.format(record[key]) for key, text in texts.items() if record.get(key) is not None)

@@ -13,39 +13,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from .facts import SPLITS
+from .facts import SPLITS, split_of
 from .kinds import TASK_KINDS, Example, TaskKind
 
 
 _MOST_REPETITIONS = 200
-
-
-def generate_documents(
-    count: int,
-    seed: int | str,
-    split: str = "train",
-    lines: tuple[int, int] = (1, 8),
-    kinds: tuple[str, ...] | None = None,
-) -> list[dict[str, Any]]:
-    """
-    Generate documents; the first n of a larger count are those of count n.
-
-    Args:
-        count: Number of documents.
-        seed: Another seed, other documents.
-        split: `"train"`, `"validation"` or `"test"`.
-        lines: Least and most examples in a document, all of one kind and with one verb.
-        kinds: Names such as `("task0", "task74")`, all kinds by default. They take turns in a drawn order, so that all
-            are equally frequent.
-
-    Returns:
-        Rows of `text`; `task`, `subject`, `pattern` and `transformation` of its examples; `answers`, the [start, end)
-        of every answer in `text`, the space before it included.
-
-    Raises:
-        ValueError: for an unknown split; KeyError: for an unknown kind.
-    """
-    return list(iterate_documents(count, seed, split, lines, kinds))
 
 
 def iterate_documents(
@@ -55,7 +27,24 @@ def iterate_documents(
     lines: tuple[int, int] = (1, 8),
     kinds: tuple[str, ...] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the documents of [`generate_documents`] one at a time."""
+    """
+    Yield documents one at a time; the first n of a larger count are those of count n.
+
+    Args:
+        count: Number of documents.
+        seed: Another seed, other documents.
+        split: `"train"`, `"validation"` or `"test"`.
+        lines: Least and most examples in a document, all of one kind and with one verb.
+        kinds: Names such as `("task0", "task74")`, all kinds by default. They take turns in a drawn order, so that all
+            are equally frequent.
+
+    Yields:
+        Rows of `text`; `task`, `subject`, `pattern` and `transformation` of its examples; `answers`, the [start, end)
+        of every answer in `text`, the space before it included.
+
+    Raises:
+        ValueError: for an unknown split; KeyError: for an unknown kind.
+    """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}.")
     chosen = [TASK_KINDS[name] for name in kinds or TASK_KINDS]
@@ -75,6 +64,11 @@ def iterate_documents(
         text, answers = join_examples(examples, rng.choice(("", "\n")))
         about = {"task": kind.name, **{key: getattr(kind, key) for key in ("subject", "pattern", "transformation")}}
         yield {"text": text, **about, "answers": answers}
+
+
+def generate_documents(count: int, seed: int | str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    """The documents of [`iterate_documents`], which explains the arguments, as a list."""
+    return list(iterate_documents(count, seed, *args, **kwargs))
 
 
 def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str, Any]]:
@@ -119,7 +113,7 @@ def _draw(kind: TaskKind, rng: random.Random, wording: int, split: str, said: se
     repetitions = 0
     while True:
         example = kind.make(rng, wording)
-        if example.split == split:
+        if split_of(example.digest) == split:
             if example.digest not in said or repetitions == _MOST_REPETITIONS:
                 return example
             repetitions += 1

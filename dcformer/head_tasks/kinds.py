@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from .facts import Fact, facts_digest, split_of
+from .facts import Fact, facts_digest
 from .vocabulary import VOCABULARY, opposites, singular
 
 
@@ -40,10 +40,6 @@ class Example:
     @cached_property
     def digest(self) -> bytes:
         return facts_digest(self.facts)
-
-    @property
-    def split(self) -> str | None:
-        return split_of(self.digest)
 
 
 # Draws an example from the random state and the number of a wording.
@@ -309,7 +305,6 @@ _FIRST_LIST = 8 * len(FAMILIES)
 
 
 def _list_kinds() -> Iterator[tuple[str, str, Make]]:
-    both = ("thing", None)
     for content_name, groups, lead, transformation, target_lead in (
         ("object", _OBJECTS, "The", "object->superclass", "A kind of"),
         ("city", _CITIES, "", "city->country", "The city in"),
@@ -325,7 +320,7 @@ def _list_kinds() -> Iterator[tuple[str, str, Make]]:
         ("ordinal", _ordinals(1), "ordinal->next", "The {unit} just before"),
         ("ordinal", _ordinals(-1), "ordinal->previous", "The {unit} just after"),
     ):
-        for pattern, named in zip((f"the-other-{content_name}", f"different-{content_name}"), both):
+        for pattern, named in ((f"the-other-{content_name}", "thing"), (f"different-{content_name}", None)):
             yield pattern, transformation, _list_maker(draw, named, lead)
     yield "the-other-class", "copy", _list_maker(_members(_OBJECTS), "class", "The", copies=True)
 

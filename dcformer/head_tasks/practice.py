@@ -26,7 +26,7 @@ from typing import Any
 
 from .facts import facts_digest, split_of
 from .generator import iterate_documents, join_examples
-from .kinds import FAMILIES, Example
+from .kinds import FAMILIES
 from .tokenizer import build_tokenizer, count_tokens
 from .vocabulary import VOCABULARY, singular
 
@@ -90,9 +90,9 @@ def iterate_practice(
 
 def _questions(rng: random.Random, split: str, longest: int, facts: int) -> dict[str, Any]:
     family = rng.choice(FAMILIES)
-    examples: list[Example] = []
+    examples = family.make_questions(rng, facts)
     # Fewer facts than three decide no split: they say less than any line of the tasks.
-    while not examples or (facts == 3 and examples[0].split != split):
+    while facts == 3 and split_of(examples[0].digest) != split:
         examples = family.make_questions(rng, facts)
     return _cut(*join_examples(examples), longest)
 

@@ -14,7 +14,7 @@ A model reads questions only if it scores above all three.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -47,30 +47,16 @@ def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
     answer = question["answer"].strip()
     facts, asked = parse_line(question["context"].rpartition("\n")[2] + question["answer"])
     right = [_probability(answer, fact, asked, question["transformation"]) for fact in facts]
-    chosen = {name: rule(facts) for name, rule in _RULES.items()}
-    return {name: math.fsum(right[place] for place in places) / len(places) for name, places in chosen.items()}
+    choices = _choices(facts).items()
+    return {name: math.fsum(right[place] for place in places) / len(places) for name, places in choices}
 
 
-def _blind_choice(facts: Sequence[Fact]) -> list[int]:
-    return list(range(len(facts)))
-
-
-def _lone_name(facts: Sequence[Fact]) -> list[int]:
-    """In lists, things take the place of names."""
-    return _single([fact[0] for fact in facts]) or _blind_choice(facts)
-
-
-def _odd_one_out(facts: Sequence[Fact]) -> list[int]:
-    things = [fact[-1] for fact in facts]
-    return _single([fact[0] for fact in facts]) or _single(things) or _single_by_group(things) or _blind_choice(facts)
-
-
-# Rule -> the places of the facts that it chooses from.
-_RULES: dict[str, Callable[[Sequence[Fact]], list[int]]] = {
-    BLIND_CHOICE: _blind_choice,
-    LONE_NAME: _lone_name,
-    ODD_ONE_OUT: _odd_one_out,
-}
+def _choices(facts: Sequence[Fact]) -> dict[str, list[int]]:
+    """Rule -> the places of the facts that it chooses from; in lists, things take the place of names."""
+    things, every = [fact[-1] for fact in facts], list(range(len(facts)))
+    lone = _single([fact[0] for fact in facts])
+    odd = lone or _single(things) or _single_by_group(things)
+    return {BLIND_CHOICE: every, LONE_NAME: lone or every, ODD_ONE_OUT: odd or every}
 
 
 def _single(words: Sequence[str]) -> list[int]:
