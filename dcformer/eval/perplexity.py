@@ -47,9 +47,6 @@ def load_pile(
     data_dir: str | None = None,
     subset: int | None = None,
     seed: int = DEFAULT_SEED,
-    window: int = PAPER_WINDOW,
-    windows: int | None = None,
-    data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
     """
@@ -57,8 +54,10 @@ def load_pile(
 
     They are the `text` of `pile/*.jsonl` or `*.jsonl.zst` below `data_dir`, or else of `pile_sample/test.jsonl`;
     without a folder, of the validation file of the source. `subset` documents are drawn by `seed` and kept in their
-    order; `windows` takes so many windows of documents spread evenly over all. `settings` are the model's arguments as
-    lm-eval passes them: `pretrained`, `tokenizer`, `revision`, `trust_remote_code`, `add_bos_token`, `max_length`.
+    order. Of `settings`, `window` (2,048 by default) is the length of the windows, `windows` takes so many windows of
+    documents spread evenly over all, and `data_hash` is the hash that the documents must have; the others are the
+    model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`, `trust_remote_code`,
+    `add_bos_token`, `max_length`.
 
     Returns:
         One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, the
@@ -73,18 +72,10 @@ def load_pile(
         whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
         files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
     documents = [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
-    return _packed("pile", documents, None, seed, window, windows, data_dir, data_hash, settings)
+    return _packed("pile", documents, data_dir, **settings)
 
 
-def load_wikitext2(
-    data_dir: str | None = None,
-    subset: int | None = None,
-    seed: int = DEFAULT_SEED,
-    window: int = PAPER_WINDOW,
-    windows: int | None = None,
-    data_hash: str | None = None,
-    **settings: Any,
-) -> dict[str, Dataset]:
+def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Dataset]:
     """
     Articles of the test split of WikiText-2, packed as the documents of [`load_pile`].
 
@@ -98,24 +89,23 @@ def load_wikitext2(
         text = "".join(line or " \n" for line in rows["text"])
     else:
         text = Path(data_dir, "wikitext2", "wikitext2_test.txt").read_text(encoding="utf-8")
-    return _packed("wikitext2", wikitext_articles(text), subset, seed, window, windows, data_dir, data_hash, settings)
+    return _packed("wikitext2", wikitext_articles(text), data_dir, **settings)
 
 
 def _packed(
     folder: str,
     documents: list[str],
-    subset: int | None,
-    seed: int,
-    window: int,
-    windows: int | None,
     data_dir: str | None,
-    data_hash: str | None,
-    settings: dict[str, Any],
+    subset: int | None = None,
+    seed: int = DEFAULT_SEED,
+    window: int = PAPER_WINDOW,
+    windows: int | None = None,
+    data_hash: str | None = None,
+    **settings: Any,
 ) -> dict[str, Dataset]:
     check_window(window, **settings)
-    origin = checked_origin(
-        folder, documents_hash(((text,) for text in documents), is_ordered=True), data_dir, data_hash
-    )
+    found = documents_hash(((text,) for text in documents), is_ordered=True)
+    origin = checked_origin(folder, found, data_dir, data_hash)
     chosen = [documents[index] for index in drawn_places(len(documents), subset, seed)]
     tokenizer = task_tokenizer(**settings)
     return {"test": remember(pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token")), origin)}

