@@ -149,16 +149,7 @@ def check_shape(name: str, shape: tuple[int, ...], row: Row, expected: tuple[int
 
 
 def part_for(row: Row, array: str, sizes: dict[str, int], stack_axis: int | None = None, block: int = 0) -> Part:
-    """
-    The part of an array that a row puts into its parameter.
-
-    Args:
-        row: A row of a table.
-        array: Full name of the array.
-        sizes: Length of every axis, from [`axis_sizes`].
-        stack_axis (*optional*): Axis of the array that stacks the blocks of layers; `None` if it has none.
-        block (defaults to 0): The block to take from it.
-    """
+    """The part of an array that a row puts into its parameter."""
     names = row.axes.split()
     region = [(0, sizes[name]) for name in names]
     words = "as is" if row.order in ("", row.axes) else f"{row.axes} -> {row.order}"

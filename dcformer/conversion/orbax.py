@@ -119,12 +119,7 @@ class OrbaxItem:
         return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
 
     def open(self, names: list[str]) -> dict[str, SourceArray]:
-        """
-        Arrays by name. Only their metadata are read.
-
-        Raises:
-            ValueError: if an array or a chunk of it is not there; tensorstore would read zeros.
-        """
+        """Arrays by name. Only their metadata are read."""
         tensorstore = import_tensorstore()
         opening = {}
         for name in names:
@@ -149,17 +144,7 @@ class OrbaxItem:
 
 
 def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxItem:
-    """
-    Find the checkpoint that a location means.
-
-    Args:
-        location: A run folder (or one above it), a step folder or an item folder; local or remote.
-        step (*optional*): The step to take from a run folder; `None`: the latest that is whole.
-
-    Raises:
-        FileNotFoundError: if the location or the step does not exist.
-        ValueError: if there is no orbax checkpoint there, or several runs.
-    """
+    """Find the checkpoint that a location means."""
     store = Store(location)
     items, unfinished = _find_items(store)
     if not items:

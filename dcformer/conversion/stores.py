@@ -45,13 +45,7 @@ class Store:
 
     @cached_property
     def names(self) -> list[str]:
-        """
-        Every file, with its path relative to the location, sorted.
-
-        Raises:
-            TimeoutError: if a bucket does not answer.
-            ValueError: of tensorstore, if it cannot be listed.
-        """
+        """Every file, with its path relative to the location, sorted."""
         if self.is_local:
             folders = os.walk(self.location, followlinks=True)
             paths = [os.path.join(folder, file) for folder, _, files in folders for file in files]

@@ -104,12 +104,7 @@ def verify_hashes(
 
 
 def refuse_changed(folder: Path, item: str = "") -> None:
-    """
-    Raise ValueError if the weights of a folder are not those of the report in it, if there is one.
-
-    Args:
-        item (*optional*): The folder of the arrays, of a MaxText run.
-    """
+    """Raise ValueError if the weights of a folder are not those of the report in it, if there is one."""
     if not (folder / REPORT_FILE).is_file():
         return
     for file, problem in verify_hashes(folder).problems.items():
@@ -143,12 +138,7 @@ def logit_difference(expected: Tensor, actual: Tensor) -> LogitDifference:
 
 
 def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """
-    The tokens (batch, length) and logits (batch, length, vocabulary) of an .npz file.
-
-    Raises:
-        ValueError: if they have other shapes.
-    """
+    """The tokens (batch, length) and logits (batch, length, vocabulary) of an .npz file."""
     with np.load(path, allow_pickle=False) as arrays:
         tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"]).float()
     if tokens.ndim != 2 or not tokens.numel() or logits.shape != (*tokens.shape, vocab_size):
@@ -162,12 +152,7 @@ def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Te
 def verify_folder(
     folder: Path, reference: tuple[Tensor, Tensor] | None = None, tolerance: float = LOGIT_TOLERANCE
 ) -> dict[str, str]:
-    """
-    Check a converted folder: a finite forward, and the reference tokens and logits.
-
-    Raises:
-        NotFiniteError, ValueError: if a check fails.
-    """
+    """Check a converted folder: a finite forward, and the reference tokens and logits."""
     config, weights = read_config(folder / "config.json"), open_weights(folder)
 
     def logits(config: DCFormerConfig, tokens: Tensor) -> Tensor:
@@ -197,20 +182,7 @@ class NotFiniteError(ValueError):
 
 @torch.no_grad()
 def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """
-    Logits in float32 of a model that never holds more than one weight.
-
-    Args:
-        config: The model's configuration.
-        read: Returns the values of a parameter, given its name.
-        tokens: (batch, length) token ids.
-
-    Returns:
-        (batch, length, vocabulary) logits.
-
-    Raises:
-        NotFiniteError: if the output of a layer, or a logit, is not finite; the message names the layer.
-    """
+    """Logits in float32 of a model that never holds more than one weight."""
     model = meta_model(config)
     if model.model.rotary_emb is not None:
         model.model.rotary_emb.to_empty(device="cpu")

@@ -42,19 +42,7 @@ class ShardWriter:
         self.resumed = 0
 
     def run(self, advance: Callable[[int], object] = lambda nbytes: None) -> list[dict[str, Any]]:
-        """
-        Write all that is not there yet.
-
-        Args:
-            advance (*optional*): Called with the number of source bytes done.
-
-        Returns:
-            A record of every tensor for the report, in the order of the plan: shape, dtype, file, SHA-256, rounding
-            error, and the parts of source arrays with theirs.
-
-        Raises:
-            ValueError: if a tensor is not finite or does not fit its dtype.
-        """
+        """Write all that is not there yet."""
         records: dict[str, dict[str, Any]] = {}
         for file, names in self.shards.items():
             found = self._finished(file)

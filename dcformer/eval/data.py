@@ -102,9 +102,6 @@ def import_datasets():
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
     """
     Which data a result rests on: `"sha256:..."` of the files in the task's folder, or the source and its revision.
-
-    Raises:
-        FileNotFoundError: if the folder is not there.
     """
     source = source_of(task)
     if data_dir is None or source.address == "generated":
@@ -142,9 +139,6 @@ def checked_origin(
     What a record says of documents: `source`, `revision`, `hash`, and `as_known`, whether the hash is the known one.
 
     Without a `data_dir` they were fetched, and must have the hash that is known, or the `required` one (or `"any"`).
-
-    Raises:
-        ValueError: if they are other documents.
     """
     source = SOURCES[folder]
     wanted = required or (source.hash if data_dir is None else None) or ANY_HASH
@@ -185,14 +179,6 @@ def load_documents(
     They are `<column>/<split>.parquet` or `.jsonl` below `data_dir`, for LogiQA also the authors' `.txt`; else the
     source. `data_hash` is the hash that the scored documents must have, or `"any"`. `process` makes of rows what the
     prompts read; lm-eval's `process_docs` would do it at every access.
-
-    Returns:
-        `{"scored": Dataset, "examples": Dataset}`: the documents to score, and those from which few-shot examples are
-        drawn: the train split, else the validation split, else the scored documents themselves.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if the data are not what the task reads or was told to read.
     """
     source = SOURCES[column]
     splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
@@ -268,9 +254,6 @@ def parse_logiqa(text: str) -> list[dict]:
     """
     Documents of the authors' plain text: blocks of the answer's letter, the passage, the question and four choices,
     one line each, with an empty line between blocks. A space is put after every full stop, as the harness does.
-
-    Raises:
-        ValueError: if a block has another form.
     """
     documents = []
     for number, block in enumerate(text.strip().split("\n\n"), start=1):

@@ -73,14 +73,7 @@ class LogLikelihoods(TemplateLM):
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[Score]]:
-        """
-        Score inputs, in any order and as many at once as is best.
-
-        Args:
-            inputs: What is scored, the longest first.
-            requests: All requests.
-            override_bs: Number of inputs in a batch that the harness asks for.
-        """
+        """Score inputs, in any order and as many at once as is best."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -327,12 +320,7 @@ class DCFormerLM(LogLikelihoods, HFLM):
 
 
 def policy_in_force(config, oov_policy: str | None) -> str:
-    """
-    The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error".
-
-    Raises:
-        ValueError: for "pad" with a model that cannot add rows, or a policy that there is not.
-    """
+    """The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error"."""
     if oov_policy not in (None, "error", "clamp", "pad"):
         raise ValueError(f"oov_policy must be error, clamp or pad, got {oov_policy!r}.")
     if oov_policy == "pad" and not isinstance(config, DCFormerConfig):

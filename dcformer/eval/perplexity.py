@@ -58,10 +58,6 @@ def load_pile(
     documents spread evenly over all, and `data_hash` is the hash that the documents must have; the others are the
     model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`, `trust_remote_code`,
     `add_bos_token`, `max_length`.
-
-    Returns:
-        One split `test`; a row is a stream: `text`, `n_documents`, `n_tokens`, `n_bytes`, `window`, `n_unscored`, the
-        number of streams that `windows` left out or cut, and `n_artificial_ends`, of documents that it cut.
     """
     if data_dir is None:
         from huggingface_hub import hf_hub_download
@@ -246,9 +242,6 @@ def pack_documents(
 
     With `windows`, documents are taken one by one, spread evenly over all, until their tokens fill so many windows. The
     last of them is cut, and the end-of-text token that follows what is left of it is artificial.
-
-    Raises:
-        ValueError: if the tokenizer has no end-of-text token for texts.
     """
     separator = tokenizer.eos_token
     if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:

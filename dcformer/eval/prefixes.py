@@ -165,14 +165,7 @@ class Scorer:
             self.computed_tokens = 0
 
     def score(self, inputs: Sequence[ScoredInput], batch_size: int) -> Iterator[list[Score]]:
-        """
-        Score inputs, and say whenever some are done.
-
-        Args:
-            inputs: All inputs.
-            batch_size: Rows of a forward pass. Of inputs that share a beginning as many rows run at once as have no
-                more tokens than that many inputs of full length.
-        """
+        """Score inputs, and say whenever some are done."""
         groups = [Beginning(0, [place]) for place in range(len(inputs))]
         if self.shares:
             inputs = without_prefixes(inputs)

@@ -106,10 +106,6 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
 
 
 def read_record(path: Path) -> Record:
-    """
-    Raises:
-        ValueError: if the file is not one of `dcformer eval`.
-    """
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not {"results", "settings", "n-samples"} <= content.keys():
         raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`; move it to another folder.")

@@ -269,12 +269,7 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
-    """
-    The record of a job, if it is there with its samples, and its settings are the same.
-
-    Raises:
-        ValueError: if a file that is no result of ours, or is that of another model, is in its place.
-    """
+    """The record of a job, if it is there with its samples, and its settings are the same."""
     path = record_path(output, job.model.name, job.task, job.num_fewshot)
     if not path.is_file():
         return None

@@ -114,12 +114,7 @@ def paired_mean_difference(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Difference:
-    """
-    As [`paired_difference`], of the unweighted mean of tasks; the documents of each are resampled on their own.
-
-    Args:
-        tasks: Task -> samples of the model and of the baseline.
-    """
+    """As [`paired_difference`], of the unweighted mean of tasks; the documents of each are resampled on their own."""
     # A stream of its own for every task: a task's interval does not depend on which others are there.
     point, resampled, counts = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():

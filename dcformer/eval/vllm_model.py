@@ -42,12 +42,7 @@ def import_vllm() -> ModuleType:
 
 
 def check_device_of_vllm(device: torch.device) -> None:
-    """
-    That the engine will compute where it is asked to.
-
-    Raises:
-        ValueError: for a device that the installed build of vLLM does not compute on, or a GPU other than the first.
-    """
+    """That the engine will compute where it is asked to."""
     import_vllm()
     from vllm.platforms import current_platform
 

@@ -46,16 +46,6 @@ _ADJECTIVES = {adjective.capitalize(): adjective for pair in VOCABULARY["opposit
 def parse_line(line: str) -> tuple[tuple[Fact, ...], str]:
     """
     Read the facts of a line, in its order, and what follows them: the question, with its answer if the line has one.
-
-    Args:
-        line: Such as `< Ruth has a violin. Carol has tea. Mark has jeans. >. Who has tea? Carol`, or
-            `There are a duck, a duck, tea. Which is different? The tea`.
-
-    Returns:
-        Facts, their things in the singular and without article; the rest of the line.
-
-    Raises:
-        ValueError: if it is neither.
     """
     told = re.fullmatch(r"< (?P<told>.+)\. >\. (?P<question>.+)", line)
     listed = re.fullmatch(r"There are (?P<told>.+?)\. (?P<question>Which is .+)", line)

@@ -45,23 +45,7 @@ _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; raise it when th
 def build_datasets(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int = 0
 ) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
-    """
-    Build the rows for training and, if the recipe has an evaluation, for it.
-
-    Args:
-        tokenizer: Tokens that it adds to a text by itself (mostly a first one) begin every document; if there are
-            none, its end-of-text token, if it has one, ends every document.
-        seed: Seed of the order of the training documents and of generated ones.
-
-    Returns:
-        Training rows, and evaluation rows or `None`: an `IterableDataset` where the recipe streams, else a `Dataset`.
-        A row has `input_ids`, `labels` and `position_ids`, lists of `sequence_length` integers. Labels are the input
-        ids themselves, to be shifted in the loss, and -100 where nothing is predicted. Every pass over the rows gives
-        the same ones.
-
-    Raises:
-        OSError, ValueError: if documents cannot be read, there are none, a column is missing, or no token has a loss.
-    """
+    """Build the rows for training and, if the recipe has an evaluation, for it."""
     datasets = _import_datasets()
     try:
         train = _build_rows(recipe, tokenizer, seed, shuffle=recipe.stages is None)
@@ -88,9 +72,6 @@ def pack(
 ) -> Iterator[dict[str, list[int]]]:
     """
     Lay documents, each its token ids and labels, into rows of `sequence_length` tokens; `packing` as in [`DataRecipe`].
-
-    Yields:
-        `input_ids`, `labels` and `position_ids` of a row, each of `sequence_length` integers.
     """
     rows: list[dict[str, list[int]]] = []  # those that are not full yet
     most_rows = _OPEN_ROWS if packing == "whole" else 1

@@ -19,10 +19,6 @@ from .recipe import Recipe
 def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
     """
     Plot the training loss (line) and the evaluation loss (markers) over the steps, and the learning rate below them.
-
-    Raises:
-        ValueError: unless the path ends in `.png`, `.svg` or `.pdf`.
-        ImportError: without matplotlib.
     """
     losses, evaluations, rates = (
         [(record["step"], record[key]) for record in records if key in record]
