@@ -19,7 +19,6 @@ _PUBLIC = {
         "Difference",
         "SeedComparison",
         "compare_seeds",
-        "further_share_interval",
         "holm",
         "paired_difference",
         "seed_interval",

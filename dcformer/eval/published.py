@@ -19,7 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .data import SOURCES
 from .stats import accuracy_stderr
 
 
@@ -30,8 +29,6 @@ HALF_A_DIGIT = 0.0005  # the paper's accuracies are rounded to 0.1 points
 FEW_POINTS = 0.003
 FEW_DOCUMENTS = 3
 FEW_STDERRS = 2
-# What documents that were left out may add: more than two, as a table has up to 22 cells.
-STDERRS_OF_LIMITED = 3
 _ROUNDING_ERROR = 1e-9  # of accuracies in float64
 
 # Names of models, in lower case: of a Hub repository without its owner, or of a folder.
@@ -107,60 +104,32 @@ def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
 
 def control(row: str | None, task: str, num_fewshot: int, num_samples: int, num_documents: int) -> Control | None:
     """
-    What a column of Table 4 is held against: EleutherAI's accuracy, which is exact, else the paper's, which is rounded.
+    The published accuracy of a column of Table 4: EleutherAI's, which is exact, else the paper's, which is rounded.
 
-    Args:
-        row: The paper's row of the model.
-        task: Column of Table 4.
-        num_fewshot: Examples before every question.
-        num_samples, num_documents: Documents that were scored, and that the task had.
-
-    Returns:
-        `None` if nothing is published of the model's task. A limited run may differ by three standard errors more.
+    `None` if nothing is published of the model's task, or not all of its documents were scored.
     """
     exact, rounded = eleuther_accuracies(row, num_fewshot), paper_accuracies(row, num_fewshot)
-    if row not in _PYTHIA_ROWS or task not in rounded or task == AVERAGE:
+    if row not in _PYTHIA_ROWS or task not in rounded or task == AVERAGE or num_samples < num_documents:
         return None
     published, tolerance = exact.get(task, rounded[task]), 0.0 if task in exact else HALF_A_DIGIT
     if num_fewshot:
         tolerance += FEW_STDERRS * accuracy_stderr(published, num_documents)
     else:
         tolerance += max(FEW_POINTS, FEW_DOCUMENTS / num_documents)
-    if num_samples < num_documents:
-        tolerance += limited_tolerance(published, num_samples, num_documents)
     return Control(published, tolerance)
 
 
-def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, tuple[int, int]]) -> Control | None:
-    """As [`control`], of the unweighted mean of all columns, whose numbers of scored and of all documents are given."""
+def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, int]) -> Control | None:
+    """As [`control`], of the unweighted mean of all columns, each scored on all of its `counts` documents."""
     average = paper_accuracies(row, num_fewshot).get(AVERAGE)
-    columns = {task: control(row, task, num_fewshot, *own) for task, own in counts.items()}
+    columns = {task: control(row, task, num_fewshot, count, count) for task, count in counts.items()}
     if average is None or len(counts) < len(paper_accuracies(row, num_fewshot)) - 1 or None in columns.values():
         return None
-    values = {task: each.published for task, each in columns.items() if each}
+    tolerance = FEW_POINTS
     if num_fewshot:
-        tolerance = FEW_STDERRS * _mean_of([accuracy_stderr(values[task], max(counts[task][0], 2)) for task in counts])
-    else:
-        tolerance = FEW_POINTS
-    limited = [limited_tolerance(values[task], *counts[task]) if len(set(counts[task])) > 1 else 0.0 for task in counts]
-    return Control(average, tolerance + HALF_A_DIGIT + _mean_of(limited))
-
-
-def limited_tolerance(published: float, num_samples: int, num_documents: int) -> float:
-    """What a draw of some documents, without replacement, may add to the deviation of an accuracy."""
-    if num_samples < 2:
-        return math.inf
-    left_out = max(num_documents - num_samples, 0) / max(num_documents - 1, 1)
-    return STDERRS_OF_LIMITED * accuracy_stderr(published, num_samples) * math.sqrt(left_out)
-
-
-def published_count(task: str) -> int:
-    """How many documents the published accuracy of a column is of."""
-    return SOURCES[task].count
-
-
-def _mean_of(stderrs: list[float]) -> float:
-    return math.hypot(*stderrs) / len(stderrs)
+        stderrs = [accuracy_stderr(each.published, counts[task]) for task, each in columns.items() if each]
+        tolerance = FEW_STDERRS * math.hypot(*stderrs) / len(stderrs)
+    return Control(average, tolerance + HALF_A_DIGIT)
 
 
 @cache

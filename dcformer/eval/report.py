@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.optional import import_optional
 from ..head_tasks import REFERENCES, reference_answers
 from . import published
+from .data import source_of
 from .head_tasks import by_text, head_task_summary
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
@@ -313,7 +314,7 @@ class _Builder:
                     held = published.control(row, task, shots, *counts)
             elif metric == "token_perplexity" and record.settings.get("max_length", PAPER_WINDOW) == PAPER_WINDOW:
                 paper = published.paper_perplexities(row).get(task)
-            is_other = documents.get("as_known") is False or (held and published.published_count(task) != counts[1])
+            is_other = documents.get("as_known") is False or (held and source_of(task).count != counts[1])
             place = (model, task, shots, metric)
             self._add(place, measured["value"], measured["stderr"], counts, delta, paper, held, bool(is_other))
 
@@ -334,7 +335,7 @@ class _Builder:
             others = [self.records[self.baseline, task, shots] for task in cells]
             pairs = {r.task: (self._samples(r), self._samples(other)) for r, other in zip(records, others)}
             delta = paired_mean_difference(pairs, "acc", **self.bootstrap)
-        row, of_columns = self.paper_rows.get(model), {r.task: (r.num_samples, r.num_documents) for r in records}
+        row, of_columns = self.paper_rows.get(model), {r.task: r.num_documents for r in records}
         is_held = all(cell["published"] is not None for cell in cells.values())
         self._add(
             (model, AVERAGE, shots, "acc"),
@@ -428,9 +429,8 @@ class _Builder:
                 )
                 continue
             doubts = {
-                "limited": [row["task"] for row in rows if row["partial"]],
                 "of other documents": [row["task"] for row in rows if row["is_other"]],
-                "missing": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in tasks],
+                "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in tasks],
             }
             parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
             if shots:

@@ -280,26 +280,6 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(values) - 1) * stats.sem(values))
 
 
-def further_share_interval(shares: Sequence[float], documents: int) -> tuple[float, float]:
-    """
-    Where one more training seed is expected: a 95 % prediction interval, on the logits of shares of right answers.
-
-    Args:
-        shares: One fraction per training seed, of two seeds at least.
-        documents: Of how many answers each is the share; 0 and 1 count as half an answer away from there.
-
-    Returns:
-        Both ends, as fractions.
-    """
-    least = 0.5 / documents
-    bounded = [min(max(share, least), 1.0 - least) for share in shares]
-    mean, half_width = seed_interval([math.log(share / (1.0 - share)) for share in bounded])
-    # The mean has the variance of one seed divided by their number, a further seed that of the mean and one more.
-    half_width *= math.sqrt(len(shares) + 1)
-    low, high = (1.0 / (1.0 + math.exp(-end)) for end in (mean - half_width, mean + half_width))
-    return low, high
-
-
 def compare_seeds(
     values: Mapping[str, Mapping[int, float]], pairs: Sequence[tuple[str, str]] | None = None
 ) -> list[SeedComparison]:

@@ -14,7 +14,6 @@ from dcformer.eval import (
     Record,
     build_report,
     compare_seeds,
-    further_share_interval,
     holm,
     paired_difference,
     plot_deltas,
@@ -212,8 +211,6 @@ def test_intervals_and_tests_over_seeds_are_students():
         (0.1 / 3, expected, max(2 * expected, c.corrected_p)), rel=1
     )
     assert b.p == pytest.approx(expected) and c.p == 0.25  # all seeds differ by the same: two signs in four
-    low, high = further_share_interval(list(values["a"].values()), 100)
-    assert 0 < low < 0.9 < 0.92 < high < 1
     with pytest.raises(ValueError, match="two seeds"):
         compare_seeds({"a": {1: 0.5}, "b": {2: 0.5}})
 
@@ -311,9 +308,8 @@ def test_a_limited_run_or_other_documents_are_no_control(tmp_path):
     write_accuracy(tmp_path, PYTHIA, "sciq", 0.2, count=1000, observed={"documents": {"stands_in_for": "test"}})
     control, partial = build_report(tmp_path).banners
     assert control.startswith("CONTROL INCOMPLETE") and partial.startswith("PARTIAL: 200 of 1838 documents of piqa")
-    for words in ("piqa limited", "logiqa, race_middle of other documents", "sciq"):
+    for words in ("logiqa, race_middle of other documents", "piqa", "sciq"):
         assert words in control
-    assert published.limited_tolerance(0.5, 1, 100) == math.inf
 
 
 # The report
