@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
 from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
-from .printing import status
-from .running import running_command
+from .running import running_quietly, status
 
 
 if TYPE_CHECKING:
@@ -87,19 +85,18 @@ def generate_command(
     Only generated text goes to stdout, messages go to stderr.
     """
     given = dict(locals())
-    with running_command(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
+    with running_quietly(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
         if prompts is not None and (chat or prompt is not None):
             raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output need each other; give both or none.")
-        with quiet_libraries():
-            if prompts is not None:
-                _answer_file(given)
-            elif chat:
-                _converse(_load(given), prompt or "-")
-            else:
-                text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
-                _print(_load(given).stream(text))
+        if prompts is not None:
+            _answer_file(given)
+        elif chat:
+            _converse(_load(given), prompt or "-")
+        else:
+            text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
+            _print(_load(given).stream(text))
 
 
 def _load(given: dict[str, Any]) -> TextGenerator:

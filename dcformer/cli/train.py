@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..common.quiet import quiet_libraries
-from ..common.terminal import leaving_process_group, make_console, progress_bar
+from ..common.terminal import leaving_process_group, progress_bar
 from .options import Debug
-from .running import is_first_process, running_command
+from .running import is_first_process, print_line, running_command
 
 
 _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resume."
@@ -59,7 +59,7 @@ def train_command(
         with quiet_libraries(messages=False, datasets=True), _progress(loaded.name, is_first) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
         if is_first:
-            make_console(pipe_width=160).print(_summary(result), soft_wrap=True)
+            print_line(_summary(result))
 
 
 def _summary(result: dict[str, Any]) -> str:
