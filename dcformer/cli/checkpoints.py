@@ -27,12 +27,9 @@ Dtype = Annotated[
     typer.Option(help="Number type of the written parameters; keep leaves each as it is in the source."),
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save beside the model.")]
-WithCode = Annotated[
-    bool,
-    typer.Option("--with-code", help="Write the model's Python files too, for trust_remote_code without dcformer."),
-]
+WithCode = Annotated[bool, typer.Option("--with-code", help="Write the model's code too, for trust_remote_code.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")]
-Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse NaN and infinity, and run a short forward.")]
+Verify = Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward.")]
 Reference = Annotated[
     str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
 ]
@@ -102,26 +99,16 @@ def convert_torch(
 def convert_to_maxtext(
     source: Source,
     destination: Target,
-    step: Annotated[
-        int | None, typer.Option(help="Step number to write.", show_default="that of the source, or 0")
-    ] = None,
-    scan_layers: Annotated[
-        bool, typer.Option("--scan-layers/--no-scan-layers", help="Stack the layers in one array per parameter.")
-    ] = True,
-    layers_per_block: Annotated[
-        int | None, typer.Option(help="Layers in a block.", show_default="as in the source")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None,
+    scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True,
+    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None,
     param_dtype: Annotated[
         Literal["keep", "float32", "bfloat16"], typer.Option(help="Number type of the written arrays.")
     ] = "keep",
     fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False,
-    fused_mlp: Annotated[
-        bool, typer.Option("--fused-mlp", help="Write one array for the gate and up projections.")
-    ] = False,
-    approximate: Annotated[
-        bool, typer.Option("--approximate", help="Convert also models that MaxText computes slightly differently.")
-    ] = False,
-    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse NaN and infinity.")] = True,
+    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False,
+    approximate: Annotated[bool, typer.Option("--approximate", help="Accept slightly different logits.")] = False,
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity.")] = True,
     force: Force = False,
     debug: Debug = False,
 ) -> None:

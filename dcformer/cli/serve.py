@@ -49,7 +49,7 @@ def demo_command(
     model: Model = "dcformer-tiny",
     host: Host = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Port.", show_default="the first free one from 7860")] = None,
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,

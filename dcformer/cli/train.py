@@ -20,26 +20,16 @@ _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resum
 
 def train_command(
     recipe: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled."),
+        str, typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled.")
     ],
-    output: Annotated[
-        str | None, typer.Option(help="Folder to write the run to.", show_default="as the recipe says")
-    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="as the recipe says")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Replace a value of the recipe, such as training.max_steps=20; repeatable.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, as training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Resume from the last complete checkpoint in the folder, or remove what is there and start over.",
-        ),
+        typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over."),
     ] = True,
     debug: Debug = False,
 ) -> None:
