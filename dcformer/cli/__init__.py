@@ -1,6 +1,61 @@
-"""The `dcformer` command: one file for each group of subcommands; the work itself is done in the rooms they call."""
+"""The `dcformer` command: its subcommands call the work in the rest of the package."""
 
-from .main import app, main
+from typing import Annotated
+
+import typer
+
+from ..version_dcformer import __version__
+from .bench import bench_command
+from .checkpoints import card_command, convert_app, inspect_command, verify_command
+from .evaluate import eval_command, report_command, tasks_command
+from .generate import generate_command
+from .options import QUICK_HELP
+from .serve import PASS_OPTIONS_ON, demo_command, serve_command
+from .train import train_command
+
+
+app = typer.Typer(
+    help="Generate with, serve, train, evaluate, convert and measure DCFormer models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=QUICK_HELP,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dcformer {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# In the order in which the help lists them.
+app.command("generate")(generate_command)
+app.command("demo")(demo_command)
+app.command("serve", context_settings=PASS_OPTIONS_ON)(serve_command)
+app.command("train")(train_command)
+app.command("eval")(eval_command)
+app.command("report")(report_command)
+app.command("tasks")(tasks_command)
+app.add_typer(convert_app, name="convert")
+app.command("inspect")(inspect_command)
+app.command("verify")(verify_command)
+app.command("card")(card_command)
+app.command("bench")(bench_command)
+
+
+def main() -> None:
+    """Entry point of the `dcformer` command."""
+    app(prog_name="dcformer")
 
 
 __all__ = ["app", "main"]

@@ -1,6 +1,6 @@
 """`python -m dcformer.cli`, the same as `dcformer`."""
 
-from .main import main
+from . import main
 
 
 if __name__ == "__main__":  # not in processes that vLLM starts, which import this module

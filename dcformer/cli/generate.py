@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..common.quiet import quiet_libraries
 from ..common.terminal import progress_bar
 from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
-from .printing import status
-from .running import running_command
+from .running import running_quietly, status
 
 
 if TYPE_CHECKING:
@@ -35,17 +33,12 @@ def generate_command(
         int | None, typer.Option(min=1, help="Most tokens to write.", show_default=f"{_OWN}, else 256")
     ] = None,
     do_sample: Annotated[
-        bool | None,
-        typer.Option("--do-sample/--greedy", help="Draw tokens, or take the likeliest.", show_default=_OWN),
+        bool | None, typer.Option("--do-sample/--greedy", help="Draw, or take the likeliest.", show_default=_OWN)
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Divide logits by this before drawing.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 for all.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw from the likeliest tokens of this probability.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Draw from tokens of this share of the likeliest's.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Draw from the top of this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, over the likeliest's.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
     num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
@@ -54,20 +47,12 @@ def generate_command(
         Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts: one on each line, or JSONL.")
     ] = None,
     field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSONL file of answers; repeat to resume.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of --prompts at once.", show_default="8; vllm 1024")
-    ] = None,
-    engine: Annotated[
-        Literal["transformers", "vllm"], typer.Option(help="Program that answers --prompts.")
-    ] = "transformers",
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at once.", show_default="8; vllm 1024")] = None,
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What answers --prompts.")] = "transformers",
     dtype: Dtype = None,
     device: Device = None,
-    attn_implementation: Annotated[
-        str | None, typer.Option(help="Attention such as dcmha_plain.", show_default="chosen by itself")
-    ] = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
     oov_policy: Annotated[
         Literal["error", "clamp", "pad"] | None,
         typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
@@ -87,19 +72,18 @@ def generate_command(
     Only generated text goes to stdout, messages go to stderr.
     """
     given = dict(locals())
-    with running_command(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
+    with running_quietly(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
         if prompts is not None and (chat or prompt is not None):
             raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
         if (prompts is None) != (output is None):
             raise ValueError("--prompts and --output need each other; give both or none.")
-        with quiet_libraries():
-            if prompts is not None:
-                _answer_file(given)
-            elif chat:
-                _converse(_load(given), prompt or "-")
-            else:
-                text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
-                _print(_load(given).stream(text))
+        if prompts is not None:
+            _answer_file(given)
+        elif chat:
+            _converse(_load(given), prompt or "-")
+        else:
+            text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
+            _print(_load(given).stream(text))
 
 
 def _load(given: dict[str, Any]) -> TextGenerator:

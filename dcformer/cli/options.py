@@ -9,6 +9,7 @@ import typer
 QUICK_HELP = {"default_map": {"help": False}}
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled model, a folder, or a name on the Hub.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")]
 Step = Annotated[
     int | None, typer.Option(help="Training step to read from a run folder.", show_default="the latest one")
 ]

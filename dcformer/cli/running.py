@@ -1,12 +1,15 @@
-"""How a command runs: with the models registered, errors in one line, and without the noise of other libraries."""
+"""How commands run and print: models registered, errors in one line, without the noise of other libraries."""
+
+from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..common.quiet import quiet_libraries
-from ..common.terminal import one_line_errors
+from ..common.terminal import make_console, one_line_errors, progress_bar
 
 
 def is_first_process() -> bool:
@@ -29,7 +32,40 @@ def running_command(
 
 
 @contextlib.contextmanager
-def running_on_checkpoints(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
-    """Run the body of a command that reads checkpoints, whose own progress bar others would tear."""
+def running_quietly(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
+    """Run the body of a command whose own output others would tear."""
     with running_command(debug, interrupted), quiet_libraries():
         yield
+
+
+@contextlib.contextmanager
+def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
+    """A progress bar on stderr, as conversions take it."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
+        yield lambda total: functools.partial(bar.advance, bar.add_task(task, total=total))
+
+
+@contextlib.contextmanager
+def status(task: str) -> Iterator[None]:
+    """A sign of life on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(task):
+        yield
+
+
+def print_line(text: str) -> None:
+    make_console().print(text, soft_wrap=True)
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    make_console().print(table)

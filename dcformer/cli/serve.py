@@ -1,4 +1,4 @@
-"""`dcformer serve`: OpenAI's API for a model, from the server of vLLM or of Transformers."""
+"""`dcformer serve`, OpenAI's API for a model, and `dcformer demo`, a page in the browser."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..common.quiet import quiet_libraries
-from .options import Debug, Dtype, Model, Revision, Tokenizer
-from .running import running_command
+from .options import Debug, Device, Dtype, Host, Model, Revision, Tokenizer
+from .running import running_quietly, status
 
 
-# Options that this command lacks are the engine's.
+# Options that `dcformer serve` lacks are the engine's.
 PASS_OPTIONS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -21,7 +20,7 @@ def serve_command(
     engine: Annotated[
         Literal["auto", "vllm", "transformers"], typer.Option(help="Server; auto is vllm where it is installed.")
     ] = "auto",
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     dtype: Dtype = None,
     tokenizer: Tokenizer = None,
@@ -35,13 +34,34 @@ def serve_command(
     """
     if model.startswith("-"):
         raise typer.BadParameter(f"Give MODEL before options of the engine, got {model!r}.")
-    with running_command(debug, interrupted="Stopped."):
+    with running_quietly(debug, interrupted="Stopped."):
         from ..loading import find_model
         from ..serving import choose_engine, serve
 
         trusts = "--trust-remote-code" in context.args
-        with quiet_libraries():
-            found = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
+        found = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
         chosen = choose_engine(engine)
         typer.echo(f"Starting {chosen}: {model} will be at http://{host}:{port}/v1 (OpenAI's API); Ctrl-C ends it.")
         serve(found, chosen, host=host, port=port, dtype=dtype, tokenizer=tokenizer, arguments=context.args)
+
+
+def demo_command(
+    model: Model = "dcformer-tiny",
+    host: Host = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port.", show_default="the first free one from 7860")] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    tokenizer: Tokenizer = None,
+    revision: Revision = None,
+    debug: Debug = False,
+) -> None:
+    """Open a page to try a model on: streamed text, and attention before and after composition."""
+    with running_quietly(debug, interrupted="Stopped."):
+        from ..demo import serve_page
+
+        options = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
+        with status("Loading"):
+            server = serve_page(model, host=host, port=port, opens_browser=browser, **options)
+        typer.echo(f"{model} is at {server.address}; Ctrl-C ends it.")
+        server.wait()

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..common.quiet import quiet_libraries
-from ..common.terminal import leaving_process_group, make_console, progress_bar
+from ..common.terminal import leaving_process_group, progress_bar
 from .options import Debug
-from .running import is_first_process, running_command
+from .running import is_first_process, print_line, running_command
 
 
 _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resume."
@@ -20,26 +20,16 @@ _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resum
 
 def train_command(
     recipe: Annotated[
-        str,
-        typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled."),
+        str, typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled.")
     ],
-    output: Annotated[
-        str | None, typer.Option(help="Folder to write the run to.", show_default="as the recipe says")
-    ] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="as the recipe says")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Replace a value of the recipe, such as training.max_steps=20; repeatable.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, as training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Resume from the last complete checkpoint in the folder, or remove what is there and start over.",
-        ),
+        typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over."),
     ] = True,
     debug: Debug = False,
 ) -> None:
@@ -59,7 +49,7 @@ def train_command(
         with quiet_libraries(messages=False, datasets=True), _progress(loaded.name, is_first) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
         if is_first:
-            make_console(pipe_width=160).print(_summary(result), soft_wrap=True)
+            print_line(_summary(result))
 
 
 def _summary(result: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 
-def make_console(pipe_width: int) -> Console:
+def make_console(pipe_width: int = 160) -> Console:
     """A console on stdout; pipes, which have no width, get one, since 80 columns cut names and break tables."""
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dcformer.cards import published_cards
 from dcformer.cards.scores import PAPER_NAME
-from dcformer.cli.main import app
+from dcformer.cli import app
 from dcformer.eval import Record, model_fingerprint, write_record
 
 

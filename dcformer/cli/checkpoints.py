@@ -1,0 +1,278 @@
+"""The commands on checkpoints: `dcformer convert`, `inspect`, `verify` and `card`."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from .options import QUICK_HELP, Debug, Json, PaxConfig, Step, TrainConfig
+from .running import byte_progress, print_line, print_table, running_quietly, status
+
+
+convert_app = typer.Typer(
+    help="Convert a checkpoint into another format.", no_args_is_help=True, context_settings=QUICK_HELP
+)
+
+_INTERRUPTED = "Interrupted; finished shards or arrays are kept, run the same command to resume."
+_CHECKPOINT = "The checkpoint: a local path, or a bucket or Hub name."
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
+Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
+Dtype = Annotated[
+    Literal["keep", "float32", "bfloat16", "float16"],
+    typer.Option(help="Number type of the written parameters; keep leaves each as it is in the source."),
+]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save beside the model.")]
+WithCode = Annotated[bool, typer.Option("--with-code", help="Write the model's code too, for trust_remote_code.")]
+ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")]
+Verify = Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward.")]
+Reference = Annotated[
+    str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
+]
+Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace DST if it holds a converted model and nothing else.")]
+
+
+@convert_app.command("maxtext")
+def convert_maxtext(
+    source: Source,
+    destination: Target,
+    step: Step = None,
+    train_config: TrainConfig = None,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    with_code: WithCode = False,
+    max_shard_size: ShardSize = "2GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a MaxText (orbax) checkpoint into a Transformers folder."""
+    _convert("convert_maxtext", **locals())
+
+
+@convert_app.command("pax")
+def convert_pax(
+    source: Source,
+    destination: Target,
+    config: Annotated[str, typer.Option(help="The model's config.json, in the authors' keys or ours.")],
+    step: Step = None,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    with_code: WithCode = False,
+    max_shard_size: ShardSize = "2GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Convert PAX weights (.npz, .npy files or zarr arrays) into a Transformers folder."""
+    _convert("convert_pax", **locals())
+
+
+@convert_app.command("torch")
+def convert_torch(
+    source: Source,
+    destination: Target,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    with_code: WithCode = False,
+    max_shard_size: ShardSize = "2GB",
+    verify: Verify = True,
+    reference_logits: Reference = None,
+    tolerance: Tolerance = 2e-4,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder in our layout."""
+    _convert("convert_torch", **locals())
+
+
+@convert_app.command("to-maxtext")
+def convert_to_maxtext(
+    source: Source,
+    destination: Target,
+    step: Annotated[int | None, typer.Option(help="Step to write.", show_default="the source's, or 0")] = None,
+    scan_layers: Annotated[bool, typer.Option(help="Stack the layers in one array per parameter.")] = True,
+    layers_per_block: Annotated[int | None, typer.Option(help="Layers in a block.", show_default="as in SRC")] = None,
+    param_dtype: Annotated[
+        Literal["keep", "float32", "bfloat16"], typer.Option(help="Number type of the written arrays.")
+    ] = "keep",
+    fused_qkv: Annotated[bool, typer.Option("--fused-qkv", help="Write one array for query, key and value.")] = False,
+    fused_mlp: Annotated[bool, typer.Option("--fused-mlp", help="Write one array for gate and up.")] = False,
+    approximate: Annotated[bool, typer.Option("--approximate", help="Accept slightly different logits.")] = False,
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity.")] = True,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a Transformers folder into a MaxText (orbax) checkpoint."""
+    report = _run("convert_to_maxtext", **locals())
+    _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
+
+
+def _run(function: str, debug: bool, **arguments: Any) -> Any:
+    with running_quietly(debug, _INTERRUPTED), byte_progress("Converting") as progress:
+        from .. import conversion
+
+        return getattr(conversion, function)(progress=progress, **arguments)
+
+
+def _convert(function: str, **arguments: Any) -> None:
+    report = _run(function, **arguments)
+    source = report.source
+    _print_location(source["format"], source["location"], source["step"], source.get("skipped_steps", {}))
+    _print_origins("Configuration", report.origins)
+    if report.ignored:
+        print_table("Arrays not converted", ("reason", "count"), Counter(report.ignored.values()).most_common())
+    print_table("Verification", ("check", "result"), report.verification.items())
+    _print_end(report, f": {report.resumed_shards} shards resumed, ")
+
+
+def _print_end(report: Any, what: str) -> None:
+    nbytes, seconds = report.source_bytes, report.seconds
+    speed = f"{nbytes / 1e9:.3g} GB in {seconds:.1f} s ({nbytes / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
+    print_line(f"{report.destination}{what}{speed}")
+
+
+def inspect_command(
+    path: Annotated[str, typer.Argument(metavar="PATH", help=_CHECKPOINT)],
+    step: Step = None,
+    train_config: TrainConfig = None,
+    config: PaxConfig = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
+    with running_quietly(debug):
+        from ..conversion import dtype_name, inspect_checkpoint
+
+        found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2, default=str))
+        return
+    _print_location(found.format, found.location, found.step, found.skipped_steps)
+    rows = [
+        (each.name, _shape(each.shape), dtype_name(each.dtype), _shape(each.chunk_shape), f"{each.nbytes:,}")
+        for each in found.tensors
+    ]
+    print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
+    if found.architecture:
+        _print_origins("Architecture", found.architecture)
+    else:
+        print_line(f"Architecture unknown: {found.note}")
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
+    print_line(f"{found.total_parameters:,} parameters, {found.total_bytes:,} bytes, arrays: {dtypes}")
+    if found.optimizer_arrays:
+        print_line(f"{found.optimizer_arrays} arrays of the optimizer, not opened")
+
+
+def _print_location(format: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
+    """Print which checkpoint was read."""
+    print_line(f"{format}, {location}" + ("" if step is None else f", step {step}"))
+    for number, reason in skipped_steps.items():
+        print_line(f"Step {number} was skipped: {reason}")
+
+
+def _print_origins(title: str, origins: Iterable[Any]) -> None:
+    """Print the values of a configuration and where each was found."""
+    rows = [(o.field, _short(o.value), "default" if o.is_default else "", o.origin) for o in origins]
+    print_table(title, ("field", "value", "", "from"), rows)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def verify_command(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format; alone, a converted folder.")],
+    b: Annotated[str | None, typer.Argument(metavar="B", help="The checkpoint to compare A with.")] = None,
+    train_config: TrainConfig = None,
+    config: PaxConfig = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """
+    Check a converted folder's hashes, or compare two checkpoints.
+
+    With A alone, every file is checked against the SHA-256 in its conversion_report.json. With A and B, of any
+    formats, tensors and logits are compared. The exit status is 0 if everything matches, and 1 otherwise.
+    """
+    result: Any
+    if b is None:
+        with running_quietly(debug), byte_progress("Checking") as progress:
+            from ..conversion import verify_hashes
+
+            result = verify_hashes(a, progress=progress)
+    else:
+        with running_quietly(debug), status("Comparing"):
+            from ..conversion import compare
+
+            result = compare(a, b, train_config=train_config, config=config)
+    if as_json:
+        typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
+    elif b is None:
+        _print_first("Not as in conversion_report.json", ("file", "problem"), list(result.problems.items()))
+        summary = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"
+        print_line(f"{result.folder}: SHA-256 of {result.checked} files, {result.nbytes:,} bytes: {summary}")
+    else:
+        rows = [(name, f"missing in {where}") for name, where in result.missing.items()]
+        rows += [(name, f"shapes {_shape(left)} and {_shape(right)}") for name, (left, right) in result.shapes.items()]
+        largest = sorted(result.tensors.items(), key=lambda item: -item[1])
+        rows += [(name, f"max abs {difference:.3g}") for name, difference in largest]
+        _print_first("Tensors that differ", ("tensor", "difference"), rows)
+        changes = [(key, _short(left), _short(right)) for key, (left, right) in result.config.items()]
+        _print_first("Configuration values that differ", ("field", "A", "B"), changes)
+        print_line(f"Logits: {result.logits or f'not compared; {result.note}'}")
+        print_line(f"{result.compared} tensors compared: {result.result}")
+    if not result.same:
+        raise typer.Exit(1)
+
+
+def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table of the first 20 rows, and how many there are besides; nothing without rows."""
+    if rows:
+        print_table(title, columns, rows[:20])
+    if len(rows) > 20:
+        print_line(f"and {len(rows) - 20} more")
+
+
+def card_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model, whose README.md is the card.")],
+    results: Annotated[Path, typer.Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
+    evaluated_as: Annotated[
+        str | None,
+        typer.Option(help="Name under which the model was evaluated.", show_default="any, with the weights in MODEL"),
+    ] = None,
+    paper_row: Annotated[
+        str | None,
+        typer.Option(help="Row of Table 4 to add, such as DCFormer++2.8B, or none.", show_default="by MODEL's name"),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """
+    Write the scores of `dcformer eval` into a model card.
+
+    They go into the card's metadata (model-index), a table in its text, and .eval_results/*.yaml for the Hub. Your own
+    text stays, and repeating the command changes nothing.
+    """
+    with running_quietly(debug):
+        from ..cards import update_card
+
+        updated = update_card(str(model), str(results), evaluated_as=evaluated_as, paper_row=paper_row)
+    for line in updated.left_out:
+        print_line(line)
+    papers = f" and {updated.from_paper} figures of the paper" if updated.from_paper else ""
+    summary = f"{updated.card}: {updated.measured} measured scores{papers}"
+    print_line(f"{summary}; {len(updated.files)} files in .eval_results")
