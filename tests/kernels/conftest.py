@@ -1,14 +1,38 @@
 """The Triton kernels run in Triton's interpreter where there is no GPU."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from quick_interpreter import spare_repeated_patches
 
 
 pytest.importorskip("triton")
-spare_repeated_patches()
+
+
+def spare_repeated_patches() -> None:
+    """
+    Spare the interpreter a step that it repeats. A kernel has the language replaced by what works on arrays until it
+    ends, and functions that it calls once more, each time that they are called, which takes half of the time. Ours see
+    the modules that the kernel sees; those of Triton's library see others, which stay replaced after the first time.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    patching_call = InterpretedFunction.__call__
+    patched: set[str] = set()
+
+    def call(self, *args, **kwargs):
+        module = self.fn.__module__
+        if module.startswith("dcformer.") or module in patched:
+            return self.rewrite()(*args, **kwargs)
+        patched.add(module)
+        return patching_call(self, *args, **kwargs)
+
+    InterpretedFunction.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    spare_repeated_patches()
 
 
 @pytest.fixture(autouse=True)

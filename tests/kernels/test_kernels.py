@@ -40,12 +40,11 @@ NAMES = [
     "static_and_query_gate",
     "key_low_rank_and_gates",
     "neither",
-    "length_111_channels_80_window_20",
 ]
 KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
-    "chunks": Case({**WIDE, "queries": 150, "pre": DYNAMIC}, {"sliding_window": 30}),
-    "chunks_of_rows": Case({**WIDE, "queries": 20, "rank": 1}, mask=left_padding),
-    "one_query_at_a_time": Case({**WIDE, "queries": 20, "rank": 1, "pre": DYNAMIC, "post": DYNAMIC}),
+    "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
+    "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),
+    "one_query_at_a_time": Case({**WIDE, "queries": 9, "rank": 1, "pre": DYNAMIC, "post": DYNAMIC}),
 }
 IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values",)
 

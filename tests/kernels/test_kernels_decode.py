@@ -30,27 +30,22 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "B2-Q2-S63-H6-D80-win32": Step(
-        {"batch": 2, "heads": 6, "queries": 2, "keys": 63, "channels": 80}, {"sliding_window": 32}
+    "Q2-S63-H3-D80-win32": Step({"heads": 3, "queries": 2, "keys": 63, "channels": 80}, {"sliding_window": 32}),
+    "Q1-S40-H24-groups3": Step({"heads": 24, "queries": 1, "keys": 40, "groups": 3}),
+    "Q2-S33-H4-kv2-D24-groups2": Step(
+        {"heads": 4, "key_value_heads": 2, "queries": 2, "keys": 33, "channels": 24, "groups": 2}
     ),
-    "Q1-S100-H24-groups3": Step({"heads": 24, "queries": 1, "keys": 100, "groups": 3}),
-    "Q2-S33-H6-kv3-D24-groups2": Step(
-        {"heads": 6, "key_value_heads": 3, "queries": 2, "keys": 33, "channels": 24, "groups": 2}
-    ),
-    "Q8-S20-H2-kv1": Step({"heads": 2, "key_value_heads": 1, "queries": 8}),
-    "Q8-S40-H2-win1": Step({"heads": 2, "queries": 8, "keys": 40}, {"sliding_window": 1}),
+    "Q5-S20-H2-kv1": Step({"heads": 2, "key_value_heads": 1, "queries": 5}),
+    "Q3-S40-H2-win1": Step({"heads": 2, "queries": 3, "keys": 40}, {"sliding_window": 1}),
     "Q2-S40-H3-win9-bidirectional": Step(
         {"heads": 3, "queries": 2, "keys": 40}, {"sliding_window": 9, "is_causal": False}
     ),
-    "Q1-S1-H3": Step({"heads": 3, "queries": 1, "keys": 1}),
     "Q5-S3-H2": Step({"heads": 2, "queries": 5, "keys": 3}),
     "Q2-H3-D3-values5": Step({"heads": 3, "queries": 2, "channels": 3, "value_channels": 5}),
     "float16-rank1": Step({"queries": 2, "rank": 1}, {}, torch.float16),
     "rank4-no-pre": Step({"queries": 2, "rank": 4, "pre": None}),
-    "neither": Step({"queries": 2, "pre": None, "post": None}),
     "static-before-in-2-groups": Step({"queries": 2, "pre": ("static",), "post": None, "groups": 2}),
     "query-wise-and-key-wise": Step({"queries": 2, "pre": QUERY_WISE, "post": KEY_WISE}),
-    "gates": Step({"queries": 2, "pre": ("query_gate", "key_gate"), "post": ("key_gate",)}),
     "B2-padding": Step({"batch": 2, "queries": 4}, {"padding": torch.arange(20) >= torch.tensor([[18], [0]])}),
     "B2-boolean": Step(
         {"batch": 2, "queries": 2}, {"is_causal": False, "dense": torch.rand(2, 1, 2, 20).round().bool()}

@@ -114,11 +114,6 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
     assert newer.rope_parameters["rope_theta"] == 500000
 
 
-def test_rotary_share_of_dcpythia():
-    assert DCPythiaConfig().rope_parameters["partial_rotary_factor"] == 0.25
-    assert DCPythiaConfig(rotary_pct=0.5).rope_parameters["partial_rotary_factor"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -182,11 +177,6 @@ def test_every_variant_survives_saving(variant, tmp_path):
     assert saved_values(again) == saved_values(config)
 
 
-def test_preset_values_can_be_overridden():
-    config = DCFormerConfig.from_preset("dcformer-8b", num_hidden_layers=4, layer_types=None)
-    assert (config.num_hidden_layers, config.hidden_size, pattern(config)) == (4, 4096, "LGLG")
-
-
 @pytest.mark.parametrize("name", ["dcformer-405m", "dcformer-8b", "dcpythia-6.9b"])
 def test_compose_parameters_of_a_preset_follow_equation_10(name):
     """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
@@ -194,15 +184,6 @@ def test_compose_parameters_of_a_preset_follow_equation_10(name):
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.compose_rank
     per_layer = 4 * hidden * 2 * rank * heads + 4 * (2 * rank * heads) ** 2 + 4 * hidden * heads
     assert count(meta_model(config), "compose") == config.num_hidden_layers * per_layer
-
-
-def test_total_of_dcformer_2_8b():
-    """Embeddings 2 V D, and per layer 4 D^2 + 3 D F, two norms of D, two of D_h, and the composition."""
-    config = DCFormerConfig.from_preset("dcformer-2.8b")
-    vocab, hidden, inner, heads, head_dim = 50257, 2560, 6912, 32, 80
-    compose = 4 * hidden * 128 + 4 * 128**2 + 4 * hidden * heads
-    layer = 4 * hidden**2 + 3 * hidden * inner + 2 * hidden + 2 * head_dim + compose
-    assert count(meta_model(config)) == 2 * vocab * hidden + 32 * layer + hidden == 2_849_567_232
 
 
 @pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])

@@ -7,11 +7,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    AutoTokenizer,
-    pipeline,
 )
-
-import dcformer
 
 
 FAMILIES = ["dcformer", "dcpythia"]
@@ -75,15 +71,3 @@ def test_a_head_is_drawn_on_a_language_model_and_its_decoder_kept(tmp_path):
     assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
     for name, parameter in language_model.model.named_parameters():
         assert torch.equal(model.model.get_parameter(name), parameter), name
-
-
-def test_text_classification_through_a_pipeline():
-    folder = dcformer.pretrained_path("dcformer-tiny")
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2, dtype="float32")
-    classifier = pipeline("text-classification", model=model, tokenizer=AutoTokenizer.from_pretrained(folder))
-    texts = ["The city in India", "Which is different? There are Paris, Paris, Mumbai."]
-    together = classifier(texts, batch_size=2)
-    for text, answer in zip(texts, together):
-        alone = classifier(text)[0]
-        assert alone["label"] == answer["label"]
-        assert abs(alone["score"] - answer["score"]) < 1e-4

@@ -96,15 +96,6 @@ def test_a_mask_of_another_shape_is_refused(model_name, shape):
             model(tokens, attention_mask=torch.ones(shape, dtype=torch.bool), use_cache=use_cache)
 
 
-@pytest.mark.parametrize("model_name", MODELS)
-def test_a_mask_of_one_row_is_for_all_rows(model_name):
-    model, tokens = tiny_model(model_name), random_tokens(3, LENGTH)
-    mask = torch.ones(1, LENGTH, dtype=torch.long)
-    mask[:, :2] = 0
-    right = reference(model, tokens, padding=mask.expand(3, -1))
-    torch.testing.assert_close(model(tokens, attention_mask=mask).logits[:, 2:], right[:, 2:], atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize("model_name", ["dcformer", "plain_gated_transformer"])
 def test_masks_by_layer_type_fit_the_keys_of_their_layers(model_name):
     model, tokens = tiny_model(model_name), random_tokens(2, LENGTH)
@@ -163,14 +154,6 @@ def test_a_cache_of_another_model_is_refused(kind):
             model(tokens[:, PAST:], past_key_values=cache)
     with pytest.raises((ValueError, RuntimeError)):  # of another batch, by torch itself
         model(random_tokens(3, 1), past_key_values=filled_cache(kind, model, tokens))
-
-
-def test_a_full_static_cache_is_refused():
-    model, tokens = tiny_model(sliding_window=None), random_tokens(2, PAST + LENGTH)
-    cache = StaticCache(config=model.config, max_cache_len=PAST + 2)
-    model(tokens[:, :PAST], past_key_values=cache)
-    with pytest.raises((ValueError, RuntimeError, IndexError)):  # by torch itself
-        model(tokens[:, PAST:], past_key_values=cache)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import torch
 from reference import reference_attention
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from dcformer import DCFormerForCausalLM, DCFormerModel, compose, register_implementation
+from dcformer import DCFormerForCausalLM, compose, register_implementation
 
 
 PLAIN = [name for name in VARIANTS if not tiny_config(name).composes_heads]
@@ -28,22 +28,6 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_token():
 
 
 @torch.no_grad()
-def test_logits_to_keep():
-    model, tokens = tiny_model(), random_tokens(2, 15)
-    logits = model(tokens).logits
-    torch.testing.assert_close(model(tokens, logits_to_keep=4).logits, logits[:, -4:])
-    kept = torch.tensor([0, 3, 14])
-    torch.testing.assert_close(model(tokens, logits_to_keep=kept).logits, logits[:, kept])
-
-
-@torch.no_grad()
-def test_embeddings_instead_of_ids():
-    model, tokens = tiny_model(), random_tokens(2, 15)
-    embeddings = model.get_input_embeddings()(tokens)
-    assert torch.equal(model(inputs_embeds=embeddings).logits, model(tokens).logits)
-
-
-@torch.no_grad()
 def test_scaled_rope_also_after_loading(tmp_path):
     """Linear scaling by two sees position 2p as the plain table sees p."""
     plain, tokens = tiny_model().double(), random_tokens(1, 15)
@@ -52,17 +36,6 @@ def test_scaled_rope_also_after_loading(tmp_path):
     loaded = DCFormerForCausalLM.from_pretrained(tmp_path).eval().double()
     logits = loaded(tokens, attention_mask=torch.ones(1, 15), position_ids=2 * torch.arange(15)[None]).logits
     torch.testing.assert_close(logits, plain(tokens).logits, atol=1e-6, rtol=0)
-
-
-@torch.no_grad()
-def test_outputs_without_a_head():
-    model, tokens = tiny_model(), random_tokens(2, 9)
-    outputs = model.model(tokens, output_hidden_states=True)
-    assert isinstance(model.model, DCFormerModel)
-    assert len(outputs.hidden_states) == TINY["num_hidden_layers"] + 1
-    assert torch.equal(outputs.hidden_states[-1], outputs.last_hidden_state)
-    assert isinstance(outputs.past_key_values, DynamicCache)
-    assert model.model(tokens, use_cache=False).past_key_values is None
 
 
 @torch.no_grad()
@@ -98,21 +71,6 @@ def test_gradients_equal_those_of_the_reference(variant):
         torch.testing.assert_close(ours[name], expected, atol=1e-10, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(use_reentrant):
-    tokens = random_tokens(2, 23)
-    gradients = []
-    for use in (False, True):
-        model = tiny_model().double().train()
-        if use:
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model(tokens, labels=tokens, use_cache=False).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, checkpointed in zip(*gradients):
-        torch.testing.assert_close(checkpointed, plain, atol=1e-12, rtol=1e-10)
-
-
 def eager_16_bit_attention(query, key, value, pre, post, *, scaling, mask, **options):
     """How an eager model of Transformers computes in 16 bits: every tensor rounded, the softmax in float32."""
     dtype = query.dtype
@@ -139,17 +97,6 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_dtype_of_outputs_and_of_the_rotary_frequencies(dtype):
-    model = tiny_model()
-    frequencies = model.model.rotary_emb.inv_freq.clone()
-    model = model.to(dtype)
-    assert model(random_tokens(1, 20)).logits.dtype == dtype
-    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@torch.no_grad()
 def test_buffers_are_rebuilt_after_meta_initialisation():
     model, tokens = tiny_model(), random_tokens(1, 9)
     with torch.device("meta"):
@@ -157,11 +104,6 @@ def test_buffers_are_rebuilt_after_meta_initialisation():
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
     assert torch.equal(empty.eval()(tokens).logits, model(tokens).logits)
-
-
-def test_only_parameters_are_saved():
-    model = tiny_model("all_branches")
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -176,12 +176,6 @@ def test_a_query_that_sees_no_key_gets_nothing_and_never_nan(need_weights):
     assert weights is None or weights[1].count_nonzero() == 0
 
 
-def test_dropout_is_for_training_alone():
-    module = composing(dropout=0.5)
-    assert 0.3 < module(*sequences(), average_attn_weights=False)[1].eq(0).float().mean() < 0.7
-    assert module.eval()(*sequences(), average_attn_weights=False)[1].ne(0).all()
-
-
 def test_after_a_start_as_identity_every_parameter_learns():
     module = DCMultiheadAttention(WIDTH, HEADS, batch_first=True, identity=True, static=True)
     before = copy.deepcopy(module)
@@ -191,15 +185,6 @@ def test_after_a_start_as_identity_every_parameter_learns():
         optimizer.step()
     for name, parameter in module.compose.named_parameters():
         assert not torch.equal(parameter, before.compose.get_parameter(name)), name
-
-
-def test_it_compiles_whole():
-    module = composing()
-    query, key, value = sequences()
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    masks = {"key_padding_mask": PADDING, "attn_mask": PAIRS}
-    expected = module(query, key, value, **masks, need_weights=False)[0]
-    assert_close(compiled(query, key, value, **masks, need_weights=False)[0], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -215,21 +200,6 @@ def test_torchs_encoder_layers_never_pass_it_over_for_their_own_kernel():
     encoder.use_nested_tensor = False
     with torch.no_grad():
         assert_close(encoder(x, src_key_padding_mask=PADDING), expected, **CLOSE)
-
-
-def test_the_composition_starts_as_section_4_says():
-    torch.manual_seed(0)
-    width, heads, rank = 512, 16, 2
-    compose = DCMultiheadAttention(width, heads, rank=rank, static=True).compose
-    inner = 2 * heads * rank
-    for weight, deviation in (
-        (compose.hidden_weight, math.sqrt(2 / (width + inner))),
-        (compose.low_rank_weight, 0.02 / (math.sqrt(inner) * (heads + rank))),
-        (compose.gate_weight, 0.05 * math.sqrt(2) / (width + heads)),
-        (compose.static_weight, math.sqrt(1 / heads)),
-    ):
-        # Of n draws the deviation is off by 1 / sqrt(2 n) of itself; four times that.
-        assert abs(weight.std().item() / deviation - 1) < 4 / math.sqrt(2 * weight.numel())
 
 
 @pytest.mark.parametrize("side", ["query_wise", "key_wise"])

@@ -1,8 +1,6 @@
 """Tools that are given a path find the class that its config.json names, as they do for models of Transformers."""
 
 import re
-import sys
-import types
 
 import pytest
 import transformers
@@ -11,7 +9,6 @@ from transformers.cli.serving.model_manager import ModelManager
 
 import dcformer
 from dcformer import DCFormerForCausalLM, DCPythiaConfig, pretrained_path
-from dcformer.common.architectures import add_to_transformers
 
 
 def test_all_public_models_and_configurations_are_found_by_name():
@@ -28,14 +25,6 @@ def test_the_auto_class_of_its_task_gives_every_public_model(name):
     auto_class = getattr(transformers, f"AutoModel{ending.removeprefix('Model')}")
     config_class = getattr(dcformer, f"{family}Config")
     assert auto_class._model_mapping[config_class] is getattr(dcformer, name)
-
-
-def test_who_imported_transformers_before_it_was_complete_finds_them_too(monkeypatch):
-    early, holder = types.ModuleType("transformers"), types.ModuleType("holder")
-    holder.transformers = early
-    monkeypatch.setitem(sys.modules, "holder", holder)
-    add_to_transformers([DCFormerForCausalLM])
-    assert early.DCFormerForCausalLM is DCFormerForCausalLM
 
 
 def test_the_server_of_transformers_loads_a_model():

@@ -19,7 +19,6 @@ METHODS = {
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     ),
     "quanto_int8": lambda: QuantoConfig(weights="int8"),
-    "quanto_int4": lambda: QuantoConfig(weights="int4"),
 }
 WRITABLE = [name for name in METHODS if not name.startswith("quanto")]
 

@@ -46,13 +46,6 @@ def test_gpt_neox_tokenizer_through_auto_tokenizer(model_type, tokenizer_class, 
         assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False)
 
 
-def test_tokenizer_emits_ids_that_the_published_embedding_lacks(tokenizer_file, tmp_path):
-    """Why `oov_policy` exists: runs of spaces have ids beyond the 50,257 rows."""
-    write_folder(tmp_path, tokenizer_file, "dcformer", None)
-    ids = AutoTokenizer.from_pretrained(tmp_path)("a  b")["input_ids"]
-    assert max(ids) == 50276
-
-
 def test_the_pipeline_continues_a_batch_past_the_window(tokenizer_file, tmp_path):
     """Each text of a left-padded batch is continued as it is alone."""
     tiny_model(vocab_size=50304).save_pretrained(tmp_path)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny_config, tiny_model
+from tiny_models import random_tokens, tiny_model
 from transformers import GenerationConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
-
-from dcformer import DCFormerForCausalLM
 
 
 FAMILIES = ["dcformer", "plain_gated_transformer"]
@@ -66,17 +64,6 @@ def test_compiled_for_a_second_length_it_knows_all():
         assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
         counts.append(len(graphs))
     assert counts == [1, 2, 2]
-
-
-@pytest.mark.parametrize("variant", FAMILIES)
-def test_meta_tensors(variant):
-    with torch.device("meta"):
-        model = DCFormerForCausalLM(tiny_config(variant))
-    for length in (13, 40):
-        tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
-        positions = {"position_ids": tokens, "use_cache": False}
-        for arguments in ({"attention_mask": torch.ones_like(tokens)}, {"labels": tokens}, positions):
-            assert model(tokens, **arguments).logits.shape == (2, length, 67)
 
 
 def test_forward_mode_derivatives(length=13):

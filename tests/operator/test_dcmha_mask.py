@@ -10,7 +10,7 @@ from reference import hidden_pairs
 from dcformer.dcmha import ComposeSide, Visibility, composed_attention
 
 
-exhaustive = settings(derandomize=True, deadline=None, max_examples=150)
+exhaustive = settings(derandomize=True, deadline=None, max_examples=80)
 HEADS = 2
 
 

@@ -21,12 +21,14 @@ from dcformer.training.checkpoints import MARKER
 # Each of two processes accumulates over two passes, and the last batch of the evaluation is not full.
 TRAINING = {"batch_tokens": 128, "max_steps": 6, "save_steps": 4, "evaluation_steps": 3}
 DATA = {"loss_on": "answers", "evaluation": {"documents": 5}}
-RUNS = {"ddp": {}, "fsdp": {"fsdp": True}, "streaming": {}}
+# Name -> whether parameters are sharded; the sharded run streams its data.
+RUNS = {"ddp": False, "fsdp": True}
+SINGLE = {"ddp": "single", "fsdp": "single_streaming"}
 
 
 def recipe_of(folder, name):
-    data = {**DATA, "streaming": True} if "streaming" in name else DATA
-    return tiny_recipe(folder / name, data=data, training={**TRAINING, **RUNS.get(name, {})})
+    data = {**DATA, "streaming": name in ("fsdp", "single_streaming")}
+    return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": RUNS.get(name, False)})
 
 
 def train_in_two_processes(recipe):
@@ -77,7 +79,7 @@ def assert_same_losses(folder, expected):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_process_also_after_a_stop(name, runs):
-    expected = runs / ("single_streaming" if name == "streaming" else "single")
+    expected = runs / SINGLE[name]
     assert_same_losses(runs / name, expected)
     # As if it had been killed while writing the last checkpoint.
     (runs / name / "checkpoint-6" / MARKER).unlink()
@@ -85,9 +87,9 @@ def test_losses_are_those_of_one_process_also_after_a_stop(name, runs):
     assert_same_losses(runs / name, expected)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", RUNS)
 def test_the_model_is_that_of_one_process(name, runs):
-    expected = load_file(runs / "single" / "final" / "model.safetensors")
+    expected = load_file(runs / SINGLE[name] / "final" / "model.safetensors")
     found = AutoModelForCausalLM.from_pretrained(runs / name / "final").state_dict()
     assert found.keys() == expected.keys()
     for key, weight in expected.items():

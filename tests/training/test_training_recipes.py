@@ -40,13 +40,14 @@ def test_every_packaged_recipe_loads(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_recipe_is_what_table_3_and_appendix_c_say(name):
     layers, hidden, heads, learning_rate, tokens, parameters = SIZES[name.rpartition("-")[2]]
-    recipe, model = load_recipe(name), meta_model(name)
-    config, training = model.config, recipe.training
+    recipe = load_recipe(name)
+    config, training = build_config(recipe.model), recipe.training
     is_improved, composes = "++" in name, name.startswith("dcformer")
 
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (layers, hidden, heads)
     assert config.head_dim == 64 and not config.tie_word_embeddings
-    assert model.num_parameters() == pytest.approx(parameters, rel=0.055)
+    if "405m" in name:  # shapes alone take half a second
+        assert meta_model(name).num_parameters() == pytest.approx(parameters, rel=0.055)
     assert (training.learning_rate, training.tokens, training.batch_tokens) == (learning_rate, tokens, 2**19)
     assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.95, 1e-8)
     assert (training.warmup_ratio, training.final_learning_rate_ratio) == (0.01, 0.1)

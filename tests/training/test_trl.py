@@ -79,13 +79,11 @@ def test_only_an_adapter_is_trained_with_lora(model, fit):
     assert all(weight.abs().max() > 0 for weight in adapters.values())
 
 
-@pytest.mark.parametrize("source", ["path", "with_a_reference", "adapter"])
+@pytest.mark.parametrize("source", ["path", "adapter"])
 def test_preferences_train(source, model, fit):
     """Without a reference model TRL loads one from the path by the name of the class in config.json."""
     arguments = {}
-    if source == "with_a_reference":
-        arguments["ref_model"] = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    elif source == "adapter":
+    if source == "adapter":
         arguments["peft_config"] = LoraConfig(r=4)
     preferences = {"prompt": PROMPTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
     first, second = fit(DPOTrainer, DPOConfig, TINY if source == "path" else model, preferences, arguments=arguments)
