@@ -20,14 +20,6 @@ PAPER_URL = "https://arxiv.org/abs/2405.08553"
 # As the authors' repositories on the Hub say.
 PUBLISHED_LICENCES = {"Caiyun-AI/DCFormer-2.8B": "mit", "Caiyun-AI/DCPythia-6.9B": "mit"}
 
-# Ending of a class -> its Auto class and the Hub's name of its task.
-_TASKS = {
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
-    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
-    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
-}
 _SIGNATURE = "<!-- dcformer wrote this card and may replace it unless it was edited. sha256: {} -->"
 _SIGNED = re.compile("\n" + re.escape(_SIGNATURE).replace(r"\{\}", "([0-9a-f]{64})") + r"\n\Z")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -55,18 +47,16 @@ def write_card(
 
     Args:
         name (`str`): The folder or the name on the Hub.
-        config (`DCFormerConfig` or `DCViTConfig`), class_name (`str`), parameters (`int`), dtype (`str`): Of the model.
+        config (`DCFormerConfig`), class_name (`str`), parameters (`int`), dtype (`str`): Of a causal language model.
         tags (defaults to none): Further tags for the Hub.
         licence, base_model (`str`, *optional*): As the Hub names them.
         sections (defaults to none): Heading and Markdown text of further sections.
         limits (`str`): Text of the section on limits.
     """
-    ending = re.search(r"For[A-Z]\w*$", class_name)
-    auto_class, task = _TASKS.get(ending[0] if ending else "", ("AutoModel", "feature-extraction"))
     data = ModelCardData(
         license=licence,
         library_name="transformers",
-        pipeline_tag=task,
+        pipeline_tag="text-generation",
         tags=list(dict.fromkeys([config.model_type, "dcmha", *tags])),
         base_model=base_model,
     )
@@ -81,7 +71,7 @@ def write_card(
         f"---\n{data.to_yaml()}\n---\n\n# {name}",
         f"`{class_name}` of {parameters:,} parameters in {dtype}, {kind}; saved with [dcformer]({PAPER_URL}) "
         f"{__version__}.",
-        f"## How to load\n\n{_loading(name, auto_class, config)}",
+        f"## How to load\n\n{_loading(name, config)}",
         f"## Shape\n\n{shape_table(config, parameters)}",
         *(f"## {heading}\n\n{text}" for heading, text in sections),
         f"## Licence\n\n{licence_text}",
@@ -91,23 +81,20 @@ def write_card(
     return f"{text}\n{_SIGNATURE.format(hashlib.sha256(text.encode()).hexdigest())}\n"
 
 
-def _loading(name: str, auto_class: str, config: Any) -> str:
+def _loading(name: str, config: Any) -> str:
+    first, trusts, note = "import dcformer  # registers the model with Transformers\n", "", ""
     if getattr(config, "_auto_class", None) or getattr(config, "auto_map", None):
-        return (
-            f'```python\nfrom transformers import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{name}", '
-            "trust_remote_code=True)\n```\n\n"
-            "The code lies beside the weights; read it before you trust it. Where dcformer is installed, "
+        first, trusts = "", ", trust_remote_code=True"
+        note = (
+            "\n\nThe code lies beside the weights; read it before you trust it. Where dcformer is installed, "
             "`import dcformer` takes the place of `trust_remote_code=True`."
         )
-    return (
-        "```python\nimport dcformer  # registers the model with Transformers\n"
-        f"from transformers import {auto_class}\n\n"
-        f'model = {auto_class}.from_pretrained("{name}")\n```'
-    )
+    load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{trusts})'
+    return f"```python\n{first}from transformers import AutoModelForCausalLM\n\n{load}\n```{note}"
 
 
 def shape_table(config: Any, parameters: int) -> str:
-    """The shape that a `DCFormerConfig` or `DCViTConfig` describes, as a Markdown table."""
+    """The shape that a `DCFormerConfig` describes, as a Markdown table."""
     switches = {
         "before the softmax": config.compose_pre,
         "after it": config.compose_post,
@@ -119,26 +106,20 @@ def shape_table(config: Any, parameters: int) -> str:
     }
     composed = ", ".join(name for name, is_on in switches.items() if is_on)
     groups = f", {config.compose_groups} groups of heads" if config.compose_groups > 1 else ""
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    heads = config.num_key_value_heads
     key_value = f", {heads} key/value heads" * (heads != config.num_attention_heads)
-    channels = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    sliding, layers = config.layer_types.count("sliding_attention"), config.num_hidden_layers
+    seen = f"{config.sliding_window} tokens in {sliding} of {layers} layers, all in the others"
     rows = {
         "parameters": f"{parameters:,}",
-        "layers": config.num_hidden_layers,
+        "layers": layers,
         "width": f"{config.hidden_size}, MLP {config.intermediate_size}",
-        "attention": f"{config.num_attention_heads} heads of {channels} channels{key_value}",
+        "attention": f"{config.num_attention_heads} heads of {config.head_dim} channels{key_value}",
         "composition": f"rank {config.compose_rank}{groups}: {composed}" if config.composes_heads else "none",
+        "a layer sees": seen if sliding else "all tokens in every layer",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "longest input": f"{config.max_position_embeddings:,} tokens",
     }
-    if hasattr(config, "image_size"):
-        for title, size in (("images", config.image_size), ("patches", config.patch_size)):
-            height, width = (size, size) if isinstance(size, int) else size
-            rows[title] = f"{height} x {width} pixels"
-    else:
-        sliding, layers = config.layer_types.count("sliding_attention"), config.num_hidden_layers
-        seen = f"{config.sliding_window} tokens in {sliding} of {layers} layers, all in the others"
-        rows["a layer sees"] = seen if sliding else "all tokens in every layer"
-        rows["vocabulary"] = f"{config.vocab_size:,} tokens"
-        rows["longest input"] = f"{config.max_position_embeddings:,} tokens"
     return table(("", ""), rows.items())
 
 

@@ -1,23 +1,42 @@
-"""Scores as the Hub reads them: `model-index` in the metadata of a card, and `.eval_results/*.yaml` beside it.
+"""Scores as the Hub reads them, measured and the paper's, and how they come into the card of a folder.
 
 Figures of the paper name it as their source. It does not say which split of a data set it used, so neither do they.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, EvalResultEntry
+import torch
+import transformers
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
 
-from ..eval import AUTHORS_TASKS, TABLE4_COLUMNS, Record, published, source_of
-from ..model_card import PAPER_URL
+from ..common.files import write_atomically
+from ..eval import (
+    AUTHORS_TASKS,
+    TABLE4_COLUMNS,
+    Record,
+    model_fingerprint,
+    model_folder,
+    published,
+    read_records,
+    source_of,
+)
+from ..model_card import CARD_FILE, PAPER_URL, table, without_signature, write_card
 
 
 PAPER_NAME = "Xiao et al., Improving Transformers with Dynamically Composable Multi-Head Attention, Table 4"
 MEASURED_BY = "dcformer eval"
 PAPER_SHOTS = (0, 5)
+_ENTRIES = re.compile(r"\w+-\d+shot-(dcformer|paper)\.yaml")
+_BEGIN = "<!-- dcformer results: written by `dcformer card`, which replaces all up to the next such mark -->"
+_END = "<!-- end of dcformer results -->"
 
 
 @dataclass(frozen=True)
@@ -31,11 +50,6 @@ class Score:
     stderr: float | None = None
     details: str = ""  # how it was measured; empty for the paper's
     is_papers: bool = False
-
-    @property
-    def is_on_hub(self) -> bool:
-        """Whether the Hub has the data set, and so a place for the score in its leaderboards."""
-        return source_of(self.task).is_on_hub
 
     @property
     def _dataset(self) -> tuple[str, str | None]:
@@ -125,3 +139,131 @@ def paper_scores(row: str | None) -> list[Score]:
     if "pile_ppl" in (perplexities := published.paper_perplexities(row)):
         scores.append(Score("pile_ppl", 0, "token_perplexity", perplexities["pile_ppl"], is_papers=True))
     return scores
+
+
+def update_card(
+    folder: str | os.PathLike,
+    results: str | os.PathLike,
+    *,
+    evaluated_as: str | None = None,
+    paper_row: str | None = None,
+) -> list[str]:
+    """
+    Write the scores of `dcformer eval` into a model's card, its `model-index` and `.eval_results/*.yaml`.
+
+    Everything else in the card and in that folder stays; scores that this function wrote before are replaced. A
+    DCFormer or DCPythia without a card gets one.
+
+    Args:
+        folder: The model's folder.
+        results: The folder that `dcformer eval` wrote.
+        evaluated_as (`str`, *optional*): The model's name in the results, such as its name on the Hub. By default the
+            results must be of the weights in the folder, by their SHA-256.
+        paper_row (`str`, *optional*): Row of the paper's Table 4 to add as the paper's, or `"none"`. By default the row
+            of the model's name.
+
+    Returns:
+        Sentences on each result left out, and on what was written.
+
+    Raises:
+        OSError: if a folder is not there or holds no model.
+        ValueError: if the results are of another model, or all of a part of the documents (`--limit`).
+    """
+    folder = Path(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    records = _records_of(folder, results, evaluated_as)
+    whole = [record for record in records if not record.is_partial]
+    said = [
+        f"{record.task}, {record.num_fewshot}-shot, was left out: {record.num_samples} of {record.num_documents} "
+        "documents are no result to publish."
+        for record in records
+        if record.is_partial
+    ]
+    if not whole:
+        raise ValueError(f"All results of {records[0].model!r} are partial (--limit); evaluate without a limit.")
+    name = whole[0].model.rstrip("/")
+    row = published.paper_row(name, None if paper_row is None else {name: paper_row})
+    measured, from_paper = measured_scores(whole), paper_scores(row)
+    path = folder / CARD_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else _new_card(folder, config)
+    card = ModelCard(without_signature(text))
+    others = [result for result in card.data.eval_results or [] if not _is_ours(result)]
+    card.data.eval_results = others + [score.to_eval_result() for score in (*measured, *from_paper)]
+    card.data.model_name = card.data.model_name or folder.resolve().name
+    card.data.library_name = card.data.library_name or "transformers"
+    card.text = _with_section(card.text, _section(measured, from_paper))
+    write_atomically(path, str(card))
+    files = _write_entries(folder / ".eval_results", [*measured, *from_paper])
+    papers = f" and {len(from_paper)} figures of the paper" if from_paper else ""
+    return [*said, f"{path}: {len(measured)} measured scores{papers}; {len(files)} files in .eval_results"]
+
+
+def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | None) -> list[Record]:
+    records = read_records(results)
+    if evaluated_as is not None:
+        found = [record for record in records if model_folder(record.model) == model_folder(evaluated_as)]
+    else:
+        weights = model_fingerprint(os.fspath(folder))
+        found = [record for record in records if record.settings.get("model") == weights]
+    if not found:
+        whose = "these weights and this config.json" if evaluated_as is None else repr(evaluated_as)
+        others = ", ".join(sorted({repr(record.model) for record in records}))
+        raise ValueError(
+            f"{os.fspath(results)!r} has no results of {whose}, only of {others}; evaluate this folder, or name the "
+            "model by --evaluated-as if it is the same."
+        )
+    return found
+
+
+def _is_ours(result: EvalResult) -> bool:
+    arguments = result.metric_args if isinstance(result.metric_args, dict) else {}
+    return arguments.get("by") == MEASURED_BY or result.source_name == PAPER_NAME
+
+
+def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
+    (class_name,) = config.architectures or ("",)
+    with torch.device("meta"):
+        parameters = getattr(transformers, class_name)(config).num_parameters()
+    dtype = str(config.dtype).removeprefix("torch.")
+    return write_card(folder.resolve().name, config, class_name=class_name, parameters=parameters, dtype=dtype)
+
+
+def _section(measured: Sequence[Score], from_paper: Sequence[Score]) -> str:
+    stated = {(score.task, score.num_fewshot, score.metric): score.value for score in from_paper}
+    rows = []
+    for score in measured:
+        error = "" if score.stderr is None else f" ± {score.stderr:g}"
+        theirs = stated.get((score.task, score.num_fewshot, score.metric), "")
+        rows.append((score.task, score.num_fewshot, score.metric, f"{score.value:g}{error}", theirs))
+    headings = ("task", "examples", "metric", "measured ± standard error", "the paper's, Table 4")
+    columns = len(headings) if stated else len(headings) - 1
+    scores = table(headings[:columns], [row[:columns] for row in rows])
+    source = f" The paper's figures are from {PAPER_NAME}." if stated else ""
+    how = "\n".join(f"- {line}" for line in sorted({score.details for score in measured}))
+    return f"## Results of dcformer eval\n\nAccuracies in percent.{source}\n\n{scores}\n\nMeasured with:\n\n{how}"
+
+
+def _with_section(text: str, section: str) -> str:
+    """The body of a card with our section in its place, or at the end."""
+    block = f"{_BEGIN}\n\n{section}\n\n{_END}"
+    start, end = text.find(_BEGIN), text.find(_END)
+    if 0 <= start < end:
+        return text[:start] + block + text[end + len(_END) :]
+    return f"{text.rstrip()}\n\n{block}\n"
+
+
+def _write_entries(folder: Path, scores: Sequence[Score]) -> list[Path]:
+    """A file for every task, number of examples and origin."""
+    groups: dict[Path, list[Score]] = {}
+    for score in scores:
+        if source_of(score.task).is_on_hub:  # else the Hub has no leaderboard of it
+            whose = "paper" if score.is_papers else "dcformer"
+            groups.setdefault(folder / f"{score.task}-{score.num_fewshot}shot-{whose}.yaml", []).append(score)
+    for old in folder.glob("*shot-*.yaml"):
+        if old not in groups and _ENTRIES.fullmatch(old.name):
+            old.unlink()
+    for file, group in groups.items():
+        folder.mkdir(exist_ok=True)
+        entries = eval_result_entries_to_yaml([score.to_entry() for score in group])
+        write_atomically(file, yaml.safe_dump(entries, sort_keys=False, allow_unicode=True))
+    return list(groups)

@@ -270,9 +270,5 @@ def card_command(
     with running_quietly(debug):
         from ..cards import update_card
 
-        updated = update_card(str(model), str(results), evaluated_as=evaluated_as, paper_row=paper_row)
-    for line in updated.left_out:
-        print_line(line)
-    papers = f" and {updated.from_paper} figures of the paper" if updated.from_paper else ""
-    summary = f"{updated.card}: {updated.measured} measured scores{papers}"
-    print_line(f"{summary}; {len(updated.files)} files in .eval_results")
+        for line in update_card(str(model), str(results), evaluated_as=evaluated_as, paper_row=paper_row):
+            print_line(line)

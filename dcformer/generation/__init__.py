@@ -1,8 +1,7 @@
 """Text from a model: streamed, in batches, or for a file of prompts."""
 
-from .generator import Generated, TextGenerator
+from .generator import Generated, TextGenerator, VLLMGenerator
 from .prompts import read_prompts, write_answers
-from .with_vllm import VLLMGenerator
 
 
 __all__ = ["Generated", "TextGenerator", "VLLMGenerator", "read_prompts", "write_answers"]

@@ -1,8 +1,9 @@
-"""Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model."""
+"""Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model; or vLLM."""
 
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -11,14 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TextIteratorStreamer
+from transformers import GenerationConfig, TextIteratorStreamer
 
-from ..loading import LoadedModel
+from ..common.optional import import_optional
+from ..loading import FoundModel, LoadedModel
 
 
 DEFAULT_NEW_TOKENS = 256
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_TOKENS_BEFORE = 4  # decoded before those of a stop string: the first of a text may read otherwise than inside it
+# For vLLM: stdout is for answers; on a CPU the cache would take nine tenths of the memory (in GiB).
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,7 @@ class TextGenerator:
 
     Args:
         loaded: From [`dcformer.loading.load_model`].
-        stop_strings (defaults to none): A text ends before the first of them. They are looked for in the text, not in
-            the vocabulary, so tokenizers of whole words have them too.
+        stop_strings (defaults to none): A text ends before the first of them, whatever the tokenizer's vocabulary.
         assistant (*optional*): A small model that drafts tokens, for one prompt at a time.
         warn (defaults to `warnings.warn`): Called once with a sentence if texts leave the model's context.
         options: Arguments of generate(); `None` leaves one to generation_config.json. A `temperature`, `top_k`,
@@ -65,9 +71,9 @@ class TextGenerator:
     ):
         if "" in stop_strings:
             raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
-        self.loaded, self.stop_strings, self.options = loaded, tuple(stop_strings), sampling_options(options)
+        self.loaded, self.stop_strings, self.options = loaded, tuple(stop_strings), _sampling_options(options)
         self._warn: Callable[[str], Any] | None = warn
-        self._eos = eos_token_ids(loaded.model.generation_config, loaded.tokenizer)
+        self._eos = _eos_token_ids(loaded.model.generation_config, loaded.tokenizer)
         named = (loaded.model.generation_config.pad_token_id, loaded.tokenizer.pad_token_id, *self._eos, 0)
         self._padding = next(number for number in named if number is not None)  # the mask hides it
         if assistant is not None:
@@ -79,12 +85,7 @@ class TextGenerator:
         self, prompt: str | Sequence[int], what: str = "The prompt", *, add_special_tokens: bool = True
     ) -> list[int]:
         """
-        Token ids of a prompt, a text or ids.
-
-        Args:
-            prompt: The prompt.
-            what (defaults to `"The prompt"`): Its name in errors.
-            add_special_tokens (defaults to `True`): `False` for texts of a chat template, which has them.
+        Token ids of a prompt, a text or ids; `what` names it in errors. Texts of a chat template have special tokens.
 
         Raises:
             ValueError: if it is empty, or an id has no embedding and `oov_policy` does not clamp it.
@@ -151,28 +152,22 @@ class TextGenerator:
         length = max(map(len, prompts))
         ids = torch.tensor([[self._padding] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])
-        limit = new_tokens(self.options, model.generation_config, model.config, length)
+        limit = _new_tokens(self.options, model.generation_config, model.config, length)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if self._warn is not None and context is not None and length + (limit or 0) > context:
             self._warn(f"{length} tokens and {limit or 0} new ones exceed the {context} that the model was made for.")
             self._warn = None
-        # Every token of a stop string has a byte of it at least.
-        seen = max((len(string.encode()) for string in self.stop_strings), default=0) + _TOKENS_BEFORE
+        # A token of a stop string has at least one byte of it; the first tokens decoded may read otherwise than inside.
+        seen = max((len(string.encode()) for string in self.stop_strings), default=0) + 4
 
         def is_done(sequences: Tensor, scores: Any, **_: Any) -> Tensor:
             ends = tokenizer.batch_decode(sequences[:, length:][:, -seen:]) if self.stop_strings else sequences
             done = [closed.is_set() or any(string in end for string in self.stop_strings) for end in ends]
             return torch.tensor(done, device=sequences.device)
 
-        given = self.options | options | ({} if limit is None else {"max_new_tokens": limit})
-        sequences = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            pad_token_id=self._padding,
-            eos_token_id=self._eos or None,
-            stopping_criteria=[is_done],
-            **given,
-        )
+        given = {"pad_token_id": self._padding, "eos_token_id": self._eos or None, "stopping_criteria": [is_done]}
+        given |= self.options | options | ({} if limit is None else {"max_new_tokens": limit})
+        sequences = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **given)
         answers = []
         for prompt, row in zip(prompts, sequences[:, length:].tolist()):
             ends = [place + 1 for place, number in enumerate(row) if number in self._eos]
@@ -182,23 +177,84 @@ class TextGenerator:
         return answers
 
 
-def sampling_options(options: dict[str, Any]) -> dict[str, Any]:
+class VLLMGenerator:
+    """
+    vLLM with a model and options of generate().
+
+    Args:
+        found: From [`dcformer.loading.find_model`].
+        stop_strings (defaults to none), options: As of [`TextGenerator`], without beams and drafts.
+        dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
+        tokenizer (*optional*): Folder or name on the Hub, in place of the model's.
+
+    Raises:
+        ImportError: without vLLM.
+    """
+
+    def __init__(
+        self,
+        found: FoundModel,
+        *,
+        stop_strings: Sequence[str] = (),
+        dtype: str | None = None,
+        tokenizer: str | None = None,
+        **options: Any,
+    ):
+        os.environ |= _VLLM_ENVIRONMENT | os.environ
+        self._vllm: Any = import_optional("vllm", "--engine vllm needs vLLM: pip install 'dcformer[vllm]'.")
+        self.found, self.stop_strings, self.options = found, tuple(stop_strings), _sampling_options(options)
+        try:
+            self._own = GenerationConfig.from_pretrained(found.path, revision=found.revision)
+        except OSError:  # a model without the file
+            self._own = GenerationConfig.from_model_config(found.config)
+        stored = found.config.get_text_config().dtype  # by itself vLLM rounds weights in float32 to 16 bits
+        dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
+        self._llm = self._vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
+
+    def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
+        """Token ids of a prompt; vLLM refuses those without an embedding."""
+        return list(self.found.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
+        """The texts after prompts, which are token ids; the seed is of sampled tokens."""
+        given = {**self._own.to_dict(), **self.options}
+        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
+        values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
+        values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
+        params = [
+            self._vllm.SamplingParams(
+                **values,
+                max_tokens=_new_tokens(self.options, self._own, self.found.config, len(ids)),
+                seed=None if seed is None else seed + place,
+                stop=list(self.stop_strings),
+                stop_token_ids=_eos_token_ids(self._own, self.found.tokenizer),
+            )
+            for place, ids in enumerate(prompts)
+        ]
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        # vLLM's own text lacks the token that ended it, which generate() keeps.
+        rows = [output.outputs[0].token_ids for output in outputs]
+        texts = self.found.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return ["".join(text_before(self.stop_strings, [text])) for text in texts]
+
+
+def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options that are given, with `do_sample` where one of them asks for it."""
     given = {name: value for name, value in options.items() if value is not None}
-    if asking := [name for name in _OF_SAMPLING if name in given]:
+    if asking := [name for name in ("temperature", "top_k", "top_p", "min_p") if name in given]:
         if given.get("do_sample") is False:
             raise ValueError(f"{asking[0]}={given[asking[0]]} has no meaning for greedy decoding; leave one out.")
         given["do_sample"] = True
     return given
 
 
-def eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
+def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
     """Ids that end a text: those of generation_config.json, else the tokenizer's."""
     found = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
-def new_tokens(options: dict[str, Any], config: Any, model_config: Any, length: int) -> int | None:
+def _new_tokens(options: dict[str, Any], config: Any, model_config: Any, length: int) -> int | None:
     """New tokens at most; `None` if generation_config.json limits the length with the prompt."""
     given = options.get("max_new_tokens") or config.max_new_tokens
     if given is not None or config.max_length is not None:

@@ -12,26 +12,18 @@ from typing import Any
 from ..common.files import file_lock, write_atomically
 
 
-ANSWER = "generated_text"  # as in the pipelines of Transformers
-
-
 def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[str, Any]]:
     """
-    Prompts of a file in UTF-8: a text on each line, or in `.jsonl` files a record.
+    Records of a file in UTF-8, whose lines are prompts, or in `.jsonl` files records with one.
 
     Args:
         path: The file.
         field (defaults to `"prompt"`): The field of a record that holds the prompt, a text or a list of token ids.
 
-    Returns:
-        A record for each line, with this field.
-
     Raises:
-        ValueError: if there are no prompts; for a line that holds none, with its number.
+        ValueError: for a line that holds no prompt, with its number.
     """
-    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    if lines[-1] == "":
-        lines.pop()
+    lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     records = []
     for number, line in enumerate(lines, start=1):
         where = f"Line {number} of {os.fspath(path)!r}"
@@ -43,8 +35,6 @@ def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[st
         if not isinstance(prompt, str | list) or not prompt:
             raise ValueError(f"{where} must hold a prompt in the field {field!r}, got {line!r}.")
         records.append(record)
-    if not records:
-        raise ValueError(f"{os.fspath(path)!r} is empty; write a prompt on each line.")
     return records
 
 
@@ -96,7 +86,7 @@ def write_answers(
                 on_progress(start)
                 batch = records[start : start + batch_size]
                 for record, text in zip(batch, answer(start, start + len(batch)), strict=True):
-                    file.write(json.dumps({**record, ANSWER: text}, ensure_ascii=False).encode() + b"\n")
+                    file.write(json.dumps({**record, "generated_text": text}, ensure_ascii=False).encode() + b"\n")
                 file.flush()
         write_atomically(output, unfinished.read_bytes().split(b"\n", 1)[1])
         unfinished.unlink()
