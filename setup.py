@@ -125,7 +125,6 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     py_modules=["dcformer_command"],
     package_data={
-        "dcformer.cards": ["catalogue.json", "*.jinja"],
         "dcformer.kernels": ["native/*.cpp", "native/*.h"],
         "dcformer.pretrained": ["*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],

@@ -1,7 +1,6 @@
-"""Model cards with measured scores, and the cards of the published checkpoints and shapes."""
+"""Model cards with measured scores."""
 
-from .catalogue import published_cards
-from .scores import update_card
+from .scores import PAPER_SHOTS, paper_scores, update_card
 
 
-__all__ = ["published_cards", "update_card"]
+__all__ = ["PAPER_SHOTS", "paper_scores", "update_card"]

@@ -1,6 +1,7 @@
 """`dcformer card`: measured scores in a model card; the cards of the published shapes."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from huggingface_hub._eval_results import parse_eval_result_entries
 from tiny_models import tiny_model
 from typer.testing import CliRunner
 
-from dcformer.cards import published_cards
 from dcformer.cards.scores import PAPER_NAME
 from dcformer.cli import app
 from dcformer.eval import Record, model_fingerprint, write_record
@@ -150,7 +150,8 @@ def test_partial_results_are_left_out_or_refused(model, tmp_path):
 
 def test_the_published_cards_are_what_the_script_writes():
     there = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "model_cards").iterdir()}
-    assert there == published_cards(), "run python scripts/write_model_cards.py"
+    script = runpy.run_path(str(ROOT / "scripts" / "write_model_cards.py"))
+    assert there == script["published_cards"](), "run python scripts/write_model_cards.py"
 
 
 def test_the_catalogue_copies_the_papers_tables(fixtures):
@@ -158,7 +159,7 @@ def test_the_catalogue_copies_the_papers_tables(fixtures):
     paper = {}
     for file in ("tables.json", "table4.json"):
         paper |= json.loads((fixtures / "paper" / file).read_text())
-    cards = json.loads((ROOT / "dcformer" / "cards" / "catalogue.json").read_text())["cards"]
+    cards = json.loads((ROOT / "scripts" / "model_cards" / "catalogue.json").read_text())["cards"]
     for name, size in {"dcformer-2.8b": "2.8B", "dcformer-6.9b": "6.9B", "dcformer-13b": "13B"}.items():
         (speed,) = (each for each in cards[name]["tables"] if each["title"].startswith("Table 6"))
         stated = paper["table6_speed"][size]
