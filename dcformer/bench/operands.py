@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import ComposeWeights, Visibility, composed_attention, map_tensors, register_implementation
 from ..modeling_dcformer import DCFormerForCausalLM
-from . import authors
 
 
 CATCHER = "take_down"  # the implementation that catches operands
@@ -28,7 +27,6 @@ class Operands(NamedTuple):
     value: Tensor
     pre: ComposeWeights | None
     post: ComposeWeights | None
-    peer: authors.Factors | None = None  # a prompt's factors as the authors' formulation holds them
 
     def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
@@ -52,9 +50,7 @@ class Operands(NamedTuple):
             return tensor.detach().to(dtype or tensor.dtype).requires_grad_(with_gradients)
 
         pre, post = (map_tensors(weights, leaf) for weights in (self.pre, self.post))
-        peer = None if self.peer is None else authors.Factors(*map(leaf, self.peer))
-        query, key, value = map(leaf, self.states)
-        return Operands(query, key, value, pre, post, peer)
+        return Operands(*map(leaf, self.states), pre, post)
 
 
 @functools.lru_cache(maxsize=2)
@@ -64,8 +60,7 @@ def prompt_operands(
 ) -> Operands:
     """Operands of a prompt of random hidden states, read at once."""
     model = _one_layer(heads, head_dim, length, device, dtype)
-    taken = _catch(model, inputs_embeds=_hidden_states(model, batch, length), use_cache=False)
-    return taken._replace(peer=authors.Factors.of(taken.pre, taken.post))
+    return _catch(model, inputs_embeds=_hidden_states(model, batch, length), use_cache=False)
 
 
 @functools.lru_cache(maxsize=2)
