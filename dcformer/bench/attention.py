@@ -125,10 +125,11 @@ def packed(run: Run, shape: Shape, document: int) -> None:
 def branches(run: Run, shape: Shape) -> None:
     """The cost of each branch of the composition, in the fastest of our implementations at this shape."""
     entries = {entry.name: entry for entry in own_candidates()}
-    rows = [row for row in run.rows if row.group == f"forward: {shape}" and row.name in entries and row.timing]
-    if not rows:
+    rows = [row for row in run.rows if row.group == f"forward: {shape}" and row.name in entries]
+    seconds = {row.name: row.timing.median for row in rows if row.timing}
+    if not seconds:
         return
-    fastest = min(rows, key=lambda row: row.timing.median).name
+    fastest = min(seconds, key=seconds.__getitem__)
     for way in ("forward", "forward and backward"):
         title, with_gradients = f"branches, {way} by {fastest}: {shape}", way != "forward"
         found = [
@@ -149,12 +150,6 @@ def _part(of: Operands, query: bool = True, key: bool = True, pre: bool = True, 
     return of._replace(pre=stage(of.pre, pre), post=stage(of.post, post))
 
 
-def _static(of: Operands) -> Operands:
-    generator = torch.Generator().manual_seed(0)
-    maps = 0.3 * torch.randn(2, 1, of.query.shape[1], of.query.shape[1], generator=generator).to(of.query)
-    return of._replace(pre=ComposeWeights(static=maps[0]), post=ComposeWeights(static=maps[1]))
-
-
 BRANCHES: dict[str, Callable[[Operands], Operands]] = {
     "no composition": lambda of: _part(of, pre=False, post=False),
     "all": lambda of: of,
@@ -162,5 +157,4 @@ BRANCHES: dict[str, Callable[[Operands], Operands]] = {
     "key-wise only": lambda of: _part(of, query=False),
     "pre only": lambda of: _part(of, post=False),
     "post only": lambda of: _part(of, pre=False),
-    "static talking heads": _static,
 }

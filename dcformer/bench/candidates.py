@@ -67,14 +67,7 @@ class Candidate:
         with_gradients: bool = False,
         is_step: bool = False,
     ) -> str | None:
-        """
-        Say why it must not be timed: it cannot run, or differs from the plain implementation in float64.
-
-        Args:
-            vary (`Callable`): Changes which branches the operands compose with.
-            window (`int`, *optional*): Sliding window.
-            is_packed, with_gradients, is_step (`bool`): A row of documents; gradients too; one query after a cache.
-        """
+        """Say why it must not be timed: it cannot run, or differs from the plain implementation in float64."""
         make = step_operands if is_step else prompt_operands
         of = vary(make(heads, channels, GATE_LENGTH, device, dtype)).leaves(with_gradients)
         window = None if window is None else min(window, GATE_WINDOW)
@@ -193,9 +186,12 @@ def _authors(of: Operands, window: int | None, mask: Visibility | None, is_compi
         numbers = mask.sequence_ids[0]
         shown = shown & (numbers[:, None] == numbers)
     attend = _compiled_chunk() if is_compiled else authors.attend_chunk
+    pre, post = of.pre, of.post
+    if pre is None or post is None:
+        raise ValueError("The authors' formulation composes before the softmax and after it.")
 
     def call() -> Tensor:
-        factors = authors.Factors.of(of.pre, of.post)  # less than 1 % of the time
+        factors = authors.Factors.of(pre, post)  # less than 1 % of the time
         return authors.attend_in_chunks(*of.states, factors, shown, of.query.shape[3] ** -0.5, window, attend)
 
     return call

@@ -116,8 +116,8 @@ class Timer:
 
 def _summary(samples: Sequence[list[float]], parts: int) -> Timing:
     wall, *processor = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
-    figures = [figure for kind in processor for figure in (min(kind), statistics.median(kind))]
-    return Timing(min(wall), statistics.median(wall), *(figures or [None, None]), len(samples))
+    low, middle = (min(processor[0]), statistics.median(processor[0])) if processor else (None, None)
+    return Timing(min(wall), statistics.median(wall), low, middle, len(samples))
 
 
 def in_cuda_graph(call: Call, device: torch.device) -> Call:

@@ -22,8 +22,15 @@ from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
 
 LAYERS = 4
 PLAIN = {"compose_pre": False, "compose_post": False}
-_TINY = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 16}
-_TINY |= {"bos_token_id": None, "eos_token_id": None}
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "sliding_window": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 class Family(NamedTuple):
@@ -60,11 +67,7 @@ def compare(
     """
     Time Transformer++, and DCFormer++ with each implementation and without the keys' side of the composition.
 
-    Args:
-        kind (`str`): "decode", "train" or "forward".
-        setting (`str`): For the title.
-        tokens, length (`int`): Tokens of one call; tokens of a row, or before a decoding step.
-        measure (`Callable`): Times a call of a model.
+    A call computes `tokens`, in rows of `length` or each after `length` tokens ("decode").
     """
     families = [BASELINE, ALL_GLOBAL]
     for each in own_candidates():
