@@ -14,16 +14,8 @@ import torch
 from ..dcmha import ComposeWeights
 from ..training import visible_pairs
 from . import roofline
-from .candidates import (
-    SDPA,
-    SDPA_WINDOW,
-    Candidate,
-    authors_candidates,
-    gate,
-    own_candidates,
-    plain_candidates,
-)
-from .measure import Call, Row, Run, Timing, add_ratios, in_cuda_graph
+from .candidates import SDPA, SDPA_WINDOW, Candidate, authors_candidates, gate, own_candidates, plain_candidates
+from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
 from .operands import Operands, packed_documents, prompt_operands
 
 
@@ -54,27 +46,22 @@ def run(run: Run) -> None:
     """Measure the most important first, until the time is over."""
     first, *others = shapes(run.is_quick)
     compare(run, first)
-    if others:
-        compare(run, others.pop(0))
+    compare(run, others[0])
     packed(run, first._replace(length=min(first.length, 2048)), document=first.length // 8)
     branches(run, first)
-    memory(run, first)
-    for shape in others:
+    for shape in others[1:]:
         compare(run, shape)
-    run.note(
+    run.notes.append(
         "Forward and backward count three times the operations of forward. The roofline takes every operation at the "
-        "measured rate of matrix products."
+        "measured rate of matrix products. MiB is peak memory over what the operands take, on GPUs only."
     )
 
 
 def compare(run: Run, shape: Shape) -> None:
     """Time everything at one shape, forward, then forward and backward."""
     base = SDPA_WINDOW if shape.window else SDPA
-    entries = [
-        *own_candidates(),
-        *plain_candidates(run.device, run.compiles, shape.window),
-        *authors_candidates(run.compiles),
-    ]
+    entries = [*own_candidates(), *plain_candidates(run.device, run.compiles, shape.window)]
+    entries += authors_candidates(run.compiles)
     for group, passes in ((f"forward: {shape}", 1), (f"forward and backward: {shape}", 3)):
         rows = [timed(run, group, entry, shape, with_gradients=passes == 3) for entry in entries]
         for row, entry in zip(rows, entries):
@@ -100,33 +87,30 @@ def timed(
     document: int | None = None,
     with_gradients: bool = False,
 ) -> Row:
-    """Time a candidate that passes the gate."""
+    """Time a candidate that passes the gate; on a GPU measure the memory of its gradients too."""
+    vary, figures = BRANCHES[branch], {}
 
     def measure() -> Timing | str:
-        prepared = prepare(run, entry, shape, branch, document, with_gradients)
-        if isinstance(prepared, str):
-            return prepared
+        options = {"window": shape.window, "is_packed": document is not None, "with_gradients": with_gradients}
+        if (problem := gate(run, entry, shape.heads, shape.channels, vary=vary, **options)) is not None:
+            return problem
+        of = vary(prompt_operands(shape.heads, shape.channels, shape.length, run.device, run.dtype, shape.batch))
+        mask = None if document is None else packed_documents(shape.length, document, run.device)
         with torch.set_grad_enabled(with_gradients):
-            return run.timer.time(in_cuda_graph(prepared, run.device) if entry.in_graph else prepared)
+            make = entry.gradient_call if with_gradients else entry.make
+            call = make(of.leaves() if with_gradients else of, shape.window, mask)
+            if with_gradients and run.device.type == "cuda":
+                call()  # compiles
+                torch.cuda.reset_peak_memory_stats(run.device)
+                before = torch.cuda.memory_allocated(run.device)
+                call()
+                figures["MiB"] = (torch.cuda.max_memory_allocated(run.device) - before) / 2**20
+            return run.timer.time(in_cuda_graph(call, run.device) if entry.in_graph else call)
 
     row = run.measured(group, name or entry.name, measure, "as a CUDA graph" if entry.in_graph else "")
+    row.figures |= figures
     row.has_failed &= entry.composes  # torch's failures are not ours
     return row
-
-
-def prepare(
-    run: Run, entry: Candidate, shape: Shape, branch: str, document: int | None, with_gradients: bool
-) -> Call | str:
-    """Return the call to time, or why it is not timed."""
-    vary, is_packed = BRANCHES[branch], document is not None
-    options = {"vary": vary, "window": shape.window, "is_packed": is_packed, "with_gradients": with_gradients}
-    if (problem := gate(run, entry, shape.heads, shape.channels, **options)) is not None:
-        return problem
-    of = vary(prompt_operands(shape.heads, shape.channels, shape.length, run.device, run.dtype, shape.batch))
-    mask = None if document is None else packed_documents(shape.length, document, run.device)
-    if with_gradients:
-        return entry.gradient_call(of.leaves(), shape.window, mask)
-    return entry.make(of, shape.window, mask)
 
 
 def packed(run: Run, shape: Shape, document: int) -> None:
@@ -140,32 +124,19 @@ def packed(run: Run, shape: Shape, document: int) -> None:
 
 def branches(run: Run, shape: Shape) -> None:
     """The cost of each branch of the composition, in the fastest of our implementations at this shape."""
-    names = [entry.name for entry in own_candidates()]
-    rows = run.groups().get(f"forward: {shape}", [])
-    seconds = {row.name: row.timing.median for row in rows if row.timing and row.name in names}
+    entries = {entry.name: entry for entry in own_candidates()}
+    rows = [row for row in run.rows if row.group == f"forward: {shape}" and row.name in entries]
+    seconds = {row.name: row.timing.median for row in rows if row.timing}
     if not seconds:
         return
-    fastest = own_candidates()[names.index(min(seconds, key=seconds.__getitem__))]
-    for with_gradients in (False, True):
-        title = f"branches, {'forward and backward' if with_gradients else 'forward'} by {fastest.name}: {shape}"
-        options = {"with_gradients": with_gradients}
-        found = [timed(run, title, fastest, shape, name=name, branch=name, **options) for name in BRANCHES]
+    fastest = min(seconds, key=seconds.__getitem__)
+    for way in ("forward", "forward and backward"):
+        title, with_gradients = f"branches, {way} by {fastest}: {shape}", way != "forward"
+        found = [
+            timed(run, title, entries[fastest], shape, name=branch, branch=branch, with_gradients=with_gradients)
+            for branch in BRANCHES
+        ]
         add_ratios(found, "no composition", "/ no composition")
-
-
-def memory(run: Run, shape: Shape) -> None:
-    """Peak memory of forward and backward, over what the operands take."""
-    if run.device.type != "cuda":
-        run.note("Memory was not measured: torch counts that of GPUs only.")
-        return
-    for entry in (*own_candidates(), *plain_candidates(run.device, False, None), *authors_candidates(False)):
-        row = timed(run, f"memory of forward and backward: {shape}", entry, shape, with_gradients=True)
-        call = prepare(run, entry, shape, "all", None, with_gradients=True) if row.timing else None
-        if callable(call):
-            torch.cuda.reset_peak_memory_stats(run.device)
-            before = torch.cuda.memory_allocated(run.device)
-            call()
-            row.figures["MiB"] = (torch.cuda.max_memory_allocated(run.device) - before) / 2**20
 
 
 def _part(of: Operands, query: bool = True, key: bool = True, pre: bool = True, post: bool = True) -> Operands:
@@ -176,13 +147,7 @@ def _part(of: Operands, query: bool = True, key: bool = True, pre: bool = True, 
             return None
         return weights._replace(query=weights.query if query else None, key=weights.key if key else None)
 
-    return of._replace(pre=stage(of.pre, pre), post=stage(of.post, post), peer=None)
-
-
-def _static(of: Operands) -> Operands:
-    generator = torch.Generator().manual_seed(0)
-    maps = 0.3 * torch.randn(2, 1, of.query.shape[1], of.query.shape[1], generator=generator).to(of.query)
-    return of._replace(pre=ComposeWeights(static=maps[0]), post=ComposeWeights(static=maps[1]), peer=None)
+    return of._replace(pre=stage(of.pre, pre), post=stage(of.post, post))
 
 
 BRANCHES: dict[str, Callable[[Operands], Operands]] = {
@@ -192,5 +157,4 @@ BRANCHES: dict[str, Callable[[Operands], Operands]] = {
     "key-wise only": lambda of: _part(of, query=False),
     "pre only": lambda of: _part(of, post=False),
     "post only": lambda of: _part(of, pre=False),
-    "static talking heads": _static,
 }

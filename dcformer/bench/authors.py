@@ -25,21 +25,25 @@ class Factors(NamedTuple):
     gate: Tensor
 
     @classmethod
-    def of(cls, pre: ComposeWeights | None, post: ComposeWeights | None) -> "Factors":
+    def of(cls, pre: ComposeWeights, post: ComposeWeights) -> "Factors":
         """Convert two compositions that have all factors."""
-        if pre is None or post is None:
-            raise ValueError("The authors' formulation composes before the softmax and after it.")
-        sides = [[weights.query, weights.key] for weights in (pre, post)]
 
-        def joined(name: str) -> Tensor:  # from (b, heads, length, ...)
-            return torch.stack([torch.stack([getattr(side, name) for side in pair], 0) for pair in sides], 0)
+        def joined(name: str) -> Tensor:  # (b, heads, length, ...) of four sides to (b, length, c, p, ..., heads)
+            sides = [getattr(side, name) for weights in (pre, post) for side in (weights.query, weights.key)]
+            return torch.stack(sides, 0).unflatten(0, (2, 2)).moveaxis((2, 4, 3), (0, 1, -1)).contiguous()
 
-        w1, w2 = (joined(name).permute(2, 4, 0, 1, 5, 3).contiguous() for name in ("w1", "w2"))
-        return cls(w1, w2, joined("gate").permute(2, 4, 0, 1, 3).contiguous())
+        return cls(joined("w1"), joined("w2"), joined("gate"))
 
     def side(self, stage: int, side: int, first: int = 0, last: int | None = None) -> tuple[Tensor, ...]:
         """w1, w2 (b, length, r, heads) and gate (b, length, heads) of one composition and side, at first..last."""
         return tuple(tensor[:, first:last, stage, side] for tensor in self)
+
+
+def attend_chunk(query: Tensor, key: Tensor, value: Tensor, pre: tuple, post: tuple, mask: Tensor) -> Tensor:
+    """Queries that are scaled already against some keys; `pre` and `post` are the factors of both sides."""
+    scores = compose_chunk(query @ key.transpose(2, 3), *pre)
+    scores = scores.where(mask, torch.finfo(scores.dtype).min)
+    return compose_chunk(scores.softmax(-1), *post) @ value
 
 
 def attend_in_chunks(
@@ -50,29 +54,20 @@ def attend_in_chunks(
     mask: Tensor,
     scaling: float,
     window: int | None = None,
-    chunk: int = CHUNK,
-    attend: Callable[..., Tensor] | None = None,
+    attend: Callable[..., Tensor] = attend_chunk,
 ) -> Tensor:
-    """Take `chunk` queries at a time, against the keys from their window's beginning to the chunk's end."""
-    length = query.shape[2]
+    """Take `CHUNK` queries at a time, against the keys from their window's beginning to the chunk's end."""
     output = torch.zeros_like(value)
     query = query * scaling
-    for start in range(0, length, chunk):
-        stop = min(start + chunk, length)
+    for start in range(0, query.shape[2], CHUNK):
+        stop = min(start + CHUNK, query.shape[2])
         first = 0 if window is None else max(0, start - window)
         pre, post = ((factors.side(stage, 0, start, stop), factors.side(stage, 1, first, stop)) for stage in range(2))
         keys, values = (states[:, :, first:stop] for states in (key, value))
-        output[:, :, start:stop] = (attend or attend_chunk)(
+        output[:, :, start:stop] = attend(
             query[:, :, start:stop], keys, values, pre, post, mask[start:stop, first:stop]
         )
     return output
-
-
-def attend_chunk(query: Tensor, key: Tensor, value: Tensor, pre: tuple, post: tuple, mask: Tensor) -> Tensor:
-    """Queries that are scaled already against some keys; `pre` and `post` are the factors of both sides."""
-    scores = compose_chunk(query @ key.transpose(2, 3), *pre)
-    scores = scores.where(mask, torch.finfo(scores.dtype).min)
-    return compose_chunk(scores.softmax(-1), *post) @ value
 
 
 def compose_chunk(attention: Tensor, query_side: tuple, key_side: tuple) -> Tensor:

@@ -25,7 +25,6 @@ from .operands import CATCHER, Operands, packed_documents, prompt_operands, step
 
 
 SDPA, SDPA_WINDOW, FLEX = "sdpa", "sdpa, same window", "FlexAttention, same window"
-AUTHORS, AUTHORS_COMPILED = "authors", "authors, compiled"
 GATE_LENGTH, GATE_WINDOW, GATE_DOCUMENT = 193, 48, 50
 # Root mean square of the error relative to that of the right values. Scores or weights in 16 bits lose up to 2 ** -6.
 _OUTPUT_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -35,13 +34,17 @@ _GRADIENT_FACTOR = 3.0  # a product more, and sums of many terms that cancel
 Make = Callable[[Operands, int | None, Visibility | None], Call]
 
 
+def _all_tensors(of: Operands) -> list[Tensor]:
+    return [*of.states, *of.factors]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to compute attention."""
 
     name: str
     make: Make
-    tensors: Callable[[Operands], list[Tensor]]  # those of operands whose gradients training asks for
+    tensors: Callable[[Operands], list[Tensor]] = _all_tensors  # those of operands that training differentiates by
     why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands, a window and documents
     composes: bool = True  # otherwise the gate cannot check it
     in_graph: bool = False  # timed as a CUDA graph, so that its many launches cost nothing
@@ -64,17 +67,9 @@ class Candidate:
         with_gradients: bool = False,
         is_step: bool = False,
     ) -> str | None:
-        """
-        Say why it must not be timed: it cannot run, or differs from the plain implementation in float64.
-
-        Args:
-            vary (`Callable`): Changes which branches the operands compose with.
-            window (`int`, *optional*): Sliding window.
-            is_packed, with_gradients, is_step (`bool`): A row of documents; gradients too; one query after a cache.
-        """
+        """Say why it must not be timed: it cannot run, or differs from the plain implementation in float64."""
         make = step_operands if is_step else prompt_operands
-        # Without the peer, so that the authors' factors are made of the operands and gradients reach these.
-        of = vary(make(heads, channels, GATE_LENGTH, device, dtype)).leaves(with_gradients)._replace(peer=None)
+        of = vary(make(heads, channels, GATE_LENGTH, device, dtype)).leaves(with_gradients)
         window = None if window is None else min(window, GATE_WINDOW)
         mask = packed_documents(GATE_LENGTH, GATE_DOCUMENT, device) if is_packed else None
         if (reason := self.why_not(of, window, mask)) is not None:
@@ -84,17 +79,15 @@ class Candidate:
         except Exception as error:  # whatever a candidate raises means that it cannot be timed
             return f"failed: {one_line(error)}"
 
-    def _wrong_values(
-        self, of: Operands, window: int | None, mask: Visibility | None, with_gradients: bool
-    ) -> str | None:
-        exact = of.leaves(with_gradients, torch.float64)
-        with torch.set_grad_enabled(with_gradients):
+    def _wrong_values(self, of: Operands, window: int | None, mask: Visibility | None, is_graded: bool) -> str | None:
+        exact = of.leaves(is_graded, torch.float64)
+        with torch.set_grad_enabled(is_graded):
             found = [self.make(of, window, mask)()]
             expected = [exact.composed(sliding_window=window, attention_mask=mask, implementation="plain")]
-        if with_gradients:
+        if is_graded:
             upstream = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], [*of.states, *of.factors], upstream)
-            expected += torch.autograd.grad(expected[0], [*exact.states, *exact.factors], upstream.double())
+            found += torch.autograd.grad(found[0], _all_tensors(of), upstream)
+            expected += torch.autograd.grad(expected[0], _all_tensors(exact), upstream.double())
         for place, (one, other) in enumerate(zip(found, expected)):
             error = relative_error(one, other)
             tolerance = _OUTPUT_TOLERANCES[of.query.dtype] * (_GRADIENT_FACTOR if place else 1)
@@ -106,7 +99,7 @@ class Candidate:
 
 def gate(run: Run, entry: Candidate, heads: int, channels: int, **options: Any) -> str | None:
     """Ask a candidate for its `problem`, once in a run for the same options."""
-    key = (entry.name, heads, channels, *sorted(options.items(), key=lambda item: item[0]))
+    key = (entry.name, heads, channels, *sorted(options.items()))
     if key not in run.problems:
         run.problems[key] = entry.problem(heads, channels, run.device, run.dtype, **options)
     return run.problems[key]
@@ -125,12 +118,15 @@ def own_candidates() -> list[Candidate]:
 
 def plain_candidates(device: torch.device, compiles: bool, window: int | None) -> list[Candidate]:
     """Attention without composition: torch's for all keys, and with the same window."""
-    found = [_without_composition(SDPA, _sdpa)]
-    if window is not None:
-        found.append(_without_composition(SDPA_WINDOW, _sdpa_in_window))
-        missing = None if device.type == "cuda" and compiles else "it is for GPUs, and for torch.compile"
-        found.append(_without_composition(FLEX, _flex_attention, missing))
-    return found
+
+    def without(name: str, make: Make, missing: str | None = None) -> Candidate:
+        return Candidate(name, make, lambda of: list(of.states), lambda *_: missing, composes=False)
+
+    if window is None:
+        return [without(SDPA, _sdpa)]
+    missing = None if device.type == "cuda" and compiles else "it is for GPUs, and for torch.compile"
+    windowed = [without(SDPA_WINDOW, _sdpa_in_window), without(FLEX, _flex_attention, missing)]
+    return [without(SDPA, _sdpa), *windowed]
 
 
 def authors_candidates(compiles: bool) -> list[Candidate]:
@@ -138,10 +134,8 @@ def authors_candidates(compiles: bool) -> list[Candidate]:
     missing = None if compiles else "torch.compile is switched off"
     compiled = functools.partial(_authors, is_compiled=True)
     return [
-        Candidate(AUTHORS, _authors, lambda of: [*of.states, *(of.peer or ())]),
-        Candidate(
-            AUTHORS_COMPILED, compiled, lambda of: [*of.states, *(of.peer or ())], lambda *_: missing, in_graph=True
-        ),
+        Candidate("authors", _authors),
+        Candidate("authors, compiled", compiled, why_not=lambda *_: missing, in_graph=True),
     ]
 
 
@@ -151,16 +145,9 @@ def _own(name: str) -> Candidate:
 
     def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
         mask = mask or Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
-        return implementations()[name].supports(*of[:5], mask=mask, dropout=0.0)
+        return implementations()[name].supports(*of, mask=mask, dropout=0.0)
 
-    return Candidate(name, make, lambda of: [*of.states, *of.factors], why_not)
-
-
-def _without_composition(name: str, make: Make, missing: str | None = None) -> Candidate:
-    def why_not(of: Operands, window: int | None, mask: Visibility | None) -> str | None:
-        return missing or ("it does not tell documents apart" if mask is not None else None)
-
-    return Candidate(name, make, lambda of: list(of.states), why_not, composes=False)
+    return Candidate(name, make, why_not=why_not)
 
 
 def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:
@@ -174,7 +161,7 @@ def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:
     return call
 
 
-def _sdpa_in_window(of: Operands, window: int | None, _: Visibility | None) -> Call:
+def _sdpa_in_window(of: Operands, window: int | None, mask: Visibility | None) -> Call:
     shown = visible(of.query.shape[2], window, of.query.device)
     return lambda: functional.scaled_dot_product_attention(*of.states, attn_mask=shown)
 
@@ -199,10 +186,13 @@ def _authors(of: Operands, window: int | None, mask: Visibility | None, is_compi
         numbers = mask.sequence_ids[0]
         shown = shown & (numbers[:, None] == numbers)
     attend = _compiled_chunk() if is_compiled else authors.attend_chunk
+    pre, post = of.pre, of.post
+    if pre is None or post is None:
+        raise ValueError("The authors' formulation composes before the softmax and after it.")
 
     def call() -> Tensor:
-        peer = authors.Factors.of(of.pre, of.post) if of.peer is None else of.peer
-        return authors.attend_in_chunks(*of.states, peer, shown, of.query.shape[3] ** -0.5, window, attend=attend)
+        factors = authors.Factors.of(pre, post)  # less than 1 % of the time
+        return authors.attend_in_chunks(*of.states, factors, shown, of.query.shape[3] ** -0.5, window, attend)
 
     return call
 

@@ -74,10 +74,7 @@ def explain(
 ) -> dict[str, str]:
     """Name every implementation of the operator, whether it is chosen for a shape, and why not."""
     place = choose_device(device)
-    options: dict[str, Any] = {
-        "dtype": DTYPES[dtype] if dtype else default_dtype(place),
-        "device": place,
-    }
+    options: dict[str, Any] = {"dtype": DTYPES[dtype] if dtype else default_dtype(place), "device": place}
     keys = keys or queries
     shapes = [(heads, queries), *[(key_value_heads or heads, keys)] * 2]
     states = [torch.zeros(1, *shape, channels, **options) for shape in shapes]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from rich.table import Table
 
 from .. import __version__
 from ..common.terminal import make_console
@@ -56,7 +57,7 @@ class Case(NamedTuple):
 
 
 class Timer:
-    """Times calls on one device, in three turns at least, `most` turns at most, and else for about `seconds`."""
+    """Times calls on one device for about `seconds`, in three turns at least and `most` turns at most."""
 
     def __init__(self, device: torch.device, seconds: float = 0.3, most: int = 200):
         self.device, self.seconds, self.most = device, seconds, most
@@ -74,32 +75,20 @@ class Timer:
         named = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
         threads = torch.get_num_threads()
         try:
-            estimates = {name: self._estimate(case) for name, case in named.items()}
-            turns = min(max(int(self.seconds / sum(estimates.values())), _LEAST_SAMPLES), self.most)
-            samples: dict[Hashable, list[Callable[[], list[float]]]] = {name: [] for name in named}
-            end = time.perf_counter() + self.seconds
-            for turn in range(self.most if self._overwritten is None else turns):
-                if self._overwritten is None and turn >= _LEAST_SAMPLES and time.perf_counter() > end:
-                    break
+            repeats, turn = {}, 0.0
+            for name, case in named.items():
+                self._sample(case)()
+                estimate = max(self._sample(case)()[0], 1e-7)
+                wanted = 0.0 if self._overwritten is not None or case.prepare else _SECONDS_PER_SAMPLE
+                repeats[name] = max(1, int(min(wanted, self.seconds / _LEAST_SAMPLES) / estimate))
+                turn += repeats[name] * estimate
+            samples: dict[Any, list[Callable[[], list[float]]]] = {name: [] for name in named}
+            for _ in range(min(max(int(self.seconds / turn), _LEAST_SAMPLES), self.most)):
                 for name, case in named.items():
-                    samples[name].append(self._sample(case, self._repeats(case, estimates[name])))
-            self._synchronize()
+                    samples[name].append(self._sample(case, repeats[name]))
+            return {name: _summary([read() for read in taken], named[name].parts) for name, taken in samples.items()}
         finally:
             torch.set_num_threads(threads)
-        return {name: _summary([read() for read in taken], named[name].parts) for name, taken in samples.items()}
-
-    def _estimate(self, case: Case) -> float:
-        self._sample(case)
-        self._synchronize()
-        start = time.perf_counter()
-        self._sample(case)
-        self._synchronize()
-        return max(time.perf_counter() - start, 1e-7)
-
-    def _repeats(self, case: Case, estimate: float) -> int:
-        if self._overwritten is not None or case.prepare is not None:
-            return 1
-        return max(1, int(min(_SECONDS_PER_SAMPLE, self.seconds / _LEAST_SAMPLES) / estimate))
 
     def _sample(self, case: Case, repeats: int = 1) -> Callable[[], list[float]]:
         """Run a call; return a function that reads its seconds once the device has finished."""
@@ -112,24 +101,23 @@ class Timer:
             start.record()
             case.call(*arguments)
             stop.record()
-            return lambda: [start.elapsed_time(stop) / 1000]
+
+            def read() -> list[float]:
+                stop.synchronize()
+                return [start.elapsed_time(stop) / 1000]
+
+            return read
         wall, processor = time.perf_counter(), time.process_time()
         for _ in range(repeats):
             case.call(*arguments)
         taken = time.perf_counter() - wall, time.process_time() - processor
         return lambda: [seconds / repeats for seconds in taken]
 
-    def _synchronize(self) -> None:
-        if self._overwritten is not None:
-            torch.cuda.synchronize(self.device)
-
 
 def _summary(samples: Sequence[list[float]], parts: int) -> Timing:
-    kinds = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
-    figures = {"minimum": min(kinds[0]), "median": statistics.median(kinds[0]), "samples": len(samples)}
-    if len(kinds) == 2:
-        figures |= {"processor_minimum": min(kinds[1]), "processor_median": statistics.median(kinds[1])}
-    return Timing(**figures)
+    wall, *processor = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
+    low, middle = (min(processor[0]), statistics.median(processor[0])) if processor else (None, None)
+    return Timing(min(wall), statistics.median(wall), low, middle, len(samples))
 
 
 def in_cuda_graph(call: Call, device: torch.device) -> Call:
@@ -166,7 +154,7 @@ def device_name(device: torch.device) -> str:
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """Versions, threads and hardware that figures depend on."""
-    found: dict[str, str | int | None] = {
+    return {
         "dcformer": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -174,8 +162,8 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         "hardware": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
     }
-    return found | {"cuda": torch.version.cuda} if device.type == "cuda" else found
 
 
 @dataclasses.dataclass
@@ -198,7 +186,6 @@ class Run:
         command: str,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        *,
         is_quick: bool = False,
         seconds: float = math.inf,
     ):
@@ -217,48 +204,31 @@ class Run:
         timings = self.timer(roofline.rate_probes(self.device, self.dtype))
         return roofline.measured_rates({name: timing.minimum for name, timing in timings.items()}, self.device)
 
-    @property
-    def is_over(self) -> bool:
-        return time.perf_counter() >= self._end
-
-    def add(self, group: str, name: str, timing: Timing | None = None, **values: Any) -> Row:
-        self.rows.append(Row(group, name, timing, **values))
-        return self.rows[-1]
-
-    def note(self, sentence: str) -> None:
-        """Print something about the whole run below its tables, once."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
-
     def measured(self, group: str, name: str, measure: Callable[[], Timing | str], note: str = "") -> Row:
         """Add a row of what `measure` returns: a timing, or why there is none; what it raises is noted in the row."""
-        if self.is_over:
-            return self.add(group, name, note=f"not measured: the {self.seconds:g} seconds were over")
+        row = Row(group, name, note=note)
+        self.rows.append(row)
+        if time.perf_counter() >= self._end:
+            row.note = f"not measured: the {self.seconds:g} seconds were over"
+            return row
         try:
             found = measure()
+            if isinstance(found, str):
+                row.note, row.has_failed = found, not found.startswith("not measured")
+            else:
+                row.timing = found
         except torch.OutOfMemoryError:
-            return self.add(group, name, note="not measured: it does not fit into the device's memory")
+            row.note = "not measured: it does not fit into the device's memory"
         except Exception as error:  # whatever the code that is compared may raise
-            return self.add(group, name, note=f"failed: {one_line(error)}", has_failed=True)
+            row.note, row.has_failed = f"failed: {one_line(error)}", True
         finally:
             torch.cuda.empty_cache()
-        if isinstance(found, str):
-            return self.add(group, name, note=found, has_failed=not found.startswith("not measured"))
-        return self.add(group, name, found, note=note)
-
-    @property
-    def has_failed(self) -> bool:
-        return any(row.has_failed for row in self.rows)
-
-    def groups(self) -> dict[str, list[Row]]:
-        found: dict[str, list[Row]] = {}
-        for row in self.rows:
-            found.setdefault(row.group, []).append(row)
-        return found
+        return row
 
     def show(self) -> None:
         """Print a table of each group, and the notes."""
-        for group, rows in self.groups().items():
+        for group in dict.fromkeys(row.group for row in self.rows):
+            rows = [row for row in self.rows if row.group == group]
             figures = list(dict.fromkeys(name for row in rows for name in row.figures))
             cells = []
             for row in rows:
@@ -274,12 +244,8 @@ class Run:
         content = {
             "command": self.command,
             "environment": environment(self.device),
-            "settings": {
-                "dtype": self.dtype,
-                "quick": self.is_quick,
-                "seconds": self.seconds,
-            },
-            "rates": self.__dict__["rates"]._asdict() if "rates" in self.__dict__ else {},
+            "settings": {"dtype": self.dtype, "quick": self.is_quick, "seconds": self.seconds},
+            "rates": self.rates._asdict() if "rates" in vars(self) else {},
             "notes": self.notes,
             "rows": [{**vars(row), "timing": row.timing and row.timing._asdict()} for row in self.rows],
         }
@@ -296,14 +262,12 @@ def add_ratios(rows: Sequence[Row], base: str, title: str) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column holds names, the others figures; empty columns are left out."""
-    from rich.table import Table
-
-    kept = [place for place in range(len(columns)) if place == 0 or any(row[place] for row in rows)]
-    table = Table()
+    table = Table(columns[0])
+    kept = [place for place in range(1, len(columns)) if any(row[place] for row in rows)]
     for place in kept:
-        table.add_column(columns[place], justify="right" if place else "left")
+        table.add_column(columns[place], justify="right")
     for row in rows:
-        table.add_row(*(row[place] for place in kept))
+        table.add_row(row[0], *(row[place] for place in kept))
     make_console(_TABLE_WIDTH).print(table)
 
 

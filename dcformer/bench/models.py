@@ -17,13 +17,20 @@ from ..dcmha import PREFIX
 from ..modeling_dcformer import DCFormerForCausalLM
 from ..training import flops_per_token
 from .candidates import Candidate, gate, own_candidates
-from .measure import Run, Timing, add_ratios, in_cuda_graph
+from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
 
 
 LAYERS = 4
 PLAIN = {"compose_pre": False, "compose_post": False}
-_NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
-_TINY = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 16}
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "sliding_window": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 class Family(NamedTuple):
@@ -31,68 +38,58 @@ class Family(NamedTuple):
 
     name: str
     values: dict[str, Any]  # fields of the configuration
-    attention: str
     candidate: Candidate | None = None  # its operator, for the gate; None where nothing is composed
 
 
-BASELINE = Family("Transformer++, same windows", PLAIN, "sdpa")
-ALL_GLOBAL = Family("Transformer++, all global", {**PLAIN, "sliding_window": None}, "sdpa")
-
-
-def shapes(is_quick: bool) -> list[str]:
-    """Presets whose layers are measured; or a tiny shape."""
-    return ["tiny"] if is_quick else ["dcformer-6.9b", "dcformer-2.8b"]
+BASELINE = Family("Transformer++, same windows", PLAIN)
+ALL_GLOBAL = Family("Transformer++, all global", {**PLAIN, "sliding_window": None})
 
 
 def configuration(shape: str, **values: Any) -> DCFormerConfig:
-    if shape == "tiny":
-        return DCFormerConfig(**{**_TINY, **_NO_ENDS, **values})
-    return DCFormerConfig.from_preset(shape, **values)
+    """A few layers of a preset, or of a tiny shape."""
+    values = {"num_hidden_layers": LAYERS, **values}
+    return DCFormerConfig(**{**_TINY, **values}) if shape == "tiny" else DCFormerConfig.from_preset(shape, **values)
 
 
-def make_model(run: Run, family: Family, config: DCFormerConfig) -> DCFormerForCausalLM:
+def make_model(run: Run, config: DCFormerConfig, attention: str) -> DCFormerForCausalLM:
     """Make a model with random weights where it stays."""
     torch.manual_seed(0)
     with run.device:
         model = DCFormerForCausalLM._from_config(config, dtype=run.dtype)
     torch._dynamo.reset()  # graphs of other models would count against the limit of this one's
-    model.set_attn_implementation(family.attention)
+    model.set_attn_implementation(attention)
     return model.eval()
 
 
 def compare(
-    run: Run, kind: str, shape: str, setting: str, tokens: int, length: int, measure: Callable[..., Timing]
+    run: Run, kind: str, setting: str, tokens: int, length: int, measure: Callable[[DCFormerForCausalLM], Timing]
 ) -> None:
     """
     Time Transformer++, and DCFormer++ with each implementation and without the keys' side of the composition.
 
-    Args:
-        kind (`str`): "decode", "train" or "forward".
-        shape, setting (`str`): For the title; the shape as in `shapes`.
-        tokens, length (`int`): Tokens of one call; tokens of a row, or before a decoding step.
-        measure (`Callable`): Times a call of a model, given its `Family` and `DCFormerConfig`.
+    A call computes `tokens`, in rows of `length` or each after `length` tokens ("decode").
     """
     families = [BASELINE, ALL_GLOBAL]
     for each in own_candidates():
-        families.append(Family(f"DCFormer++, {each.name}", {}, PREFIX + each.name, each))
-        families.append(families[-1]._replace(name=f"{families[-1].name}, query-wise", values={"compose_key": False}))
-    group, rows = f"{kind}: {LAYERS} layers of {shape}, {setting}", []
-    for family in families:
-        values = {"num_hidden_layers": LAYERS, "max_position_embeddings": length + 128, **family.values}
-        config = configuration(shape, **values)
+        families.append(Family(f"DCFormer++, {each.name}", {}, each))
+        families.append(Family(f"DCFormer++, {each.name}, query-wise", {"compose_key": False}, each))
+    options = {"is_step": kind == "decode", "with_gradients": kind == "train"}
+    for shape in ["tiny"] if run.is_quick else ["dcformer-6.9b", "dcformer-2.8b"]:
+        rows = []
+        for family in families:
+            config = configuration(shape, max_position_embeddings=length + 128, **family.values)
 
-        def timed(family: Family = family, config: DCFormerConfig = config) -> Timing | str:
-            options = {"is_step": kind == "decode", "with_gradients": kind == "train"}
-            heads = config.num_attention_heads, config.head_dim
-            problem = family.candidate and gate(run, family.candidate, *heads, **options)
-            return problem or measure(family, config)
+            def timed(config: DCFormerConfig = config, operator: Candidate | None = family.candidate) -> Timing | str:
+                if operator is None:
+                    return measure(make_model(run, config, "sdpa"))
+                problem = gate(run, operator, config.num_attention_heads, config.head_dim, **options)
+                return problem or measure(make_model(run, config, PREFIX + operator.name))
 
-        row = run.measured(group, family.name, timed)
-        rows.append(row)
-        if row.timing is not None:
-            row.figures |= figures(run, kind, config, tokens, length, row.timing.median)
-    for base in (BASELINE, ALL_GLOBAL):
-        add_ratios(rows, base.name, f"time / {base.name}")
+            rows.append(run.measured(f"{kind}: {LAYERS} layers of {shape}, {setting}", family.name, timed))
+            if rows[-1].timing is not None:
+                rows[-1].figures |= figures(run, kind, config, tokens, length, rows[-1].timing.median)
+        for base in (BASELINE, ALL_GLOBAL):
+            add_ratios(rows, base.name, f"time / {base.name}")
 
 
 def figures(run: Run, kind: str, config: DCFormerConfig, tokens: int, length: int, seconds: float) -> dict[str, float]:
@@ -140,21 +137,16 @@ class Decoder:
         """Go back to the end of the prompt."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.prompt)
-        self._reset_numbers()
 
     @torch.no_grad()
     def step(self) -> torch.Tensor:
         """Read a token and choose the next one."""
-        self._reset_numbers()
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length_int"):  # sliding layers count on the host too: one graph per count
+                layer.cumulative_length_int = self.prompt
         logits = self._read(self.token, past_key_values=self.cache, logits_to_keep=1).logits
         self.token.copy_(logits.argmax(-1))
         return self.token
-
-    def _reset_numbers(self) -> None:
-        """Sliding layers count on the host besides; another count would be another graph."""
-        for layer in self.cache.layers:
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int = self.prompt
 
 
 def decode(run: Run) -> None:
@@ -162,8 +154,8 @@ def decode(run: Run) -> None:
     settings = [(1, 24, 4)] if run.is_quick else [(1, 1024, 128), (1, 4096, 128), (8, 1024, 128), (64, 1024, 128)]
     for batch, prompt, steps in settings:
 
-        def measure(family: Family, config: DCFormerConfig, setting: tuple = (batch, prompt, steps)) -> Timing:
-            decoder = Decoder(make_model(run, family, config), run.compiles, *setting)
+        def measure(model: DCFormerForCausalLM, setting: tuple = (batch, prompt, steps)) -> Timing:
+            decoder = Decoder(model, run.compiles, *setting)
             step = in_cuda_graph(decoder.step, run.device)
 
             def decode_steps(reset: None) -> None:
@@ -172,21 +164,20 @@ def decode(run: Run) -> None:
 
             return run.timer.time(decode_steps, prepare=decoder.reset, parts=setting[2])
 
-        for shape in shapes(run.is_quick):
-            compare(run, "decode", shape, f"batch {batch}, prompt {prompt}", batch, prompt, measure)
+        compare(run, "decode", f"batch {batch}, prompt {prompt}", batch, prompt, measure)
 
 
 def train(run: Run) -> None:
     """Forward and backward of a few rows, each layer compiled on a GPU."""
     passes(run, trains=True)
-    run.note("A call is forward and backward; the optimizer's step is left out.")
+    run.notes.append("A call is forward and backward; the optimizer's step is left out.")
 
 
 def model(run: Run) -> None:
     """Table 2's overheads of the published models, and a forward pass."""
     for preset, length in (("dcformer-1.4b", 2048), ("dcformer-6.9b", 2048), ("dcformer-6.9b", 8192)):
         found = overhead(DCFormerConfig.from_preset(preset, sliding_window=None), length)
-        run.add("Table 2: what composition adds, in %", f"{preset}, {length} tokens", figures=found)
+        run.rows.append(Row("Table 2: what composition adds, in %", f"{preset}, {length} tokens", figures=found))
     passes(run, trains=False)
 
 
@@ -210,24 +201,23 @@ def passes(run: Run, trains: bool) -> None:
     """Compare all shapes, forward, or forward and backward."""
     rows, length = (1, 48) if run.is_quick else (2, 2048)
 
-    def measure(family: Family, config: DCFormerConfig) -> Timing:
-        model = make_model(run, family, config).train(trains)
+    def measure(model: DCFormerForCausalLM) -> Timing:
+        model.train(trains)
         if run.compiles:
             for layer in model.model.layers:
                 layer.compile()
-        token_ids = torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+        token_ids = torch.randint(model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
         token_ids = token_ids.to(run.device)
 
         def step() -> None:
-            if not trains:
-                with torch.no_grad():
-                    model(token_ids, use_cache=False, logits_to_keep=1)
+            if trains:
+                model(token_ids, labels=token_ids, use_cache=False).loss.backward()
+                model.zero_grad()
                 return
-            model(token_ids, labels=token_ids, use_cache=False).loss.backward()
-            model.zero_grad()
+            with torch.no_grad():
+                model(token_ids, use_cache=False, logits_to_keep=1)
 
         return run.timer.time(step)
 
-    for shape in shapes(run.is_quick):
-        setting = f"{rows} rows of {length} tokens"
-        compare(run, "train" if trains else "forward", shape, setting, rows * length, length, measure)
+    setting = f"{rows} rows of {length} tokens"
+    compare(run, "train" if trains else "forward", setting, rows * length, length, measure)

@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import ComposeWeights, Visibility, composed_attention, map_tensors, register_implementation
 from ..modeling_dcformer import DCFormerForCausalLM
-from . import authors
 
 
 CATCHER = "take_down"  # the implementation that catches operands
@@ -28,7 +27,6 @@ class Operands(NamedTuple):
     value: Tensor
     pre: ComposeWeights | None
     post: ComposeWeights | None
-    peer: authors.Factors | None = None  # a prompt's factors as the authors' formulation holds them
 
     def composed(self, **options: Any) -> Tensor:
         return composed_attention(self.query, self.key, self.value, self.pre, self.post, **options)
@@ -52,9 +50,8 @@ class Operands(NamedTuple):
             return tensor.detach().to(dtype or tensor.dtype).requires_grad_(with_gradients)
 
         pre, post = (map_tensors(weights, leaf) for weights in (self.pre, self.post))
-        peer = None if self.peer is None else authors.Factors(*map(leaf, self.peer))
         query, key, value = map(leaf, self.states)
-        return Operands(query, key, value, pre, post, peer)
+        return Operands(query, key, value, pre, post)
 
 
 @functools.lru_cache(maxsize=2)
@@ -63,17 +60,15 @@ def prompt_operands(
     heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype, batch: int = 1
 ) -> Operands:
     """Operands of a prompt of random hidden states, read at once."""
-    model = _one_layer(heads, head_dim, length, device, dtype)
-    taken = _catch(model, inputs_embeds=_hidden_states(model, batch, length), use_cache=False)
-    return taken._replace(peer=authors.Factors.of(taken.pre, taken.post))
+    model, hidden_states = _one_layer(heads, head_dim, batch, length, device, dtype)
+    return _catch(model, inputs_embeds=hidden_states, use_cache=False)
 
 
 @functools.lru_cache(maxsize=2)
 @torch.no_grad()
 def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dtype: torch.dtype) -> Operands:
     """Operands of a decoding step that sees `keys` keys, its own included, in a dynamic cache."""
-    model = _one_layer(heads, head_dim, keys, device, dtype)
-    hidden_states = _hidden_states(model, 1, keys)
+    model, hidden_states = _one_layer(heads, head_dim, 1, keys, device, dtype)
     cache = DynamicCache(config=model.config)
     model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
     return _catch(model, inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
@@ -90,8 +85,10 @@ def visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (age >= 0) & (age < (window or length))
 
 
-def _one_layer(heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype) -> DCFormerForCausalLM:
-    """A model whose factors are as large as in a trained one, so that errors in them show."""
+def _one_layer(
+    heads: int, head_dim: int, batch: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[DCFormerForCausalLM, Tensor]:
+    """A model whose factors are as large as in a trained one, so that errors in them show, and hidden states."""
     config = DCFormerConfig(
         vocab_size=1,
         hidden_size=heads * head_dim,
@@ -111,12 +108,8 @@ def _one_layer(heads: int, head_dim: int, length: int, device: torch.device, dty
             parameter.normal_(std=parameter.shape[2] ** -0.5)
         elif name.endswith("gate_weight"):
             parameter.normal_(std=0.1 * parameter.shape[0] ** -0.5)
-    return model.to(device, dtype)
-
-
-def _hidden_states(model: DCFormerForCausalLM, batch: int, length: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(batch, length, model.config.hidden_size, generator=generator).to(model.device, model.dtype)
+    hidden_states = torch.randn(batch, length, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return model.to(device, dtype), hidden_states.to(device, dtype)
 
 
 def _catch(model: DCFormerForCausalLM, **inputs: Any) -> Operands:

@@ -91,7 +91,7 @@ def test_models_are_timed_beside_transformer_plus_plus(tmp_path, only_plain, wha
 def test_nothing_is_begun_after_the_time_is_over(only_plain):
     run = Run("attention", CPU, is_quick=True, seconds=1e-9)
     attention.run(run)
-    assert run.rows and not run.has_failed and all(row.timing is None for row in run.rows)
+    assert run.rows and not any(row.has_failed or row.timing for row in run.rows)
 
 
 def _wrong(error):
@@ -119,7 +119,7 @@ def test_an_implementation_that_is_wrong_has_no_time(error, only_plain, run):
         for entry in candidates.own_candidates()
     }
     assert rows["wrong"].has_failed and rows["wrong"].timing is None and "is wrong" in rows["wrong"].note
-    assert rows["plain"].timing.median > 0 and run.has_failed
+    assert rows["plain"].timing.median > 0
 
 
 def test_the_gate_sees_a_window_that_is_one_key_too_wide_and_lets_others_pass():
@@ -149,8 +149,9 @@ def test_the_step_reads_factors_from_rows_of_a_cache():
 
 
 def test_a_step_of_the_decoder_starts_where_the_prompt_ends(run):
-    config = models.configuration("tiny", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    decoder = models.Decoder(models.make_model(run, models.Family("composed", {}, "eager"), config), False, 2, 24, 4)
+    kinds = ["sliding_attention", "full_attention"]
+    config = models.configuration("tiny", num_hidden_layers=2, layer_types=kinds)
+    decoder = models.Decoder(models.make_model(run, config, "eager"), False, 2, 24, 4)
     for _ in range(2):
         decoder.step()
     sliding, full = decoder.cache.layers
