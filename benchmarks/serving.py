@@ -203,23 +203,6 @@ def run_engine(task: dict[str, Any]) -> dict[str, float]:
     return {"wall": time.perf_counter() - start, "processor": time.process_time() - processor}
 
 
-def bound(
-    kind: str, requests: Sequence[Request], concurrency: int, matrices: int, itemsize: int, rates: roofline.Rates
-) -> float:
-    """Seconds at least: products with `matrices` parameters per token, or these read in every step of the model."""
-    tokens = sum(len(request.prompt) + request.answer for request in requests)
-    answers = [request.answer for request in requests]
-    steps = float(sum(answers))
-    if kind == VLLM:
-        steps = max(steps / concurrency, max(answers))
-    elif kind == PADDED:
-        batches = [requests[start : start + concurrency] for start in range(0, len(requests), concurrency)]
-        longest = [(len(b), max(len(r.prompt) for r in b), max(r.answer for r in b)) for b in batches]
-        tokens = sum(rows * (prompt + answer) for rows, prompt, answer in longest)
-        steps = sum(answer for *_, answer in longest)
-    return max(2 * matrices * tokens / rates.flops, steps * matrices * itemsize / rates.read_bytes)
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help="a published shape in place of the sizes below")
