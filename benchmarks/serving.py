@@ -24,7 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, cache_bytes_per_token
-from dcformer.bench import measure, roofline
+from dcformer.bench import measure
+
+from . import report
 
 
 DCFORMER, PLAIN, LLAMA = "DCFormer", "no composition", "Llama"
@@ -76,8 +78,7 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
         "num_attention_heads": args.heads,
         "sliding_window": args.window or None,
     }
-    switches = ("pre", "post", "query", "key", "low_rank", "gate", "static")
-    without = {f"compose_{switch}": False for switch in switches}
+    without = {"compose_pre": False, "compose_post": False}
     composed, plain = (
         DCFormerConfig.from_preset(args.preset, **values, **own)
         if args.preset
@@ -89,8 +90,8 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
     return {DCFORMER: composed, PLAIN: plain, LLAMA: LlamaConfig(**values, **shared, tie_word_embeddings=False)}
 
 
-def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> int:
-    """Save a model with random weights, with which heads compose strongly; return its number of parameters."""
+def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Save a model with random weights, with which heads compose strongly."""
     torch.manual_seed(0)
     model_class = LlamaForCausalLM if isinstance(config, LlamaConfig) else DCFormerForCausalLM
     model = model_class._from_config(config, dtype=dtype)
@@ -103,7 +104,6 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> in
                 inputs = parameter.shape[2 if name.endswith("low_rank_weight") else 0]
             parameter.normal_(std=inputs**-0.5)
     model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 _GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -204,7 +204,7 @@ def run_engine(task: dict[str, Any]) -> dict[str, float]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--preset", help="a published shape in place of the sizes below")
     for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("intermediate", 1408), ("vocabulary", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -219,7 +219,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=sorted(_TIES), default="float32")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)  # reads a task from stdin
     return parser.parse_args(arguments)
 
@@ -239,15 +238,13 @@ def main(arguments: list[str] | None = None) -> None:
     gate = [[place % composed.vocab_size for place in range(length)] for length in GATE_LENGTHS]
     per_token = composed.num_hidden_layers * cache_bytes_per_token(composed, dtype)
     args.cache_bytes = max(2 * args.concurrency * args.length * per_token, 2**28)
-    rates = measure.Run("serving", device, dtype).rates
     tokens = sum(request.answer for request in requests)
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as root:
-        folders, expected, matrices = {}, {}, {}
+        folders, expected = {}, {}
         for model, config in configs.items():
             folders[model] = str(Path(root, model))
-            count = save_model(config, Path(root, model), dtype)
-            matrices[model] = count - config.vocab_size * config.hidden_size  # embeddings are looked up
+            save_model(config, Path(root, model), dtype)
             expected[model] = greedy_steps(folders[model], gate, args)
         for model, kind in ENGINES:
             task = {"model": model, "kind": kind, "folder": folders[model], "expected": expected[model], "gate": gate}
@@ -255,11 +252,9 @@ def main(arguments: list[str] | None = None) -> None:
             command = [sys.executable, "-m", "benchmarks.serving", "--engine"]
             done = subprocess.run(command, input=json.dumps(task), stdout=subprocess.PIPE, text=True, check=True)
             taken = json.loads(done.stdout.splitlines()[-1])
-            least = bound(kind, requests, args.concurrency, matrices[model], dtype.itemsize, rates)
             figures[f"{model}, {kind}"] = {
                 "requests/s": len(requests) / taken["wall"],
                 "tokens/s": tokens / taken["wall"],
-                "at most": tokens / least,
                 "processor s / 1000 tokens": 1000 * taken["processor"] / tokens,
             }
     ours = figures[f"{DCFORMER}, {VLLM}"]["tokens/s"]
@@ -268,9 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
     columns = list(next(iter(figures.values())))
     rows = [[name, *(f"{row[column]:.2f}" for column in columns)] for name, row in figures.items()]
     measure.show_table(["engine", *columns], rows)
-    if args.json is not None:
-        content = {"environment": measure.environment(device), "arguments": vars(args), "engines": figures}
-        measure.write_json(args.json, content)
+    report.write(args, device, engines=figures)
 
 
 if __name__ == "__main__":
