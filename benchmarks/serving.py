@@ -78,7 +78,8 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
         "num_attention_heads": args.heads,
         "sliding_window": args.window or None,
     }
-    without = {"compose_pre": False, "compose_post": False}
+    switches = ("pre", "post", "query", "key", "low_rank", "gate", "static")
+    without = {f"compose_{switch}": False for switch in switches}
     composed, plain = (
         DCFormerConfig.from_preset(args.preset, **values, **own)
         if args.preset
