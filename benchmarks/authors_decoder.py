@@ -36,11 +36,10 @@ class LayerCache:
         self.maps[:, slots] = maps[:, -number:]
 
 
-class Cache:
-    """The caches of all layers, and how many tokens they have seen."""
+class Cache(list):
+    """The `LayerCache` of every layer, and how many tokens they have seen."""
 
-    def __init__(self, layers: list[LayerCache]):
-        self.layers, self.length = layers, 0
+    length = 0
 
 
 class AuthorsDecoder:
@@ -90,10 +89,10 @@ class AuthorsDecoder:
         """
         positions = torch.arange(cache.length, cache.length + token_ids.shape[1], device=token_ids.device)
         x = functional.embedding(token_ids, self.embedding)
-        for layer, layer_cache in zip(self.layers, cache.layers):
+        for layer, layer_cache in zip(self.layers, cache):
             x = layer(x, positions, self.rotation[:, positions], self.causal[positions], layer_cache)
         cache.length += token_ids.shape[1]
-        return functional.linear(rms_norm(x[:, -logits_to_keep:], self.norm_eps, self.norm), self.output)
+        return functional.linear(_norm(x[:, -logits_to_keep:], self.norm_eps, self.norm), self.output)
 
 
 class _Layer:
@@ -106,8 +105,8 @@ class _Layer:
         self.gate, self.up, self.down = (weights[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: Tensor, causal: Tensor, cache: LayerCache) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.norm_eps, self.norms[0]), positions, rotation, causal, cache)
-        z = rms_norm(x, self.norm_eps, self.norms[1])
+        x = x + self.attention(_norm(x, self.norm_eps, self.norms[0]), positions, rotation, causal, cache)
+        z = _norm(x, self.norm_eps, self.norms[1])
         inner = functional.silu(functional.linear(z, self.gate)) * functional.linear(z, self.up)
         return x + functional.linear(inner, self.down)
 
@@ -144,12 +143,12 @@ class Attention:
         else:
             weights = torch.einsum("btck,ckd->btcd", inner, self.low_rank)
         w1, w2 = weights.view(batch, length, 2, 2, 2 * self.rank, self.heads).split(self.rank, dim=-2)
-        return Factors(rms_norm(w1, self.compose_norm_eps), w2, gate.tanh().view(batch, length, 2, 2, self.heads))
+        return Factors(_norm(w1, self.compose_norm_eps), w2, gate.tanh().view(batch, length, 2, 2, self.heads))
 
     def __call__(self, x: Tensor, positions: Tensor, rotation: Tensor, causal: Tensor, cache: LayerCache) -> Tensor:
         batch, length = x.shape[:2]
         query, key, value = functional.linear(x, self.qkv).view(batch, length, 3, self.heads, self.head_dim).unbind(2)
-        query, key = (rms_norm(z, self.qk_norm_eps, w) for z, w in zip((query, key), self.qk_norms))
+        query, key = (_norm(z, self.qk_norm_eps, w) for z, w in zip((query, key), self.qk_norms))
         query, key = (rotate(states, rotation) for states in (query, key))
         query, key, value = (states.transpose(1, 2) for states in (query, key, value))
         factors = self.factors(x)
@@ -176,10 +175,8 @@ def maps_between_heads(factors: Factors) -> Tensor:
     return torch.einsum("btcprm,btcprn->btcpmn", factors.w1, factors.w2) + torch.diag_embed(factors.gate)
 
 
-def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps), times the weight, over the last axis."""
-    normalized = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return normalized if weight is None else normalized * weight
+def _norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    return functional.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:

@@ -1,23 +1,18 @@
-"""Memory, throughput and restarts of the MaxText converter on synthetic checkpoints of published shapes.
+"""Memory and throughput of the MaxText converter on synthetic checkpoints of published shapes.
 
     python -m benchmarks.conversion make /tmp/run --preset dcformer-6.9b --layers 4
     python -m benchmarks.conversion measure /tmp/run /tmp/converted
-    python -m benchmarks.conversion kill /tmp/run /tmp/converted --times 20
 
 `make` writes random leaves as orbax does. `measure` runs `dcformer convert maxtext` in a process of its own and `cp -r`
-of the parameters on the same disk, in turns; the figures are minima. `kill` ends conversions at random moments with
-SIGKILL and compares the resumed runs, byte by byte, with an uninterrupted one.
+of the parameters on the same disk, in turns; the figures are minima.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
-import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -72,17 +67,12 @@ def _write_leaf(folder: Path, shape: tuple[int, ...], dtype: str, devices: int) 
         },
         create=True,
     ).result()
-    generator = np.random.default_rng(int(hashlib.sha256(folder.name.encode()).hexdigest()[:8], 16))
+    generator = np.random.default_rng(len(folder.name))
     for corner in itertools.product(*(range(0, size, step) for size, step in zip(shape, chunks))):
         values = generator.standard_normal(chunks, dtype=np.float32)
         values *= 0.02
         region = tuple(slice(start, start + step) for start, step in zip(corner, chunks))
         store[region].write(values.astype(store.dtype.numpy_dtype)).result()
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "-m", "dcformer.cli", "convert", "maxtext", str(arguments.run), str(arguments.converted)]
-    return [*command, "--max-shard-size", arguments.max_shard_size, *arguments.options]
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -91,11 +81,12 @@ def measure(arguments: argparse.Namespace) -> None:
     nbytes = sum(path.stat().st_size for leaf in leaves for path in leaf.iterdir())
     copy = arguments.converted.with_name(arguments.converted.name + ".copy")
     copying, converting = [], []
+    command = [sys.executable, "-m", "dcformer.cli", "convert", "maxtext", str(arguments.run), str(arguments.converted)]
     for _ in range(arguments.times):
         copy.mkdir(parents=True)
         copying.append(_seconds(["cp", "-r", *map(str, leaves), str(copy)]))
         shutil.rmtree(copy)
-        converting.append(_seconds(_command(arguments)))
+        converting.append(_seconds([*command, *arguments.options]))
         shutil.rmtree(arguments.converted)
     copying, converting = min(copying), min(converting)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
@@ -113,53 +104,22 @@ def _seconds(command: list[str]) -> float:
     return time.monotonic() - started
 
 
-def kill(arguments: argparse.Namespace) -> None:
-    command = _command(arguments)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    started = time.monotonic()
-    subprocess.run(command, check=True, **quiet)
-    whole = time.monotonic() - started
-    expected = _hashes(arguments.converted)
-    shutil.rmtree(arguments.converted)
-    generator = random.Random(0)
-    killed = runs = equal = 0
-    while killed < arguments.times:
-        runs += 1
-        process = subprocess.Popen(command, **quiet)
-        try:
-            process.wait(generator.uniform(0.1, 0.95) * whole)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            killed += 1
-        if not arguments.converted.exists():
-            subprocess.run(command, check=True, **quiet)
-        equal += _hashes(arguments.converted) == expected
-        shutil.rmtree(arguments.converted)
-    print(f"{killed} of {runs} conversions of {whole:.1f} s killed, {equal} of {runs} ended byte-identical")
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for function in (make, measure, kill):
-        command = commands.add_parser(function.__name__)
-        command.set_defaults(function=function)
-        command.add_argument("run", type=Path)
-        if function is make:
-            command.add_argument("--preset", default="dcformer-2.8b")
-            command.add_argument("--layers", type=int, default=32)
-            command.add_argument("--layers-per-block", type=int, default=2)
-            command.add_argument("--devices", type=int, default=1, help="chunks per leaf, as from a mesh of that size")
-            continue
-        command.add_argument("converted", type=Path)
-        command.add_argument("--max-shard-size", default="4GB" if function is measure else "20MB")
-        command.add_argument("--times", type=int, default=3 if function is measure else 20)
-        command.add_argument("options", nargs="*", default=[])
+    making = commands.add_parser("make")
+    making.set_defaults(function=make)
+    making.add_argument("run", type=Path)
+    making.add_argument("--preset", default="dcformer-2.8b")
+    making.add_argument("--layers", type=int, default=32)
+    making.add_argument("--layers-per-block", type=int, default=2)
+    making.add_argument("--devices", type=int, default=1, help="chunks per leaf, as from a mesh of that size")
+    measuring = commands.add_parser("measure")
+    measuring.set_defaults(function=measure)
+    measuring.add_argument("run", type=Path)
+    measuring.add_argument("converted", type=Path)
+    measuring.add_argument("--times", type=int, default=3)
+    measuring.add_argument("options", nargs="*", default=[], help="options of the converter, after --")
     arguments = parser.parse_args()
     arguments.function(arguments)
 

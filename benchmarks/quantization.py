@@ -32,6 +32,8 @@ from dcformer import DCFormerConfig, DCFormerForCausalLM, pretrained_path
 from dcformer.bench import measure as bench
 from dcformer.head_tasks import generate_documents
 
+from . import report
+
 
 FLOAT32 = "float32"
 BUNDLED = ("dcformer-tiny", "transformer-tiny")
@@ -145,19 +147,13 @@ def measure(folder: str | Path, rows: list[Row], device: torch.device) -> dict[s
             found[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
     found["bfloat16"] = compare(row_losses(load(torch.bfloat16), rows)[0], base, counts)
     for name, make in WEIGHTS.items():
-        if uneven := uneven_layers(model, name):
-            print(f"Left out: {name}, since inputs of {', '.join(uneven)} are no multiple of {_GROUPS[name]}.")
+        linear = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+        if any(layer.in_features % _GROUPS.get(name, 1) for layer in linear):
+            print(f"Left out: {name}, since inputs of a layer are no multiple of {_GROUPS[name]}.")
             continue
         quantised = load(quantization_config=make())
         found[name] = compare(row_losses(quantised, rows)[0], base, counts)
     return found
-
-
-def uneven_layers(model: PreTrainedModel, method: str) -> list[str]:
-    """Names of the linear layers whose inputs do not divide into the groups of a method."""
-    group = _GROUPS.get(method, 1)
-    linear = ((name.split(".")[-1], layer) for name, layer in model.named_modules() if type(layer) is torch.nn.Linear)
-    return sorted({name for name, layer in linear if layer.in_features % group != 0})
 
 
 def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
@@ -191,7 +187,11 @@ def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormer
     model = DCFormerForCausalLM(DCFormerConfig(**{**shape, **values})).train()
     token_ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+
+    def rate(step: int) -> float:  # a linear warm-up, then half a cosine down to a tenth
+        return min((step + 1) / 50, 0.55 + 0.45 * math.cos(math.pi * max(0, step - 50) / max(1, steps - 50)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         places = torch.randint(0, len(token_ids) - length, (8,), generator=generator)
@@ -204,13 +204,6 @@ def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormer
     return model.eval()
 
 
-def _rate(step: int, steps: int, warm_up: int = 50) -> float:
-    """Share of the learning rate: a linear warm-up, then half a cosine down to a tenth."""
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
-
-
 def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str | Path, list[Row]]]:
     """Name, folder and rows of every model that is asked for."""
     for name in args.model or ():
@@ -221,16 +214,13 @@ def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str |
             yield name, pretrained_path(name), head_task_rows(pretrained_path(name))
     if args.train:
         rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
-        for name, values in (
-            ("DCFormer++", {}),
-            ("Transformer++", {"compose_pre": False, "compose_post": False}),
-        ):
+        for name, values in (("DCFormer++", {}), ("Transformer++", {"compose_pre": False, "compose_post": False})):
             train(args.train.read_bytes(), args.steps, **values).save_pretrained(folder / name)
             yield name, folder / name, rows
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", action="append", help="folder of a checkpoint with its tokenizer; may be repeated")
     parser.add_argument("--train", type=Path, help="text on whose bytes to train the two small models first")
     parser.add_argument("--text-file", type=Path, help="text to score, for --model and --train")
@@ -238,7 +228,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default: 512)")
     parser.add_argument("--windows", type=int, default=64, help="windows that are scored (default: 64)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
     args = parser.parse_args(arguments)
     if bool(args.model or args.train) != bool(args.text_file) or (args.model and args.train):
         parser.error("give --text-file together with either --model or --train")
@@ -252,9 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
             ]
             bench.show_table([name, "loss", "change", "95 %", "perplexity"], cells)
             figures[name] = {method: row._asdict() for method, row in found.items()}
-    if args.json is not None:
-        content = {"environment": bench.environment(args.device), "arguments": vars(args), "figures": figures}
-        bench.write_json(args.json, content)
+    report.write(args, args.device, figures=figures)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, cache_bytes_per_token
-from dcformer.bench import measure, roofline
+from dcformer.bench import measure
+
+from . import report
 
 
 DCFORMER, PLAIN, LLAMA = "DCFormer", "no composition", "Llama"
@@ -50,17 +52,17 @@ class Step(NamedTuple):
     margin: float
 
 
-def draw_requests(count: int, vocabulary: int, length: int, seed: int, means: tuple[float, float]) -> list[Request]:
-    """Random tokens with log-normal lengths of these means; a prompt takes three quarters of `length` at most."""
-    generator, spread = random.Random(seed), 0.9
+def draw_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
+    """Random tokens with log-normal lengths of the wanted means; prompts take three quarters of the length at most."""
+    generator, spread = random.Random(args.seed), 0.9
 
     def draw(mean: float) -> int:
         return round(generator.lognormvariate(math.log(mean) - spread**2 / 2, spread))
 
     requests = []
-    for _ in range(count):
-        prompt = min(max(draw(means[0]), 4), 3 * length // 4)
-        answer = min(max(draw(means[1]), 2), length - prompt)
+    for _ in range(args.requests):
+        prompt = min(max(draw(args.mean_prompt), 4), 3 * args.length // 4)
+        answer = min(max(draw(args.mean_answer), 2), args.length - prompt)
         requests.append(Request([generator.randrange(vocabulary) for _ in range(prompt)], answer))
     return requests
 
@@ -89,8 +91,8 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
     return {DCFORMER: composed, PLAIN: plain, LLAMA: LlamaConfig(**values, **shared, tie_word_embeddings=False)}
 
 
-def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> int:
-    """Save a model with random weights, with which heads compose strongly; return its number of parameters."""
+def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    """Save a model with random weights, with which heads compose strongly."""
     torch.manual_seed(0)
     model_class = LlamaForCausalLM if isinstance(config, LlamaConfig) else DCFormerForCausalLM
     model = model_class._from_config(config, dtype=dtype)
@@ -103,7 +105,6 @@ def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> in
                 inputs = parameter.shape[2 if name.endswith("low_rank_weight") else 0]
             parameter.normal_(std=inputs**-0.5)
     model.save_pretrained(folder)
-    return model.num_parameters()
 
 
 _GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -151,6 +152,11 @@ def make_engine(kind: str, folder: str, args: argparse.Namespace):
         return lambda requests: answer_by_generate(model, requests, args.concurrency if kind == PADDED else 1)
     from vllm import LLM, SamplingParams
 
+    config = AutoConfig.from_pretrained(folder)
+    per_layer = 2 * config.num_attention_heads * config.head_dim * measure.DTYPES[args.dtype].itemsize
+    if isinstance(config, DCFormerConfig):
+        per_layer = cache_bytes_per_token(config, measure.DTYPES[args.dtype])
+    cache_bytes = 2 * args.concurrency * args.length * config.num_hidden_layers * per_layer
     llm = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -159,7 +165,7 @@ def make_engine(kind: str, folder: str, args: argparse.Namespace):
         max_num_seqs=args.concurrency,
         enable_prefix_caching=False,
         enforce_eager=not args.compile,
-        kv_cache_memory_bytes=args.cache_bytes,
+        kv_cache_memory_bytes=max(cache_bytes, 2**28),
     )
 
     def answer(requests: Sequence[Request]) -> list[list[int]]:
@@ -189,39 +195,24 @@ def check_tokens(name: str, found: Sequence[list[int]], expected: Sequence[Seque
             )
 
 
-def run_engine(task: dict[str, Any]) -> dict[str, float]:
+def run_engine(kind: str, folder: str, args: argparse.Namespace) -> dict[str, float]:
     """Check and time one engine; in a process of its own."""
-    args = argparse.Namespace(**task["args"])
     torch.set_num_threads(args.threads)
-    gate = [Request(prompt, GATE_TOKENS) for prompt in task["gate"]]
-    engine = make_engine(task["kind"], task["folder"], args)
-    expected = [[Step(*step) for step in text] for text in task["expected"]]
-    check_tokens(f"{task['model']}, {task['kind']}", engine(gate), expected, _TIES[args.dtype])
-    requests = [Request(*request) for request in task["requests"]]
+    config = AutoConfig.from_pretrained(folder)
+    gate = [Request([place % config.vocab_size for place in range(length)], GATE_TOKENS) for length in GATE_LENGTHS]
+    expected = greedy_steps(folder, [request.prompt for request in gate], args)
+    engine = make_engine(kind, folder, args)
+    check_tokens(kind, engine(gate), expected, _TIES[args.dtype])
+    requests = draw_requests(args, config.vocab_size)
     start, processor = time.perf_counter(), time.process_time()
     engine(requests)
-    return {"wall": time.perf_counter() - start, "processor": time.process_time() - processor}
-
-
-def bound(
-    kind: str, requests: Sequence[Request], concurrency: int, matrices: int, itemsize: int, rates: roofline.Rates
-) -> float:
-    """Seconds at least: products with `matrices` parameters per token, or these read in every step of the model."""
-    tokens = sum(len(request.prompt) + request.answer for request in requests)
-    answers = [request.answer for request in requests]
-    steps = float(sum(answers))
-    if kind == VLLM:
-        steps = max(steps / concurrency, max(answers))
-    elif kind == PADDED:
-        batches = [requests[start : start + concurrency] for start in range(0, len(requests), concurrency)]
-        longest = [(len(b), max(len(r.prompt) for r in b), max(r.answer for r in b)) for b in batches]
-        tokens = sum(rows * (prompt + answer) for rows, prompt, answer in longest)
-        steps = sum(answer for *_, answer in longest)
-    return max(2 * matrices * tokens / rates.flops, steps * matrices * itemsize / rates.read_bytes)
+    wall, tokens = time.perf_counter() - start, sum(request.answer for request in requests)
+    per_thousand = 1000 * (time.process_time() - processor) / tokens
+    return {"requests/s": len(requests) / wall, "tokens/s": tokens / wall, "processor s / 1000 tokens": per_thousand}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--preset", help="a published shape in place of the sizes below")
     for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("intermediate", 1408), ("vocabulary", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -236,58 +227,32 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=sorted(_TIES), default="float32")
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)  # reads a task from stdin
+    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)  # kind and folder of the one to time
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.engine:
-        print("\n" + json.dumps(run_engine(json.load(sys.stdin))))
+        print("\n" + json.dumps(run_engine(*args.engine, args)))
         return
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    device, dtype = torch.device(args.device), measure.DTYPES[args.dtype]
-    torch.set_num_threads(args.threads)
-    configs = make_configs(args)
-    composed = configs[DCFORMER]
-    means = args.mean_prompt, args.mean_answer
-    requests = draw_requests(args.requests, composed.vocab_size, args.length, args.seed, means)
-    gate = [[place % composed.vocab_size for place in range(length)] for length in GATE_LENGTHS]
-    per_token = composed.num_hidden_layers * cache_bytes_per_token(composed, dtype)
-    args.cache_bytes = max(2 * args.concurrency * args.length * per_token, 2**28)
-    rates = measure.Run("serving", device, dtype).rates
-    tokens = sum(request.answer for request in requests)
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as root:
-        folders, expected, matrices = {}, {}, {}
-        for model, config in configs.items():
-            folders[model] = str(Path(root, model))
-            count = save_model(config, Path(root, model), dtype)
-            matrices[model] = count - config.vocab_size * config.hidden_size  # embeddings are looked up
-            expected[model] = greedy_steps(folders[model], gate, args)
+        for model, config in make_configs(args).items():
+            save_model(config, Path(root, model), measure.DTYPES[args.dtype])
         for model, kind in ENGINES:
-            task = {"model": model, "kind": kind, "folder": folders[model], "expected": expected[model], "gate": gate}
-            task |= {"requests": requests, "args": {**vars(args), "json": None}}
-            command = [sys.executable, "-m", "benchmarks.serving", "--engine"]
-            done = subprocess.run(command, input=json.dumps(task), stdout=subprocess.PIPE, text=True, check=True)
-            taken = json.loads(done.stdout.splitlines()[-1])
-            least = bound(kind, requests, args.concurrency, matrices[model], dtype.itemsize, rates)
-            figures[f"{model}, {kind}"] = {
-                "requests/s": len(requests) / taken["wall"],
-                "tokens/s": tokens / taken["wall"],
-                "at most": tokens / least,
-                "processor s / 1000 tokens": 1000 * taken["processor"] / tokens,
-            }
+            command = [sys.executable, "-m", "benchmarks.serving", *(sys.argv[1:] if arguments is None else arguments)]
+            command += ["--engine", kind, str(Path(root, model))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            figures[f"{model}, {kind}"] = json.loads(done.stdout.splitlines()[-1])
     ours = figures[f"{DCFORMER}, {VLLM}"]["tokens/s"]
     for row in figures.values():
         row["vLLM DCFormer / this"] = ours / row["tokens/s"]
     columns = list(next(iter(figures.values())))
     rows = [[name, *(f"{row[column]:.2f}" for column in columns)] for name, row in figures.items()]
     measure.show_table(["engine", *columns], rows)
-    if args.json is not None:
-        content = {"environment": measure.environment(device), "arguments": vars(args), "engines": figures}
-        measure.write_json(args.json, content)
+    report.write(args, torch.device(args.device), engines=figures)
 
 
 if __name__ == "__main__":
