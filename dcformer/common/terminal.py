@@ -1,4 +1,4 @@
-"""What the commands share: a console that fits pipes, errors of one line, signals, and the end of several processes."""
+"""For the commands: a console that fits pipes, errors of one line, signals, and the end of several processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_console(pipe_width: int = 160) -> Console:
     from rich.console import Console
 
     # Paths and values may hold brackets, which are not markup here.
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
+    width = None if sys.stdout.isatty() else pipe_width
+    return Console(markup=False, highlight=False, emoji=False, width=width)
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
 
     Args:
         debug: Let exceptions through, with their traceback.
-        interrupted (defaults to `"Interrupted."`): Printed after Ctrl-C or one of the signals.
+        interrupted (defaults to `"Interrupted."`): Printed after a signal.
         is_first (defaults to `True`): Whether this is the first of several processes, all of which find wrong input.
     """
     try:

@@ -242,11 +242,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         """
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()
-        tokens = len(attn_metadata.slot_mapping)
-        block_size = kv_cache.shape[2]
-        slots = attn_metadata.slot_mapping.long()
-        blocks, offsets = slots // block_size, slots % block_size
-        key_width = key.shape[2]
+        slots, block_size, key_width = attn_metadata.slot_mapping.long(), kv_cache.shape[2], key.shape[2]
+        tokens, blocks, offsets = len(slots), slots // block_size, slots % block_size
         kv_cache[blocks, :, offsets, :key_width] = key[:tokens].to(kv_cache.dtype)
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
@@ -272,14 +269,12 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         stages: list[ComposeWeights | None] = [None, None]
         states = [key, value]
         for stage in (0, 1):
-            states[stage], key_side = unpack(states[stage], self.head_dim, self._like_a_key(stage), self.num_heads)
+            like_a_key = self.like_a_key if stage in self.compose.stages else None
+            states[stage], key_side = unpack(states[stage], self.head_dim, like_a_key, self.num_heads)
             if stage in self.compose.stages:
                 query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
                 stages[stage] = ComposeWeights(query_side, key_side, self._static(stage), self.compose.groups)
         return query, *states, *stages
-
-    def _like_a_key(self, stage: int) -> ComposeSide | None:
-        return self.like_a_key if stage in self.compose.stages else None
 
     def _static(self, stage: int) -> Tensor | None:
         return None if self.compose.static_weight is None else self.compose.static_weight[stage]

@@ -41,14 +41,13 @@ def register() -> None:
 
     import dcformer  # noqa: F401  registers the configurations and tokenizers
 
-    from .checks import ModelChecks
-    from .vocabulary import TOKENIZER_MODE
+    from .checks import TOKENIZER_MODE, ModelChecks
 
     if "DCMHA" in AttentionBackendEnum.__members__:
         return
     register_backend("DCMHA", "dcformer.vllm.backend.ComposedAttentionBackend")
     TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
-    RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.vocabulary", "CheckedRenderer")
+    RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.checks", "CheckedRenderer")
     for name, model_class in MODEL_CLASSES.items():
         ModelRegistry.register_model(name, model_class)
         MODELS_CONFIG_MAP[name] = ModelChecks
