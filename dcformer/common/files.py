@@ -17,12 +17,7 @@ class LockHeldError(ValueError):
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike) -> Iterator[None]:
-    """
-    Hold the lock of a file, which is made with its folder if need be, until the block or the process ends.
-
-    Raises:
-        LockHeldError: if another process holds it.
-    """
+    """Hold the lock of a file, made with its folder, until the block or process ends; else LockHeldError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -143,15 +143,7 @@ def write_text(
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, list[int]]]:
-    """
-    Continue a prompt.
-
-    Yields:
-        The new text, longer each time, and the ids of prompt and text once it is finished, before that none.
-
-    Raises:
-        ValueError: for an empty prompt, or an option out of its range.
-    """
+    """Yield the text after a prompt, longer each time, with no ids, and at its end with those of prompt and text."""
     options |= {"max_new_tokens": int(max_new_tokens), "do_sample": samples, "repetition_penalty": repetition_penalty}
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
@@ -184,13 +176,13 @@ def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
 
 @dataclass
 class Server:
-    """A page that is being served from a thread: the address for a browser, and the `gradio.Blocks`."""
+    """A page that is served from a thread: the address for a browser, and the `gradio.Blocks`."""
 
     address: str
     page: Any
 
     def wait(self) -> None:
-        """Serve until Ctrl-C or another signal, which is raised again after the server has been closed."""
+        """Serve until Ctrl-C or another signal, and close."""
         try:
             while True:
                 time.sleep(3600)
@@ -220,7 +212,7 @@ def serve_page(
     Serve the page from a thread.
 
     Args:
-        model (defaults to `"dcformer-tiny"`), options: Arguments of [`dcformer.demo.build_page`].
+        model, options: Arguments of [`dcformer.demo.build_page`].
         host (defaults to `"127.0.0.1"`): Address to listen on; `"0.0.0.0"` lets other machines open the page.
         port (*optional*): By default the first free one from 7860 on.
         opens_browser (defaults to `False`): Open the page in a browser on this machine.
