@@ -159,8 +159,11 @@ def _answer_file(given: dict[str, Any]) -> None:
     size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
-        options = {"batch_size": size, "settings": settings, "on_progress": lambda n: bar.update(row, completed=n)}
-        write_answers(records, answer, given["output"], **options)
+
+        def show(done: int) -> None:
+            bar.update(row, completed=done)
+
+        write_answers(records, answer, given["output"], batch_size=size, settings=settings, on_progress=show)
 
 
 def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
