@@ -1,8 +1,7 @@
 """Composed attention over vLLM's paged cache: an attention backend.
 
-A cached row is laid out as in a Transformers cache: per key/value head the key states and the factors of the
-composition before the softmax, then the value states and the factors of that after it. So one token takes the same
-bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
+A cached row holds, per key/value head, the key states and the factors of the composition before the softmax, then the
+value states and the factors of that after it. Window layers are a group whose blocks vLLM frees behind the window.
 
 The sequences of a step are sorted into few padded batches. Each batch is gathered from its blocks and handed to
 `composed_attention`; where the operator would choose its Triton kernels, on a GPU, decoding reads the blocks in place.

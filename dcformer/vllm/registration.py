@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """
-    Add the models, their configurations and the attention backend to vLLM; may be called more than once.
-
-    An untested version of vLLM gets a warning and none of them, so it refuses these models and serves all others.
-    """
+    """Add the models and the attention backend to a tested version of vLLM; may be called more than once."""
     import vllm
 
     if not is_tested_with(vllm.__version__):
