@@ -1,7 +1,4 @@
-"""Attention weights of one layer with and without its composition, from the same queries and keys (equation 4).
-
-One forward pass of the model records the operands of a layer's attention, and the weights are computed from them twice.
-"""
+"""Attention weights of one layer with and without its composition, from operands recorded in a forward (equation 4)."""
 
 from __future__ import annotations
 

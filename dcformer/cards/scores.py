@@ -103,26 +103,18 @@ def measured_scores(records: Iterable[Record]) -> list[Score]:
     for record in sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task)):
         for metric, measured in record.metrics.items():
             scale, digits = (100, 2) if metric.startswith("acc") else (1, 4)
-            value, stderr = (
-                None if number is None else round(scale * number, digits)
-                for number in (measured["value"], measured.get("stderr"))
-            )
-            scores.append(Score(record.task, record.num_fewshot, metric, value, stderr, _details(record)))
+            value, error = (measured.get(key) for key in ("value", "stderr"))
+            rounded = [None if number is None else round(scale * number, digits) for number in (value, error)]
+            scores.append(Score(record.task, record.num_fewshot, metric, *rounded, _details(record)))
     return scores
 
 
 def _details(record: Record) -> str:
-    settings, versions = record.settings, record.settings.get("versions") or {}
-    parts = {
-        "": f"{record.num_samples} documents",
-        "task version": settings.get("task_version"),
-        "dtype": settings.get("dtype"),
-        "oov_policy": settings.get("oov_policy"),
-        "dcformer": versions.get("dcformer"),
-        "lm_eval": versions.get("lm_eval"),
-        "commit": settings.get("git_revision"),
-    }
-    return ", ".join(f"{name} {value}".strip() for name, value in parts.items() if value is not None)
+    known = {**(record.settings.get("versions") or {}), **record.settings}
+    names = {"task_version": "task version", "dtype": "dtype", "oov_policy": "oov_policy"}
+    names |= {"dcformer": "dcformer", "lm_eval": "lm_eval", "git_revision": "commit"}
+    parts = [f"{name} {known[key]}" for key, name in names.items() if known.get(key) is not None]
+    return ", ".join([f"{record.num_samples} documents", *parts])
 
 
 def paper_scores(row: str | None) -> list[Score]:
@@ -174,10 +166,9 @@ def update_card(
     records = _records_of(folder, results, evaluated_as)
     whole = [record for record in records if not record.is_partial]
     said = [
-        f"{record.task}, {record.num_fewshot}-shot, was left out: {record.num_samples} of {record.num_documents} "
-        "documents are no result to publish."
-        for record in records
-        if record.is_partial
+        f"{each.task}, {each.num_fewshot}-shot, was left out: {each.num_samples} of {each.num_documents} documents."
+        for each in records
+        if each.is_partial
     ]
     if not whole:
         raise ValueError(f"All results of {records[0].model!r} are partial (--limit); evaluate without a limit.")
@@ -187,7 +178,11 @@ def update_card(
     path = folder / CARD_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else _new_card(folder, config)
     card = ModelCard(without_signature(text))
-    others = [result for result in card.data.eval_results or [] if not _is_ours(result)]
+    others = [
+        result
+        for result in card.data.eval_results or []
+        if (result.metric_args or {}).get("by") != MEASURED_BY and result.source_name != PAPER_NAME
+    ]
     card.data.eval_results = others + [score.to_eval_result() for score in (*measured, *from_paper)]
     card.data.model_name = card.data.model_name or folder.resolve().name
     card.data.library_name = card.data.library_name or "transformers"
@@ -206,18 +201,10 @@ def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | No
         weights = model_fingerprint(os.fspath(folder))
         found = [record for record in records if record.settings.get("model") == weights]
     if not found:
-        whose = "these weights and this config.json" if evaluated_as is None else repr(evaluated_as)
         others = ", ".join(sorted({repr(record.model) for record in records}))
-        raise ValueError(
-            f"{os.fspath(results)!r} has no results of {whose}, only of {others}; evaluate this folder, or name the "
-            "model by --evaluated-as if it is the same."
-        )
+        whose = f"{os.fspath(results)!r} has no results of {evaluated_as or 'these weights'}, only of {others}"
+        raise ValueError(f"{whose}; evaluate this folder, or name the model by --evaluated-as if it is the same.")
     return found
-
-
-def _is_ours(result: EvalResult) -> bool:
-    arguments = result.metric_args if isinstance(result.metric_args, dict) else {}
-    return arguments.get("by") == MEASURED_BY or result.source_name == PAPER_NAME
 
 
 def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:

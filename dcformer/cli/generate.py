@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 _OWN = "generation_config.json"
-_BATCH_SIZES = {"transformers": 8, "vllm": 1024}
 
 
 def generate_command(
@@ -157,16 +156,14 @@ def _answer_file(given: dict[str, Any]) -> None:
     settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
     settings["prompts"] = file_digest(given["prompts"])
     settings["weights"] = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in weights}
+    size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
-        write_answers(
-            records,
-            answer,
-            given["output"],
-            batch_size=given["batch_size"] or (1 if given["assistant_model"] else _BATCH_SIZES[given["engine"]]),
-            settings=settings,
-            on_progress=lambda done: bar.update(row, completed=done),
-        )
+
+        def show(done: int) -> None:
+            bar.update(row, completed=done)
+
+        write_answers(records, answer, given["output"], batch_size=size, settings=settings, on_progress=show)
 
 
 def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:

@@ -68,27 +68,18 @@ def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], 
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    figures = {"loss": "loss {:.4f}", "eval_loss": "evaluation loss {:.4f}"}
+    figures |= {"tokens_per_second": "tokens/s {:,.0f}", "mfu": "MFU {:.1%}"}
     with progress_bar(*counters, is_first=is_first) as (bar, console):
         row = bar.add_task(name, total=None)
         printed: dict[str, float] = {}
 
         def update(step: int, total: int, record: dict[str, float]) -> None:
             nonlocal printed
-            text = _record(record)
+            text = ", ".join(text.format(record[key]) for key, text in figures.items() if record.get(key) is not None)
             bar.update(row, completed=step, total=total, description=f"{name} {text}".rstrip())
             if console is not None and record is not printed and record:
                 printed = record  # a step may have a record of its loss and one of an evaluation
                 console.print(f"step {record['step']} of {total}: {text}", soft_wrap=True)
 
         yield update
-
-
-def _record(record: dict[str, float]) -> str:
-    """The figures of a record that a person watches."""
-    texts = {
-        "loss": "loss {:.4f}",
-        "eval_loss": "evaluation loss {:.4f}",
-        "tokens_per_second": "tokens/s {:,.0f}",
-        "mfu": "MFU {:.1%}",
-    }
-    return ", ".join(text.format(record[key]) for key, text in texts.items() if record.get(key) is not None)

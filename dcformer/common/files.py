@@ -17,12 +17,7 @@ class LockHeldError(ValueError):
 
 @contextlib.contextmanager
 def file_lock(path: str | os.PathLike) -> Iterator[None]:
-    """
-    Hold the lock of a file, which is made with its folder if need be, until the block or the process ends.
-
-    Raises:
-        LockHeldError: if another process holds it.
-    """
+    """Hold the lock of a file, made with its folder, until the block or process ends; else LockHeldError."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -35,16 +30,12 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """
-    Write a file in one step: it is written under another name, brought to the disk, and renamed.
-
-    Args:
-        path: The file, which is replaced if it is there. Its folder must exist.
-        content: All that the file will hold; text is written as UTF-8, line ends as they are.
+    Write or replace a file in one step; text is written as UTF-8, line ends as they are.
 
     Raises:
         OSError: if it cannot be written. What was there stays, and nothing else is left behind.
     """
-    unfinished = unfinished_path(path)
+    unfinished = path.with_name(f"{path.name}.partial")  # what a killed process leaves there is replaced later
     try:
         with unfinished.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -56,11 +47,6 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
-def unfinished_path(path: Path) -> Path:
-    """The name under which `write_atomically` writes a file; what a killed process leaves there is replaced later."""
-    return path.with_name(f"{path.name}.partial")
-
-
 def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
     """The SHA-256 of a file in hexadecimal digits; `advance` is told of the bytes of every part that is read."""
     digest = hashlib.sha256()
@@ -69,6 +55,3 @@ def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: No
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
-
-
-__all__ = ["LockHeldError", "file_digest", "file_lock", "unfinished_path", "write_atomically"]

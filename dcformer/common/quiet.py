@@ -8,11 +8,9 @@ from typing import Any
 @contextlib.contextmanager
 def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterator[None]:
     """
-    Switch off the progress bars of Transformers, the Hub and `datasets`, and their messages below errors.
+    Switch off the progress bars of Transformers and the Hub, and with `messages` theirs below errors.
 
-    Args:
-        messages (defaults to `True`): Whether to switch off messages too, not the bars alone.
-        datasets (defaults to `False`): Whether the block uses `datasets`, which takes a second to import.
+    `datasets` does so for that library too, which takes a second to import.
     """
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""What the commands share: a console that fits pipes, errors of one line, signals, and the end of several processes."""
+"""For the commands: a console that fits pipes, errors of one line, signals, and the end of several processes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def make_console(pipe_width: int = 160) -> Console:
     from rich.console import Console
 
     # Paths and values may hold brackets, which are not markup here.
-    console = Console(markup=False, highlight=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, highlight=False, emoji=False, width=pipe_width)
+    width = None if sys.stdout.isatty() else pipe_width
+    return Console(markup=False, highlight=False, emoji=False, width=width)
 
 
 @contextlib.contextmanager
@@ -46,23 +46,12 @@ def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[t
         yield bar, None if console.is_terminal or not is_first else console
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, raised as Ctrl-C is, with its number."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
 @contextlib.contextmanager
 def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bool = True) -> Iterator[None]:
     """
     Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
-    Args:
-        debug: Let exceptions through, with their traceback.
-        interrupted (defaults to `"Interrupted."`): Printed after Ctrl-C or one of the signals.
-        is_first (defaults to `True`): Whether this is the first of several processes, all of which find wrong input.
+    `debug` lets exceptions through; `interrupted` is printed after a signal, by the first of several processes.
     """
     try:
         with _signals_as_interruptions():
@@ -70,7 +59,8 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
     except KeyboardInterrupt as error:
         if is_first:
             typer.echo(interrupted, err=True)
-        raise typer.Exit(128 + (error.number if isinstance(error, Terminated) else signal.SIGINT)) from None
+        number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
+        raise typer.Exit(128 + number) from None
     except BrokenPipeError:  # the reader of stdout has seen enough, as `head` has; Python would complain at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
@@ -83,7 +73,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
 
 @contextlib.contextmanager
 def _signals_as_interruptions() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and SIGHUP, so that what is done so far is kept as after Ctrl-C."""
+    """Raise KeyboardInterrupt with its number on SIGTERM and SIGHUP, so that what is done is kept as after Ctrl-C."""
     chosen = []
     # Processes of torchrun keep the default: one that waits for the others in a reduction would never raise.
     if threading.current_thread() is threading.main_thread() and os.environ.get("WORLD_SIZE", "1") == "1":
@@ -93,7 +83,7 @@ def _signals_as_interruptions() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         for each in chosen:  # a terminal that closes sends two; the second must not stop the end of the work
             signal.signal(each, lambda *_: None)
-        raise Terminated(number)
+        raise KeyboardInterrupt(number)
 
     try:
         for number in chosen:

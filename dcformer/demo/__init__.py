@@ -1,7 +1,6 @@
 """A page in the browser: text from a model, and its attention before and after composition."""
 
-from .page import build_page
-from .server import Server, launch_options, serve_page
+from .page import Server, build_page, launch_options, serve_page
 
 
 __all__ = ["Server", "build_page", "launch_options", "serve_page"]

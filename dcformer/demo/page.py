@@ -1,10 +1,12 @@
-"""The page: its controls, and what they do."""
+"""The page: its controls, what they do, and serving it on this machine."""
 
 from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +33,12 @@ _ABOUT_ATTENTION = """## Attention before and after composition
 One head in one forward pass over the prompt and the answer: first the softmax of its own scores, then the weights that
 the layer uses, for which the heads were composed before and after the softmax. Composed weights are signed, and their
 rows need not sum to one; each picture has a scale of its own. Grey is out of sight."""
+_CSS = """
+.gradio-container {max-width: 1180px !important; margin: 0 auto !important}
+.attention {display: flex; flex-wrap: wrap; gap: 1rem}
+.attention figure {flex: 1 1 340px; min-width: 0; margin: 0; color: var(--body-text-color)}
+.attention svg {width: 100%; height: auto}
+"""
 
 
 def import_gradio() -> ModuleType:
@@ -135,15 +143,7 @@ def write_text(
     seed: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, list[int]]]:
-    """
-    Continue a prompt.
-
-    Yields:
-        The new text, longer each time, and the ids of prompt and text once it is finished, before that none.
-
-    Raises:
-        ValueError: for an empty prompt, or an option out of its range.
-    """
+    """Yield the text after a prompt, longer each time, with no ids, and at its end with those of prompt and text."""
     options |= {"max_new_tokens": int(max_new_tokens), "do_sample": samples, "repetition_penalty": repetition_penalty}
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
@@ -172,3 +172,55 @@ def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
         seen = f"{config.sliding_window} keys, its own included."
     note = "" if len(ids) <= MOST_READ else f" The first {MOST_READ} of {len(ids)} tokens are read."
     return f"{picture}<p>A query of layer {layer} sees {seen}{note}</p>"
+
+
+@dataclass
+class Server:
+    """A page that is served from a thread: the address for a browser, and the `gradio.Blocks`."""
+
+    address: str
+    page: Any
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C or another signal, and close."""
+        try:
+            while True:
+                time.sleep(3600)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.page.close(verbose=False)
+
+
+def launch_options() -> dict[str, Any]:
+    """Arguments for `gradio.Blocks.launch`: fonts of the reader's own, and no public link."""
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    theme = import_gradio().themes.Soft(primary_hue="blue", neutral_hue="slate", **fonts)
+    return {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False, "quiet": True, "share": False}
+
+
+def serve_page(
+    model: Any = "dcformer-tiny",
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    opens_browser: bool = False,
+    **options: Any,
+) -> Server:
+    """
+    Serve the page from a thread.
+
+    Args:
+        model, options: Arguments of [`dcformer.demo.build_page`].
+        host (defaults to `"127.0.0.1"`): Address to listen on; `"0.0.0.0"` lets other machines open the page.
+        port (*optional*): By default the first free one from 7860 on.
+        opens_browser (defaults to `False`): Open the page in a browser on this machine.
+
+    Raises:
+        OSError: from gradio, if the port is taken.
+    """
+    page = build_page(model, **options)
+    where = {"server_name": host, "server_port": port, "inbrowser": opens_browser, "prevent_thread_lock": True}
+    _, address, _ = page.launch(**where, **launch_options())
+    return Server(address, page)

@@ -16,17 +16,7 @@ _LONGEST_LABEL = 14
 
 
 def draw_attention(attention: LayerAttention, head: int, tokens: Sequence[str]) -> str:
-    """
-    Weights of one head before and after composition, as HTML.
-
-    Args:
-        attention: From [`dcformer.analysis.layer_attention`].
-        head: Number of the head, from 0.
-        tokens: Text of every token; the last 40 are drawn.
-
-    Returns:
-        Two figures, in the text colour of the page around them.
-    """
+    """Two figures as HTML: weights of one head, from 0, before and after composition, between the last 40 tokens."""
     plain, composed = attention.plain[head], attention.composed[head]  # (query, key)
     before = ("Softmax of this head alone", "Rows sum to one.")
     after = ("What the layer uses", "This model composes nothing, so both are the same.")

@@ -30,18 +30,11 @@ _VLLM_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Generated:
-    """
-    A continuation of a prompt.
+    """A continuation of a prompt."""
 
-    Attributes:
-        ids: New token ids, with the one that ended the text.
-        text: Their text up to the first stop string, without special tokens.
-        sequence: Token ids of the prompt and the continuation.
-    """
-
-    ids: list[int]
-    text: str
-    sequence: list[int]
+    ids: list[int]  # new token ids, with the one that ended the text
+    text: str  # theirs up to the first stop string, without special tokens
+    sequence: list[int]  # ids of the prompt and the continuation
 
 
 class TextGenerator:
@@ -105,13 +98,9 @@ class TextGenerator:
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Generator[str, None, Generated]:
         """
-        Continue a prompt, text or token ids, with further options of generate(); closing the iterator ends the text.
+        Continue a prompt, text or token ids, with further options of generate(), and return the continuation.
 
-        Yields:
-            The new text in pieces as it comes; with beams whole at the end.
-
-        Returns:
-            The continuation.
+        The new text is yielded in pieces as it comes, with beams at the end. Closing the iterator ends the text.
         """
         ids = self.encode(prompt)
         if (self.options.get("num_beams") or self.loaded.model.generation_config.num_beams or 1) > 1:

@@ -55,8 +55,6 @@ def write_answers(
     Args:
         records: From [`read_prompts`].
         answer: Called with the first record of a batch and the one after its last; returns their answers.
-        output: The file to write.
-        batch_size: Records of a batch.
         settings: All that answers depend on, as JSON.
         on_progress (*optional*): Called with the number of records answered.
 

@@ -1,8 +1,7 @@
 """Composed attention over vLLM's paged cache: an attention backend.
 
-A cached row is laid out as in a Transformers cache: per key/value head the key states and the factors of the
-composition before the softmax, then the value states and the factors of that after it. So one token takes the same
-bytes, and window layers are a group of their own whose blocks vLLM frees behind the window.
+A cached row holds, per key/value head, the key states and the factors of the composition before the softmax, then the
+value states and the factors of that after it. Window layers are a group whose blocks vLLM frees behind the window.
 
 The sequences of a step are sorted into few padded batches. Each batch is gathered from its blocks and handed to
 `composed_attention`; where the operator would choose its Triton kernels, on a GPU, decoding reads the blocks in place.
@@ -242,11 +241,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         """
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()
-        tokens = len(attn_metadata.slot_mapping)
-        block_size = kv_cache.shape[2]
-        slots = attn_metadata.slot_mapping.long()
-        blocks, offsets = slots // block_size, slots % block_size
-        key_width = key.shape[2]
+        slots, block_size, key_width = attn_metadata.slot_mapping.long(), kv_cache.shape[2], key.shape[2]
+        tokens, blocks, offsets = len(slots), slots // block_size, slots % block_size
         kv_cache[blocks, :, offsets, :key_width] = key[:tokens].to(kv_cache.dtype)
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
@@ -272,14 +268,12 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         stages: list[ComposeWeights | None] = [None, None]
         states = [key, value]
         for stage in (0, 1):
-            states[stage], key_side = unpack(states[stage], self.head_dim, self._like_a_key(stage), self.num_heads)
+            like_a_key = self.like_a_key if stage in self.compose.stages else None
+            states[stage], key_side = unpack(states[stage], self.head_dim, like_a_key, self.num_heads)
             if stage in self.compose.stages:
                 query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
                 stages[stage] = ComposeWeights(query_side, key_side, self._static(stage), self.compose.groups)
         return query, *states, *stages
-
-    def _like_a_key(self, stage: int) -> ComposeSide | None:
-        return self.like_a_key if stage in self.compose.stages else None
 
     def _static(self, stage: int) -> Tensor | None:
         return None if self.compose.static_weight is None else self.compose.static_weight[stage]

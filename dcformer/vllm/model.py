@@ -30,12 +30,11 @@ from vllm.sequence import IntermediateTensors
 
 from ..compose_dcformer import DCFormerCompose, make_compose, pack
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import ComposeWeights
 from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
 from ..parallel_dcformer import DIMENSION_OF_GROUPS
 from .backend import ComposedAttention
-from .vocabulary import trained_rows
+from .checks import trained_rows
 
 
 def make_norm(config: DCFormerConfig) -> nn.Module:
@@ -90,18 +89,14 @@ class DCFormerAttention(nn.Module):
             pre, post = self.compose(hidden_states.unsqueeze(1))
             query_factors = [stage.query.factors for stage in (pre, post) if stage is not None and stage.query]
             query = torch.cat((query, *query_factors), dim=-1)
-            key, value = pack(key, _key_side(pre)), pack(value, _key_side(post))
+            key_sides = [None if stage is None else stage.key for stage in (pre, post)]
+            key, value = pack(key, key_sides[0]), pack(value, key_sides[1])
             output = self.attn(query.squeeze(2), key.squeeze(2), value.squeeze(2))
         return self.o_proj(output)[0]
 
 
-def _key_side(weights: ComposeWeights | None) -> Any:
-    return None if weights is None else weights.key
-
-
 def _load_own_groups(compose: DCFormerCompose) -> None:
     """Let every process load its own groups of heads."""
-
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
     def load(parameter: nn.Parameter, loaded: Tensor, dimension: int) -> None:
@@ -257,15 +252,12 @@ class DCFormerForCausalLM(nn.Module):
         """The weights of the file, with the rows of `oov_policy="pad"` behind those of a vocabulary."""
         rows, padded = trained_rows(self.config), self.config.vocab_size
         for name, weight in weights:
-            if padded > rows and weight.dim() == 2 and weight.shape[0] == rows and _holds_vocabulary(name):
+            holds_vocabulary = name.split(".")[-2:][0] in ("embed_tokens", "tok_embeddings", "lm_head", "output")
+            if padded > rows and weight.dim() == 2 and weight.shape[0] == rows and holds_vocabulary:
                 # In float32 at least: in 16 bits a sum over a vocabulary is worthless.
                 mean = at_least_float32(weight).mean(0, keepdim=True).to(weight.dtype)
                 weight = torch.cat((weight, mean.expand(padded - rows, -1)))
             yield name, weight
-
-
-def _holds_vocabulary(name: str) -> bool:
-    return name.rsplit(".", 2)[-2] in ("embed_tokens", "tok_embeddings", "lm_head", "output")
 
 
 class DCPythiaForCausalLM(DCFormerForCausalLM):

@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """
-    Add the models, their configurations and the attention backend to vLLM; may be called more than once.
-
-    An untested version of vLLM gets a warning and none of them, so it refuses these models and serves all others.
-    """
+    """Add the models and the attention backend to a tested version of vLLM; may be called more than once."""
     import vllm
 
     if not is_tested_with(vllm.__version__):
@@ -41,14 +37,13 @@ def register() -> None:
 
     import dcformer  # noqa: F401  registers the configurations and tokenizers
 
-    from .checks import ModelChecks
-    from .vocabulary import TOKENIZER_MODE
+    from .checks import TOKENIZER_MODE, ModelChecks
 
     if "DCMHA" in AttentionBackendEnum.__members__:
         return
     register_backend("DCMHA", "dcformer.vllm.backend.ComposedAttentionBackend")
     TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
-    RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.vocabulary", "CheckedRenderer")
+    RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.checks", "CheckedRenderer")
     for name, model_class in MODEL_CLASSES.items():
         ModelRegistry.register_model(name, model_class)
         MODELS_CONFIG_MAP[name] = ModelChecks
