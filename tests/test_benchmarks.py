@@ -52,9 +52,6 @@ def test_a_row_is_our_time_as_a_multiple_of_the_others_beside_its_bound(monkeypa
     assert row["ratio"] == pytest.approx(3, rel=0.2) and row["bounds"]["reading"] == pytest.approx(2, rel=0.2)
     cpu.show(report.rows, report.times)
     assert "0 of 1 targets are reached." in capsys.readouterr().out
-
-
-def test_the_recorded_figures_can_be_shown(capsys):
     cpu.main(["--show", str(ROOT / "benchmarks" / "results" / "cpu.json")])
     assert "21 of 30 targets are reached." in capsys.readouterr().out
 
