@@ -72,5 +72,3 @@ def test_packing_keeps_the_weights_and_a_card(pack_model, tmp_path, models):
         assert packed.get_parameter(name).equal(parameter), name
     assert packed.generation_config.eos_token_id == models["dcformer-tiny"].generation_config.eos_token_id
     assert (tmp_path / "README.md").read_text() == "card"
-    with pytest.raises(FileNotFoundError, match="no folder 'nowhere'"):
-        pack_model("nowhere", tmp_path)
