@@ -37,8 +37,8 @@ QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
 SHARED = {
     "one_group": ("dcformer", {}, False),
     "two_groups": ("grouped", {}, True),
-    "two_groups_of_every_branch": ("all_branches", {"compose_groups": 2, "mlp_gate_dim": 4, "vocab_size": 68}, True),
-    "two_groups_with_grouped_queries": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True}, True),
+    "two_groups_of_every_branch": ("all_branches", {"compose_groups": 2, "vocab_size": 68}, True),
+    "gated": ("grouped_query_attention", {"compose_groups": 2, "attention_bias": True, "mlp_gate_dim": 4}, True),
     "tied": ("dcformer", {"compose_groups": 4, "tie_word_embeddings": True}, True),
     "dcpythia_in_groups": ("dcpythia", {"compose_groups": 2}, True),
     "plain_with_learned_positions": ("plain_transformer_with_learned_positions", {"num_key_value_heads": 2}, True),

@@ -1,7 +1,11 @@
 """Quantised weights and quantised caches: what is quantised, what stays, what still agrees."""
 
+import types
+
 import pytest
 import torch
+from optimum.quanto.library import unpack
+from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import random_tokens, tiny_model
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig
@@ -77,7 +81,9 @@ def test_quantised_weights_are_saved_and_read_back(method, folder, tmp_path):
     assert torch.equal(logits(reloaded), logits(model))
 
 
-def test_generate_makes_a_quantised_cache_for_full_attention_only():
+def test_generate_makes_a_quantised_cache_for_full_attention_only(monkeypatch):
+    # quanto would compile a C++ extension for two minutes; its own function in Python does the same.
+    monkeypatch.setattr(ext, "_lib", types.SimpleNamespace(unpack=unpack))
     tokens = random_tokens(1, 24)
     arguments = {"cache_implementation": "quantized", "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
     options = {"backend": "quanto", "nbits": 4, "q_group_size": 32}
