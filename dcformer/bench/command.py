@@ -30,15 +30,8 @@ def run_benchmark(
     """
     Measure, print tables and write JSON; on a GPU in bfloat16 and with torch.compile, else in float32 without it.
 
-    Args:
-        what (`str`): "attention", "decode", "train" or "model".
-        device (`str`, *optional*): Device; the first GPU by default, else the CPU.
-        quick (`bool`): Tiny sizes.
-        seconds (`float`): No further measurement begins after these.
-        json (`Path`, *optional*): File, by default `gpu-WHAT-DEVICE.json` in benchmarks/results or here.
-
-    Returns:
-        `int`: exit status: 1 if something computed wrong values or raised, else 0.
+    Returns the exit status: 1 if something computed wrong values or raised, else 0. The JSON goes to
+    `gpu-WHAT-DEVICE.json` in benchmarks/results, or here, by default.
     """
     place = choose_device(device)
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(place).lower()).strip("-")
@@ -76,14 +69,14 @@ def explain(
     place = choose_device(device)
     options: dict[str, Any] = {"dtype": DTYPES[dtype] if dtype else default_dtype(place), "device": place}
     keys = keys or queries
-    shapes = [(heads, queries), *[(key_value_heads or heads, keys)] * 2]
-    states = [torch.zeros(1, *shape, channels, **options) for shape in shapes]
+    query = torch.zeros(1, heads, queries, channels, **options)
+    key = value = torch.zeros(1, key_value_heads or heads, keys, channels, **options)
     query_side, key_side = (
         ComposeSide(factors=torch.zeros(1, heads, length, 5, **options).requires_grad_(gradient))
         for length in (queries, keys)
     )
     weights = ComposeWeights(query_side, key_side)
-    arguments: list[Any] = [*states, weights, weights]
+    arguments = query, key, value, weights, weights
     mask = Visibility(queries, keys, sliding_window=window)
     tried = dict(explain_choice(*arguments, attention_mask=mask))
     found = {}

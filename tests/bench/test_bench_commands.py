@@ -149,8 +149,7 @@ def test_the_step_reads_factors_from_rows_of_a_cache():
 
 
 def test_a_step_of_the_decoder_starts_where_the_prompt_ends(run):
-    kinds = ["sliding_attention", "full_attention"]
-    config = models.configuration("tiny", num_hidden_layers=2, layer_types=kinds)
+    config = models.configuration("tiny", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     decoder = models.Decoder(models.make_model(run, config, "eager"), False, 2, 24, 4)
     for _ in range(2):
         decoder.step()
