@@ -22,7 +22,7 @@ import numpy as np
 import tensorstore
 
 from dcformer import DCFormerConfig
-from dcformer.conversion.mapping import MAXTEXT_ROWS, axis_sizes, leaf_shape
+from dcformer.conversion.mapping import MAXTEXT_ROWS, array_shape, axis_sizes
 
 
 def make(arguments: argparse.Namespace) -> None:
@@ -33,12 +33,12 @@ def make(arguments: argparse.Namespace) -> None:
     fused = ("qkv_proj", "wi.kernel", "pre_proj", "post_proj")
     skipped = fused if config.qk_norm else (*fused, "q_norm", "k_norm")
     for row in MAXTEXT_ROWS:
-        if any(part in row.leaf for part in skipped):
+        if any(part in row.array for part in skipped):
             continue
         for sub in range(arguments.layers_per_block if row.per_layer else 1):
-            name = row.leaf.format(sub=sub)
+            name = row.array.format(sub=sub)
             name = f"params.decoder.layers.{name}" if row.per_layer else f"params.{name}"
-            shape = leaf_shape(row, sizes, 1, config.num_hidden_layers // arguments.layers_per_block)
+            shape = array_shape(row, sizes, 1, config.num_hidden_layers // arguments.layers_per_block)
             dtype = "bfloat16" if name.endswith("qkw") else "float32"
             _write_leaf(item / name, shape, dtype, arguments.devices)
             metadata[str(tuple(name.split(".")))] = {
