@@ -88,6 +88,19 @@ def test_version():
     assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
 
 
+@pytest.fixture
+def default_signals():
+    """The handlers of a process that was started from a terminal; those in the background ignore some signals."""
+    defaults = {number: signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (*defaults, signal.SIGINT)}
+    for number, handler in {**defaults, signal.SIGINT: signal.default_int_handler}.items():
+        signal.signal(number, handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("name", STATUS)
 def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
     before = [signal.getsignal(getattr(signal, each)) for each in STATUS]

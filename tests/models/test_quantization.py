@@ -4,7 +4,6 @@ import types
 
 import pytest
 import torch
-from optimum.quanto.library import unpack
 from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import random_tokens, tiny_model
 from torch import nn
@@ -82,7 +81,10 @@ def test_quantised_weights_are_saved_and_read_back(method, folder, tmp_path):
 
 
 def test_generate_makes_a_quantised_cache_for_full_attention_only(monkeypatch):
-    # quanto would compile a C++ extension for two minutes; its own function in Python does the same.
+    def unpack(packed, bits):
+        """As quanto's extension in C++ does, whose compilation takes two minutes."""
+        return torch.cat([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)])
+
     monkeypatch.setattr(ext, "_lib", types.SimpleNamespace(unpack=unpack))
     tokens = random_tokens(1, 24)
     arguments = {"cache_implementation": "quantized", "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
