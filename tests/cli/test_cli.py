@@ -91,7 +91,7 @@ def test_version():
 @pytest.fixture
 def default_signals():
     """The handlers of a process that was started from a terminal; those in the background ignore some signals."""
-    defaults = {number: signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
+    defaults = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     before = {number: signal.getsignal(number) for number in (*defaults, signal.SIGINT)}
     for number, handler in {**defaults, signal.SIGINT: signal.default_int_handler}.items():
         signal.signal(number, handler)
