@@ -112,9 +112,9 @@ def test_values_that_the_page_on_configuration_shows_make_a_configuration():
         assert {name: getattr(config, name) for name in values} == values
 
 
-@pytest.mark.parametrize("script", ["draw_results.py", "draw_cache.py"])
+@pytest.mark.parametrize("script", ["research/head_tasks/draw_results.py", "docs/images/draw_cache.py"])
 def test_pictures_are_drawn_from_recorded_results_and_shapes(script):
-    drawing = runpy.run_path(str(DOCS / "images" / script))
+    drawing = runpy.run_path(str(ROOT / script))
     assert drawing["FILE"].read_text(encoding="utf-8") == drawing["draw"]()
 
 

@@ -1,4 +1,4 @@
-"""Draws head_tasks.svg from the recorded runs of the bundled models: `python docs/images/draw_results.py`."""
+"""Draws head_tasks.svg from the recorded runs of the bundled models: `python -m research.head_tasks.draw_results`."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from pathlib import Path
 from dcformer.head_tasks import REFERENCES
 
 
-RESULTS = Path(__file__).parents[2] / "research" / "head_tasks" / "results" / "seeds.json"
-RECORDED = json.loads(RESULTS.read_text(encoding="utf-8"))
-FILE = Path(__file__).with_name("head_tasks.svg")
+RESULTS = Path(__file__).parent / "results"
+RECORDED = json.loads((RESULTS / "seeds.json").read_text(encoding="utf-8"))
+FILE = RESULTS / "head_tasks.svg"
 COLOURS = {"dcformer-tiny": "#0969da", "transformer-tiny": "#bc4c00"}
 LEFT, RIGHT, TOP, BOTTOM = 84, 690, 62, 372  # of the panel, in a picture of 960 x 452
 EXPONENT = 12  # the axis counts 10^12 operations
