@@ -149,7 +149,7 @@ class DCFormerConfig(PreTrainedConfig):
     """
 
     model_type = "dcformer"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     attribute_map = {
         "dim": "hidden_size",
         "n_layer": "num_hidden_layers",

@@ -6,6 +6,7 @@ same classes are the paper's Transformer++ and Transformer baselines and run thr
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,9 @@ from .hub_dcformer import ComposingModel
 
 
 logger = logging.get_logger(__name__)
+
+# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24.
+CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signature(create_causal_mask).parameters)
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -184,12 +188,11 @@ class DCFormerAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | Visibility | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, pre, post = self.project(hidden_states, position_embeddings)  # (batch, heads, length, ...)
-        if past_key_values is not None:
-            key, value, pre, post = self.update_cache(past_key_values, key, value, pre, post)
+        if (cache := kwargs.pop(CACHE_NAME, None)) is not None:
+            key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
         eager: Callable = eager_attention_forward
         if self.compose is not None:
@@ -286,14 +289,12 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | Visibility | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Tensor:
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **kwargs,
         )
         if self.parallel_residual:
@@ -307,7 +308,7 @@ class DCFormerPreTrainedModel(ComposingModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DCFormerDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
     # Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
     _keys_to_ignore_on_load_unexpected = [
@@ -350,6 +351,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
@@ -358,7 +360,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
                 (batch, 1, query, key) mask which then says everything; or such masks by layer type.
             position_ids (`Tensor`, *optional*): (batch, length). None: consecutive after the cache.
-            past_key_values (`Cache`, *optional*): Any Transformers cache.
+            past_key_values, cache (`Cache`, *optional*): Any Transformers cache; 5.24 renamed the former to the latter.
             inputs_embeds (`Tensor`, *optional*): (batch, length, hidden).
             use_cache (`bool`, *optional*): Create a cache if none is given.
 
@@ -374,12 +376,13 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
         if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
             checked_implementation(self.config._attn_implementation)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            widen_cache_rows(past_key_values, self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
+            widen_cache_rows(cache, self.config)
         if position_ids is not None:
-            check_positions(position_ids, (batch, length), attention_mask, past_key_values is not None)
+            check_positions(position_ids, (batch, length), attention_mask, cache is not None)
         elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
             raise ValueError(
                 "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart."
@@ -387,10 +390,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
         masks = attention_mask
         if not isinstance(masks, dict):
-            masks = self.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+            masks = self.make_masks(inputs_embeds, attention_mask, cache, position_ids)
         layer_ids = self.layers_here()
         if position_ids is None:
-            past_length = 0 if past_key_values is None else past_key_values.get_seq_length(layer_ids[0])
+            past_length = 0 if cache is None else cache.get_seq_length(layer_ids[0])
             position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
 
         hidden_states = inputs_embeds
@@ -403,11 +406,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=masks[layer_type],
-                past_key_values=past_key_values,
                 position_ids=position_ids,
+                **{CACHE_NAME: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
         """Numbers of the layers that this process computes: all, but for a stage of a pipeline."""
@@ -429,27 +432,27 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return input_ids
 
     def make_masks(
-        self, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, position_ids: Tensor | None
+        self, inputs_embeds: Tensor, attention_mask: Any, cache: Any, position_ids: Tensor | None
     ) -> dict[str, Any]:
         """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
         batch, length = inputs_embeds.shape[:2]
         layer_ids = self.layers_here()
         # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
-        is_static = getattr(past_key_values, "is_compileable", False)
+        is_static = getattr(cache, "is_compileable", False)
         sequence_ids = None
-        if position_ids is not None and attention_mask is None and past_key_values is None and not position_ids.is_meta:
+        if position_ids is not None and attention_mask is None and cache is None and not position_ids.is_meta:
             sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
-        cache = past_key_values
+        own_cache = cache
         if cache is not None and len(layer_ids) < self.config.num_hidden_layers:
-            cache = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
-            cache.layers = [past_key_values.layers[i] for i in layer_ids if i < len(past_key_values.layers)]
+            own_cache = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
+            own_cache.layers = [cache.layers[i] for i in layer_ids if i < len(cache.layers)]
 
         masks: dict[str, Any] = dict.fromkeys(self.config.layer_types)
         for layer_type, layer_idx in {self.config.layer_types[i]: i for i in reversed(layer_ids)}.items():
             past_length, key_length, key_offset = 0, length, 0  # the keys are those of the tokens from key_offset on
-            if past_key_values is not None:
-                past_length = past_key_values.get_seq_length(layer_idx)
-                key_length, key_offset = past_key_values.get_mask_sizes(length, layer_idx)
+            if cache is not None:
+                past_length = cache.get_seq_length(layer_idx)
+                key_length, key_offset = cache.get_mask_sizes(length, layer_idx)
             if isinstance(attention_mask, Tensor):
                 total = key_offset + key_length if is_static else past_length + length
                 check_mask(attention_mask, batch, length, total, past_length + length)
@@ -473,7 +476,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
                     config=self.config,
                     inputs_embeds=inputs_embeds,
                     attention_mask=None if inputs_embeds.is_meta else attention_mask,
-                    past_key_values=cache,
+                    **{CACHE_NAME: own_cache},
                     position_ids=None if inputs_embeds.is_meta else position_ids,
                 )
                 # Eager masks hold zero and the smallest number; as booleans every layer has less to do with them.
@@ -591,6 +594,7 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
@@ -609,9 +613,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cache=past_key_values if cache is None else cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -628,9 +632,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
                 labels = torch.where(ignored, labels, labels.clamp(0, self.config.vocab_size - 1))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
+            loss,
+            logits,
+            getattr(outputs, CACHE_NAME),
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -639,12 +643,14 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self,
         inputs_embeds: Tensor,
         attention_mask: Any,
-        past_key_values: Cache,
+        past_key_values: Cache | None = None,
         position_ids: Any = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of static caches, outside of what is compiled."""
-        return self.model.make_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        cache = past_key_values if cache is None else cache
+        return self.model.make_masks(inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
         """Rows of static caches that are allocated before their first use: with room for compose weights."""
