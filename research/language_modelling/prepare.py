@@ -1,0 +1,108 @@
+"""Turn two collections of text, code and English prose, into the data and tokenizers of the study.
+
+python -m research.language_modelling.prepare                                # data sets of the Hub
+python -m research.language_modelling.prepare --code FOLDER --prose FOLDER   # files of your own
+
+A document is a file of a folder, or a row of a data set. The hash of its text decides whether it is for training, for
+the evaluations while training ("validation") or for the final comparison ("test").
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from datasets import load_dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+
+DATA = Path("runs/language-modelling/data")
+VOCABULARY = 2048
+END = "<|endoftext|>"
+# Data set of the Hub, its configuration, and the column with the text.
+HUB = {
+    "code": ("codeparrot/codeparrot-clean-valid", None, "content"),
+    "prose": ("Salesforce/wikitext", "wikitext-103-raw-v1", "text"),
+}
+SUFFIXES = {"code": (".py", ".c", ".h", ".js", ".java", ".rs", ".go"), "prose": (".txt", ".md", ".rst")}
+MOST_CHARACTERS = {"train": 150_000_000, "validation": 700_000, "test": 700_000}
+LENGTHS = range(200, 100_000)  # of documents in characters; longer ones are generated, or tables of numbers
+_TOKENIZER_DOCUMENTS = 4000
+
+
+def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
+    """Write the splits and the tokenizer of a kind of text, unless they are there."""
+    target = data / kind
+    if (target / "tokenizer").is_dir():
+        return
+    splits: dict[str, list[tuple[str, str]]] = {name: [] for name in MOST_CHARACTERS}
+    sizes, seen = dict.fromkeys(splits, 0), set()
+    for text in read_hub(kind) if folder is None else read_folder(folder, SUFFIXES[kind]):
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        split = {0: "validation", 1: "test"}.get(int(digest[:8], 16) % 20, "train")
+        if digest not in seen and len(text) in LENGTHS and sizes[split] < MOST_CHARACTERS[split]:
+            seen.add(digest)
+            splits[split].append((digest, text))
+            sizes[split] += len(text)
+        if sizes["train"] >= MOST_CHARACTERS["train"]:
+            break
+    if not all(splits.values()):
+        raise ValueError(f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more.")
+    target.mkdir(parents=True, exist_ok=True)
+    for name, documents in splits.items():
+        documents.sort()
+        lines = "".join(json.dumps({"text": text}) + "\n" for _, text in documents)
+        (target / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        print(f"{kind}, {name}: {len(documents):,} documents, {sizes[name]:,} characters")
+    train_tokenizer(text for _, text in splits["train"]).save_pretrained(target / "tokenizer")
+
+
+def read_folder(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """The files of a folder and those below it, in the order of their names."""
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in suffixes and file.is_file():
+            yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def read_hub(kind: str) -> Iterator[str]:
+    """The documents of a data set; WikiText has a row per paragraph, and a title begins an article."""
+    name, configuration, column = HUB[kind]
+    article = ""
+    for row in load_dataset(name, configuration, split="train", streaming=True):
+        is_title = kind == "code" or (row[column].startswith(" = ") and not row[column].startswith(" = = "))
+        if is_title and article:
+            yield article
+            article = ""
+        article += row[column]
+    yield article
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of the first texts; every digit is a token."""
+    tokenizer, bytes_alone = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_alone])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(itertools.islice(texts, _TOKENIZER_DOCUMENTS), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for kind, (name, *_) in HUB.items():
+        parser.add_argument(f"--{kind}", type=Path, metavar="FOLDER", help=f"files of your own (default: {name})")
+    arguments = parser.parse_args()
+    for kind in HUB:
+        prepare(kind, getattr(arguments, kind))
+
+
+if __name__ == "__main__":
+    main()
