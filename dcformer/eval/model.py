@@ -33,16 +33,11 @@ CPU_BATCH_SIZE = 16
 
 
 class LogLikelihoods(TemplateLM):
-    """
-    The part of a model class of lm-eval that is the same whatever computes the log-likelihoods.
-
-    A class made with it sets `oov_policy`, `embedding_rows` (token ids that the model can read and predict) and
-    `trained_rows` (those whose rows were trained, not added), calls `start_counting`, and defines `_score`.
-    """
+    """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these, and `_score`."""
 
     oov_policy: str
-    embedding_rows: int
-    trained_rows: int
+    embedding_rows: int  # token ids that the model can read and predict
+    trained_rows: int  # those whose rows were trained, not added
     max_length: int
     computed_tokens: int
 
@@ -119,14 +114,11 @@ class LogLikelihoods(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """
-        Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
-
-        Requests of one input, as the one-token choices of a question are, share it.
-        """
+        """Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation) in enumerate(requests):
+            # Requests of one input, as the one-token choices of a question are, share it.
             ids = tuple((context + continuation)[-self.max_length - 1 : -1])
             # All tokens of the continuation but the last end the input.
             target = Target(index, len(ids) - len(continuation), continuation)
