@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 
 try:
@@ -114,7 +115,7 @@ class LogLikelihoods(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy."""
+        """Of each (key, context ids, continuation ids): the continuation's log-probability, and if it is greedy."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation) in enumerate(requests):
@@ -127,8 +128,11 @@ class LogLikelihoods(TemplateLM):
         self.input_tokens += sum(map(len, inputs))
         ordered = sorted(inputs.values(), key=lambda each: (-len(each.ids), each.ids))
         answers: list = [None] * len(requests)
-        problem = None
-        with self._bar(len(requests), disable_tqdm) as advance:
+        problem, n_done = None, 0
+        on_progress = self.on_progress or (lambda done, total: None)
+        on_progress(0, len(requests))
+        is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
+        with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
             for done in self._score(ordered, requests, override_bs):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
@@ -139,7 +143,9 @@ class LogLikelihoods(TemplateLM):
                         )
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
-                advance(len(done))
+                n_done += len(done)
+                bar.update(len(done))
+                on_progress(n_done, len(requests))
                 if problem:
                     break
         self._raise_on_all_processes(problem)
@@ -185,9 +191,8 @@ class LogLikelihoods(TemplateLM):
         if count > 1:
             problems = [None] * count
             torch.distributed.all_gather_object(problems, problem)
-        for problem in problems:
-            if problem is not None:
-                raise ValueError(problem)
+        if any(problems):
+            raise ValueError(next(filter(None, problems)))
 
     def _document(self, index: int) -> tuple[str, int] | None:
         """Whose a request is: the harness passes tokens on without saying it."""
@@ -197,26 +202,6 @@ class LogLikelihoods(TemplateLM):
     def _name(self, index: int) -> str:
         document = self._document(index)
         return "a request" if document is None else f"document {document[1]} of {document[0]}"
-
-    @contextlib.contextmanager
-    def _bar(self, total: int, disable: bool) -> Iterator[Callable[[int], object]]:
-        from tqdm import tqdm
-
-        on_progress = self.on_progress
-        if on_progress is not None:
-            on_progress(0, total)
-        hidden = disable or self.rank != 0 or on_progress is not None
-        with tqdm(total=total, desc="Scoring", unit=" requests", disable=hidden) as bar:
-            done = 0
-
-            def advance(count: int) -> None:
-                nonlocal done
-                done += count
-                bar.update(count)
-                if on_progress is not None:
-                    on_progress(done, total)
-
-            yield advance
 
 
 @register_model("dcformer")

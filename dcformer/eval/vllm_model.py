@@ -171,7 +171,7 @@ class VLLMLM(LogLikelihoods):
             self.engine.abort_request(list(running))
 
     def _prompts(self, inputs: Sequence[ScoredInput]) -> Iterator[tuple[str, Sequence[int], Any]]:
-        """What goes to the engine: inputs by their places, and before them the contexts that they read from the cache."""
+        """What goes to the engine: inputs by their places, before them the contexts that they read from the cache."""
         before: Sequence[int] = ()
         for place, (each, may_read) in enumerate(zip(inputs, which_may_read(inputs, self.block_size))):
             has_longer = any(len(target.ids) > 1 for target in each.targets)
