@@ -34,13 +34,14 @@ CPU_BATCH_SIZE = 16
 
 
 class LogLikelihoods(TemplateLM):
-    """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these, and `_score`."""
+    """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these."""
 
     oov_policy: str
     embedding_rows: int  # token ids that the model can read and predict
     trained_rows: int  # those whose rows were trained, not added
     max_length: int
     computed_tokens: int
+    _score: Callable[..., Iterator[list[Score]]]  # of inputs, in any order and as many at once as is best
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Count documents and tokens anew; `on_progress` gets the numbers of requests done and in all."""
@@ -65,12 +66,6 @@ class LogLikelihoods(TemplateLM):
     def set_max_length(self, max_length: int) -> None:
         """Let inputs have at most so many tokens from now on."""
         self.max_length = max_length
-
-    def _score(
-        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
-    ) -> Iterator[list[Score]]:
-        """Score inputs, in any order and as many at once as is best."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def whole_documents(self) -> Iterator[None]:

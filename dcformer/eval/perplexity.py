@@ -19,17 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..loading import load_tokenizer
-from .data import (
-    DEFAULT_SEED,
-    SOURCES,
-    checked_origin,
-    documents_hash,
-    drawn_places,
-    import_datasets,
-    jsonl_fields,
-    remember,
-    spread_order,
-)
+from . import data
+from .data import DEFAULT_SEED, SOURCES
 
 
 if TYPE_CHECKING:
@@ -55,7 +46,7 @@ def load_pile(
     else:
         whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
         files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
-    documents = [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
+    documents = [text for (text,) in data.jsonl_fields(files, ("text",), subset, seed)]
     return _packed("pile", documents, data_dir, **settings)
 
 
@@ -63,7 +54,7 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Da
     """Articles of the test split of WikiText-2, packed as the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = import_datasets().load_dataset(source.path, source.name, split="test")
+        rows = data.import_datasets().load_dataset(source.path, source.name, split="test")
         # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -84,11 +75,11 @@ def _packed(
 ) -> dict[str, Dataset]:
     """Streams of all documents or `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
     check_window(window, **settings)
-    found = documents_hash(((text,) for text in documents), is_ordered=True)
-    origin = checked_origin(folder, found, data_dir, data_hash)
-    chosen = [documents[index] for index in drawn_places(len(documents), subset, seed)]
-    tokenizer = task_tokenizer(**settings)
-    return {"test": remember(pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token")), origin)}
+    found = data.documents_hash(((text,) for text in documents), is_ordered=True)
+    origin = data.checked_origin(folder, found, data_dir, data_hash)
+    chosen = [documents[index] for index in data.drawn_places(len(documents), subset, seed)]
+    packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings.get("add_bos_token"))
+    return {"test": data.remember(packed, origin)}
 
 
 def load_flan(
@@ -103,15 +94,15 @@ def load_flan(
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = import_datasets().load_dataset(SOURCES["flan"].path, split="train")
-        chosen = rows.select(drawn_places(len(rows), subset, seed))
+        rows = data.import_datasets().load_dataset(SOURCES["flan"].path, split="train")
+        chosen = rows.select(data.drawn_places(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
         files = sorted(Path(data_dir, "flan").glob("*.jsonl"))
         if not files:
             raise FileNotFoundError(f"There is no file {str(Path(data_dir, 'flan', '*.jsonl'))!r}.")
-        pairs = list(jsonl_fields(files, ("inputs", "targets"), subset, seed))
-    origin = checked_origin("flan", documents_hash(pairs), data_dir, data_hash)
+        pairs = list(data.jsonl_fields(files, ("inputs", "targets"), subset, seed))
+    origin = data.checked_origin("flan", data.documents_hash(pairs), data_dir, data_hash)
     examples = []
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()  # the space is part of the target's first word
@@ -121,7 +112,7 @@ def load_flan(
     if left_out := len(pairs) - len(examples):
         reason = f"they have no target, or one of more than {window} tokens"
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
-    return {"test": remember(import_datasets().Dataset.from_list(examples), origin)}
+    return {"test": data.remember(data.import_datasets().Dataset.from_list(examples), origin)}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
@@ -240,13 +231,13 @@ def pack_documents(
                 "n_artificial_ends": n_cut,
             }
         )
-    return import_datasets().Dataset.from_list(rows)
+    return data.import_datasets().Dataset.from_list(rows)
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:
     """Places of documents that fill a number of tokens, with how many of each one's are taken."""
     taken: dict[int, int] = {}
-    for place in range(len(lengths)) if sum(lengths) <= budget else spread_order(len(lengths)):
+    for place in range(len(lengths)) if sum(lengths) <= budget else data.spread_order(len(lengths)):
         if budget > 0:
             taken[place] = min(lengths[place], budget)
             budget -= taken[place]

@@ -436,9 +436,9 @@ class _Builder:
             yield (
                 f"Differences to {self.names[self.baseline or '']}: 95 % intervals of a paired bootstrap "
                 f"({self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}), of "
-                "perplexities in logarithms. 21 : 17 are documents that only this and only the other model has right; p of "
-                "one accuracy is of the exact sign test over these, else of the bootstrap. Undecided (?): the interval "
-                "contains 0 or p is above 0.05."
+                "perplexities in logarithms. 21 : 17 are documents that only this and only the other model has right; "
+                "p of one accuracy is of the exact sign test over these, else of the bootstrap. Undecided (?): the "
+                "interval contains 0 or p is above 0.05."
             )
         windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
         for window in sorted(windows - {PAPER_WINDOW, None}):

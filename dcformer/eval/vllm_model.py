@@ -192,7 +192,10 @@ class VLLMLM(LogLikelihoods):
         cached = output.num_cached_tokens or 0
         most = max(len(target.ids) for target in each.targets) - 1
         if cached > _first_of_prompt(each) or len(output.prompt_logprobs or ()) < most:
-            raise RuntimeError(f"vLLM left out log-probabilities of {cached} tokens in its cache; please report it.")
+            raise RuntimeError(
+                f"vLLM left out log-probabilities that were asked for, with {cached} of {len(each.ids)} tokens in its "
+                "cache; please report it."
+            )
         return [Score(target.request, *_score_of(target.ids, output)) for target in each.targets]
 
 
