@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234
-ANY_HASH = "any"
 _SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
 
 
@@ -133,8 +132,8 @@ def checked_origin(
     Without a `data_dir` they were fetched, and must have the hash that is known, or the `required` one (or `"any"`).
     """
     source = SOURCES[folder]
-    wanted = required or (source.hash if data_dir is None else None) or ANY_HASH
-    if wanted not in (found, ANY_HASH):
+    wanted = required or (source.hash if data_dir is None else None) or "any"
+    if wanted not in (found, "any"):
         raise ValueError(
             f"The documents of {folder} have the hash {found} instead of {wanted}; check the data, or name the hash by "
             "--data-hash TASK=HASH."

@@ -80,8 +80,7 @@ class Report:
     def tables(self) -> dict[str, pandas.DataFrame]:
         """Title -> a frame of text: Table 4 of the paper for every number of shots, Table 5, and whatever is there."""
         tables = {}
-        kinds = self.frame.apply(lambda row: _kind(row.task, row.metric), axis=1)
-        for (kind, shots), part in self.frame.groupby([kinds, self.frame.shots], sort=False):
+        for (kind, shots), part in self.frame.groupby([_kinds(self.frame), self.frame.shots], sort=False):
             if kind == "head":
                 for metric, own in part.groupby("metric", sort=False):
                     title = _TITLES[kind].format(_words(metric))
@@ -227,14 +226,14 @@ class _Builder:
                     self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
-        if self.correction == "holm":
-            self._correct_p_values()
         frame = _pandas().DataFrame(self.rows)
+        if self.correction == "holm":
+            frame["p_corrected"] = _corrected(frame)
         p_values = frame.p_corrected.fillna(frame.p).astype(float)
         is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= stats.SIGNIFICANCE)
         frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
         frame = frame.astype({"delta": float, **dict.fromkeys(("only_here", "only_there"), "Int64")})
-        banners, notes = [*self._control(), *self._partial()], [*self._legend(frame), *self.notes]
+        banners, notes = [*self._control(frame), *self._partial()], [*self._legend(frame), *self.notes]
         settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
         return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
 
@@ -374,44 +373,29 @@ class _Builder:
             self.samples[key] = [{name: line[name] for name in kept if name in line} for line in lines]
         return self.samples[key]
 
-    def _correct_p_values(self) -> None:
-        """Of each table, and of the summaries in it, for their number."""
-        families: dict[tuple, list[dict]] = {}
-        for row in self.rows:
-            if row["p"] is not None and math.isfinite(row["p"]):
-                family = (_kind(row["task"], row["metric"]), row["shots"], row["task"] in SUMMARIES)
-                families.setdefault(family, []).append(row)
-        for rows in families.values():
-            for row, p_value in zip(rows, stats.holm([row["p"] for row in rows])):
-                row["p_corrected"] = p_value
-
-    def _control(self) -> Iterator[str]:
+    def _control(self, frame: pandas.DataFrame) -> Iterator[str]:
         """How every Pythia model and number of shots compares with what was published of it."""
-        held: dict[tuple[str, int], list[dict]] = {}
-        for row in self.rows:
-            if row["published"] is not None:
-                held.setdefault((row["model"], row["shots"]), []).append(row)
-        for (model, shots), rows in held.items():
-            name, tasks = f"{self.names[model]}, {shots}-shot", {row["task"] for row in rows}
-            missed = [row for row in rows if row["control"] == "outside tolerance"]
-            if missed:
+        held = frame[frame.published.notna()]
+        for (model, shots), rows in held.groupby(["model", "shots"], sort=False):
+            name, missed = f"{self.names[model]}, {shots}-shot", rows[rows.control == "outside tolerance"]
+            if len(missed):
                 cell = "{task} {value:.2%} instead of {published:.2%} ± {tolerance:.2%}"
-                cells = "; ".join(cell.format(**row) for row in missed)
+                cells = "; ".join(cell.format(**row) for row in missed.to_dict("records"))
                 yield (
                     f"CONTROL FAILED: {name}, misses {len(missed)} of {len(rows)} accuracies published for "
                     f"{self.paper_rows[model]}: {cells}. Trust no other number in these tables until this is explained."
                 )
                 continue
             doubts = {
-                "of other documents": [row["task"] for row in rows if row["is_other"]],
-                "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in tasks],
+                "of other documents": list(rows.task[rows.is_other]),
+                "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in set(rows.task)],
             }
             parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
             if shots:
                 parts.append("results with examples do not tell neighbouring checkpoints apart")
             state, rest = ("INCOMPLETE", f" ({'; '.join(parts)})") if parts else ("PASSED", "")
             yield f"CONTROL {state}: {name}, agrees with {len(rows)} published accuracies{rest}."
-        if not held and any(row["paper"] is not None and row["task"] in TABLE4_COLUMNS for row in self.rows):
+        if held.empty and (frame.paper.notna() & frame.task.isin(TABLE4_COLUMNS)).any():
             yield "Not controlled: no Pythia model of the paper is here; run one, such as EleutherAI/pythia-2.8b."
 
     def _partial(self) -> Iterator[str]:
@@ -471,6 +455,13 @@ class _Builder:
         return tables
 
 
+def _corrected(frame: pandas.DataFrame) -> pandas.Series:
+    """P-values of each table, and of the summaries in it, corrected for their number."""
+    families = [_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
+    groups = frame.p.astype(float).dropna().groupby(families)
+    return groups.transform(lambda own: _pandas().Series(stats.holm(list(own)), own.index))
+
+
 def _parts_of_questions(samples: Sequence[Mapping]) -> dict[str, dict]:
     """Name of a part of the questions, such as `"shots 3"` -> the means over it."""
     summary = head_task_summary(samples)
@@ -496,12 +487,11 @@ def short_names(models: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _kind(task: str, metric: str) -> str:
-    if metric == "acc" and task in (*TABLE4_COLUMNS, AVERAGE):
-        return "table4"
-    if task in HEAD_TASK_HEADINGS:
-        return "head"
-    return "perplexity" if task in PERPLEXITY_TASKS else "other"
+def _kinds(frame: pandas.DataFrame) -> pandas.Series:
+    """In which table every number stands."""
+    kinds = dict.fromkeys(HEAD_TASK_HEADINGS, "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
+    is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
+    return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
 
 
 def _words(metric: str) -> str:
