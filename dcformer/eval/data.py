@@ -176,7 +176,7 @@ def load_documents(
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
-    if process is not None:
+    if process is not None:  # lm-eval's `process_docs` would do it at every access
         documents = {split: process(rows) for split, rows in documents.items()}
     remember(documents[scored], {**origin, **extra})
     return {"scored": documents[scored], "examples": documents[examples]}
