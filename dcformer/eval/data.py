@@ -9,7 +9,7 @@ same data and a changed data set on the Hub is refused.
 from __future__ import annotations
 
 import ast
-import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.files import file_digest
 from ..common.optional import import_optional
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234
-ANY_HASH = "any"
 _SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
-_ZSTANDARD = b"\x28\xb5\x2f\xfd"  # with which every file of it begins
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,7 @@ def import_datasets():
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
-    """
-    Which data a result rests on: `"sha256:..."` of the files in the task's folder, or the source and its revision.
-    """
+    """Which data a result rests on: `"sha256:..."` of the files in the task's folder, or the source with a revision."""
     source = source_of(task)
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
@@ -119,13 +115,8 @@ def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False)
     Each is given by the values that the task reads. Lines are sorted, since copies have them in different orders;
     running text, which is packed in its order, is hashed in that (`is_ordered`).
     """
-    lines = (
-        json.dumps(list(values), ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode(
-            "utf-8", "surrogatepass"
-        )
-        + b"\n"
-        for values in documents
-    )
+    as_json = functools.partial(json.dumps, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    lines = (f"{as_json(list(values))}\n".encode("utf-8", "surrogatepass") for values in documents)
     digest = hashlib.sha256()
     for line in lines if is_ordered else sorted(lines):
         digest.update(line)
@@ -141,8 +132,8 @@ def checked_origin(
     Without a `data_dir` they were fetched, and must have the hash that is known, or the `required` one (or `"any"`).
     """
     source = SOURCES[folder]
-    wanted = required or (source.hash if data_dir is None else None) or ANY_HASH
-    if wanted not in (found, ANY_HASH):
+    wanted = required or (source.hash if data_dir is None else None) or "any"
+    if wanted not in (found, "any"):
         raise ValueError(
             f"The documents of {folder} have the hash {found} instead of {wanted}; check the data, or name the hash by "
             "--data-hash TASK=HASH."
@@ -173,13 +164,7 @@ def load_documents(
     process: Callable[[Dataset], Dataset] | None = None,
     **_: Any,
 ) -> dict[str, Dataset]:
-    """
-    The documents of a column of Table 4, as lm-eval's `custom_dataset` wants them.
-
-    They are `<column>/<split>.parquet` or `.jsonl` below `data_dir`, for LogiQA also the authors' `.txt`; else the
-    source. `data_hash` is the hash that the scored documents must have, or `"any"`. `process` makes of rows what the
-    prompts read; lm-eval's `process_docs` would do it at every access.
-    """
+    """The documents of a column of Table 4, as lm-eval takes them; `process` makes of rows what the prompts read."""
     source = SOURCES[column]
     splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
     scored, extra = source.split, {}
@@ -191,16 +176,15 @@ def load_documents(
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
-    if process is not None:
+    if process is not None:  # lm-eval's `process_docs` would do it at every access
         documents = {split: process(rows) for split, rows in documents.items()}
     remember(documents[scored], {**origin, **extra})
     return {"scored": documents[scored], "examples": documents[examples]}
 
 
 def _local_splits(folder: Path) -> dict[str, Any]:
-    names = {split: [folder / f"{split}{suffix}" for suffix in _SUFFIXES] for split in ("train", "validation", "test")}
-    files = {split: next((file for file in names[split] if file.is_file()), None) for split in names}
-    return {split: file for split, file in files.items() if file is not None}
+    files = (folder / f"{split}{suffix}" for split in ("train", "validation", "test") for suffix in reversed(_SUFFIXES))
+    return {file.stem: file for file in files if file.is_file()}  # of one split the last, so .parquet before .jsonl
 
 
 def _published_splits(source: Source) -> dict[str, Any]:
@@ -224,37 +208,29 @@ def _hash_of(column: str, documents: Dataset) -> str:
 def _documents(column: str, place: Any) -> Dataset:
     """The rows of a file or of a split of the Hub, brought into the form that the prompts read."""
     datasets = import_datasets()
-    source = SOURCES[column]
-    where = place if isinstance(place, Path) else source
-    if isinstance(place, Path) and column == "logiqa" and place.suffix not in (".parquet", ".jsonl"):
-        return datasets.Dataset.from_list(parse_logiqa(place.read_text(encoding="utf-8")))
-    rows = read_rows(place) if isinstance(place, Path) else place
+    source, rows = SOURCES[column], place
+    if isinstance(place, Path) and place.suffix == ".parquet":
+        from pyarrow import parquet
+
+        rows = datasets.Dataset(parquet.read_table(place))  # in memory, without a copy in a cache
+    elif isinstance(place, Path) and column == "logiqa" and place.suffix != ".jsonl":
+        rows = datasets.Dataset.from_list(parse_logiqa(place.read_text(encoding="utf-8")))
+    elif isinstance(place, Path):
+        rows = datasets.Dataset.from_list([json.loads(line) for _, line in _lines([place])])
     if "problems" in source.fields:
         is_grouped = "problems" in rows.column_names
         return datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
     if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
+        where = str(place if isinstance(place, Path) else source)
         raise ValueError(
-            f"{source.answer} must be one of {', '.join(source.answers)} in {str(where)!r}, got {min(unknown)!r}; use "
+            f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
             f"the {source.split} split, whose answers are published."
         )
     return rows
 
 
-def read_rows(file: Path) -> Dataset:
-    """The rows of a .parquet or .jsonl file, held in memory."""
-    datasets = import_datasets()
-    if file.suffix == ".parquet":
-        from pyarrow import parquet
-
-        return datasets.Dataset(parquet.read_table(file))
-    return datasets.Dataset.from_list([json.loads(line) for _, line in _lines([file])])
-
-
 def parse_logiqa(text: str) -> list[dict]:
-    """
-    Documents of the authors' plain text: blocks of the answer's letter, the passage, the question and four choices,
-    one line each, with an empty line between blocks. A space is put after every full stop, as the harness does.
-    """
+    """Documents of the authors' plain text; a space is put after every full stop, as the harness does."""
     documents = []
     for number, block in enumerate(text.strip().split("\n\n"), start=1):
         letter, *lines = block.split("\n")
@@ -284,12 +260,8 @@ def _article(row: dict) -> dict:
 def jsonl_fields(
     files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
 ) -> Iterator[tuple[str, ...]]:
-    """
-    The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`.
-
-    Files, also compressed by zstandard, may be larger than memory: they are read twice, to count lines and to take
-    some.
-    """
+    """The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`."""
+    # Files may be larger than memory: they are read twice, to count lines and to take some.
     chosen = set(drawn_places(sum(1 for _ in _lines(files)), subset, seed))
     for index, (where, line) in enumerate(_lines(files)):
         if index in chosen:
@@ -320,24 +292,12 @@ def spread_order(count: int) -> list[int]:
     return [place for place in places if place < count]
 
 
-@contextlib.contextmanager
-def _open_text(file: Path) -> Iterator[IO[str]]:
-    """A file of text, compressed by zstandard or not: a copy in a cache may have no suffix to tell."""
-    with open(file, "rb") as beginning:
-        is_compressed = beginning.read(len(_ZSTANDARD)) == _ZSTANDARD
-    if not is_compressed:
-        with open(file, encoding="utf-8") as lines:
-            yield lines
-        return
+def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
+    """Where a line is and its text, of files that may be compressed."""
     import pyarrow
 
-    with pyarrow.input_stream(str(file), compression="zstd") as content:
-        yield io.TextIOWrapper(content, encoding="utf-8")
-
-
-def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
     for file in files:
-        with _open_text(file) as lines:
-            for number, line in enumerate(lines, start=1):
+        with pyarrow.input_stream(str(file)) as content:
+            for number, line in enumerate(io.TextIOWrapper(content, encoding="utf-8"), start=1):
                 if line.strip():
                     yield f"Line {number} of {str(file)!r}", line

@@ -5,19 +5,17 @@ A text of the authors has eight lines, each an example of one task, and the answ
 
     < Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of [ vehicle ]
 
-"Words in the bracket [] are compared", say the authors: the answer of line K + 1 is scored with the K lines before it
-as examples, K from 2 to 7, which makes 5,328 answers. Each K is a task of its own here.
+The answer of line K + 1 is scored with the K lines before it as examples, K from 2 to 7: 5,328 answers. Each K is a
+task of its own here.
 
-**What the model reads.** The brackets mark what is scored and are removed, with one of the two spaces they leave: in
-the paper the answer is predicted at the word before it (section 4.3 and appendix G), and Table 11 prints the texts
-without brackets. All else is kept, also the line feed with which every text begins. `brackets=True` leaves them in.
+**What the model reads.** The brackets are removed, with one of the two spaces they leave, as in the paper's Table 11;
+all else is kept, also the line feed with which every text begins. `brackets=True` leaves them in.
 
 **Where the answer begins.** With the space before it, since the GPT-NeoX tokenizer joins a space to the word after it.
 
-**Scores.** The paper does not say how answers of several tokens (622 of 5,328) count. All readings are reported: `acc`
-(every token of the answer is the most probable one), `acc_first_token`, `token_perplexity` (over all tokens of all
-answers), `answer_perplexity` (exponential of the mean negative log-likelihood of an answer), and
-`first_token_perplexity`. Those of the first token are left out where a tokenizer encodes its text alone as other ids.
+**Scores.** The paper does not say how answers of several tokens count (622 of 5,328), so all readings are reported:
+`acc` and `token_perplexity` of all tokens, `answer_perplexity` per answer, `acc_first_token` and
+`first_token_perplexity`, which are left out where a tokenizer encodes the text of the first token alone as other ids.
 """
 
 from __future__ import annotations
@@ -37,11 +35,9 @@ from .stats import as_pair
 if TYPE_CHECKING:
     from datasets import Dataset
 
-SHOTS = (2, 3, 4, 5, 6, 7)
 HELD_OUT_DOCUMENTS = 1000
 # What a sample keeps of its question, for the report's breakdown.
 FIELDS = ("document", "shots", "subject", "pattern", "transformation", "task")
-_GROUPS = ("shots", "subject", "pattern", "transformation", "task")
 _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
 
 
@@ -61,27 +57,19 @@ def load_authors_texts(
     data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
-    """
-    The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread evenly over all.
-
-    They are `synthetic/synthetic_dataset.jsonl` below `data_dir`, else the authors' repository. `settings` are the
-    model's arguments as lm-eval passes them. A row of the split `test` has `context`, `continuations` (the answer and,
-    if it has several tokens, the text of its first), `n_tokens` (of the answer), `has_first_token`, `n_unscored` and
-    [`FIELDS`].
-    """
+    """The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread over all."""
     texts = list(authors_texts(data_dir))
     origin = checked_origin("synthetic", documents_hash(texts), data_dir, data_hash)
     questions = []
     for document in spread_places(len(texts), windows):
         task, text = texts[document]
         answers, kind = bracketed_answers(text, brackets), TASK_KINDS[task]
-        if list(answers) != list(SHOTS):
+        if list(answers) != [2, 3, 4, 5, 6, 7]:
             raise ValueError(f"Text {document + 1} must have one answer in brackets on each of its lines 3 to 8.")
         context, answer = answers[shots]
         names = {name: getattr(kind, name) for name in ("subject", "pattern", "transformation")}
-        questions.append(
-            {"context": context, "answer": answer, "document": document, "shots": shots, "task": task, **names}
-        )
+        question = {"context": context, "answer": answer, "document": document, "shots": shots, "task": task, **names}
+        questions.append(question)
     return _as_test(questions, len(texts) - len(questions), settings, origin)
 
 
@@ -108,11 +96,7 @@ def _as_test(
 
 
 def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]:
-    """
-    Scores of one answer; perplexities as `(log-likelihood in nats, weight)`, to be divided after all were added up.
-
-    `results` are `(log-likelihood, is most probable)` of the answer and, if it has several tokens, of its first.
-    """
+    """Scores of an answer, of which the last result has the first token; perplexities as `(log-likelihood, weight)`."""
     log_likelihood, is_greedy = results[0]
     scores: dict[str, Any] = {
         "acc": float(is_greedy),
@@ -122,10 +106,8 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
     }
     if doc["has_first_token"]:
         first_log_likelihood, first_is_greedy = results[-1]
-        scores |= {
-            "acc_first_token": float(first_is_greedy),
-            "first_token_perplexity": (float(first_log_likelihood), 1),
-        }
+        scores["acc_first_token"] = float(first_is_greedy)
+        scores["first_token_perplexity"] = (float(first_log_likelihood), 1)
     return scores
 
 
@@ -138,11 +120,7 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
 
 
 def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
-    """
-    Number of lines before a bracketed answer -> `(context, answer)`, the answer with the space before it.
-
-    Without `brackets` the context reads as if they had never been there.
-    """
+    """Number of lines before a bracketed answer -> `(context, answer)`, the answer with the space before it."""
     found, context, end = {}, "", 0
     for match in _ANSWER.finditer(text):
         context += text[end : match.start()]
@@ -187,7 +165,7 @@ def head_task_summary(samples: Sequence[Mapping]) -> dict[str, Any]:
         `by_shots`, `by_subject`, `by_pattern`, `by_transformation`, `by_task`: name -> the same five.
     """
     summary = _means(samples)
-    for name in _GROUPS:
+    for name in FIELDS[1:]:
         values = sorted({sample["fields"][name] for sample in samples})
         summary[f"by_{name}"] = {
             str(value): _means([sample for sample in samples if sample["fields"][name] == value]) for value in values

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 
 try:
@@ -33,18 +34,14 @@ CPU_BATCH_SIZE = 16
 
 
 class LogLikelihoods(TemplateLM):
-    """
-    The part of a model class of lm-eval that is the same whatever computes the log-likelihoods.
-
-    A class made with it sets `oov_policy`, `embedding_rows` (token ids that the model can read and predict) and
-    `trained_rows` (those whose rows were trained, not added), calls `start_counting`, and defines `_score`.
-    """
+    """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these."""
 
     oov_policy: str
-    embedding_rows: int
-    trained_rows: int
+    embedding_rows: int  # token ids that the model can read and predict
+    trained_rows: int  # those whose rows were trained, not added
     max_length: int
     computed_tokens: int
+    _score: Callable[..., Iterator[list[Score]]]  # of inputs, in any order and as many at once as is best
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Count documents and tokens anew; `on_progress` gets the numbers of requests done and in all."""
@@ -69,12 +66,6 @@ class LogLikelihoods(TemplateLM):
     def set_max_length(self, max_length: int) -> None:
         """Let inputs have at most so many tokens from now on."""
         self.max_length = max_length
-
-    def _score(
-        self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
-    ) -> Iterator[list[Score]]:
-        """Score inputs, in any order and as many at once as is best."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def whole_documents(self) -> Iterator[None]:
@@ -119,14 +110,11 @@ class LogLikelihoods(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """
-        Of each (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy.
-
-        Requests of one input, as the one-token choices of a question are, share it.
-        """
+        """Of each (key, context ids, continuation ids): the continuation's log-probability, and if it is greedy."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation) in enumerate(requests):
+            # Requests of one input, as the one-token choices of a question are, share it.
             ids = tuple((context + continuation)[-self.max_length - 1 : -1])
             # All tokens of the continuation but the last end the input.
             target = Target(index, len(ids) - len(continuation), continuation)
@@ -135,8 +123,11 @@ class LogLikelihoods(TemplateLM):
         self.input_tokens += sum(map(len, inputs))
         ordered = sorted(inputs.values(), key=lambda each: (-len(each.ids), each.ids))
         answers: list = [None] * len(requests)
-        problem = None
-        with self._bar(len(requests), disable_tqdm) as advance:
+        problem, n_done = None, 0
+        on_progress = self.on_progress or (lambda done, total: None)
+        on_progress(0, len(requests))
+        is_hidden = disable_tqdm or self.rank != 0 or self.on_progress is not None
+        with tqdm(total=len(requests), desc="Scoring", unit=" requests", disable=is_hidden) as bar:
             for done in self._score(ordered, requests, override_bs):
                 for index, *answer in done:
                     answers[index] = tuple(answer)
@@ -147,7 +138,9 @@ class LogLikelihoods(TemplateLM):
                         )
                     if requests[index][0] is not None:
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
-                advance(len(done))
+                n_done += len(done)
+                bar.update(len(done))
+                on_progress(n_done, len(requests))
                 if problem:
                     break
         self._raise_on_all_processes(problem)
@@ -193,9 +186,8 @@ class LogLikelihoods(TemplateLM):
         if count > 1:
             problems = [None] * count
             torch.distributed.all_gather_object(problems, problem)
-        for problem in problems:
-            if problem is not None:
-                raise ValueError(problem)
+        if any(problems):
+            raise ValueError(next(filter(None, problems)))
 
     def _document(self, index: int) -> tuple[str, int] | None:
         """Whose a request is: the harness passes tokens on without saying it."""
@@ -205,26 +197,6 @@ class LogLikelihoods(TemplateLM):
     def _name(self, index: int) -> str:
         document = self._document(index)
         return "a request" if document is None else f"document {document[1]} of {document[0]}"
-
-    @contextlib.contextmanager
-    def _bar(self, total: int, disable: bool) -> Iterator[Callable[[int], object]]:
-        from tqdm import tqdm
-
-        on_progress = self.on_progress
-        if on_progress is not None:
-            on_progress(0, total)
-        hidden = disable or self.rank != 0 or on_progress is not None
-        with tqdm(total=total, desc="Scoring", unit=" requests", disable=hidden) as bar:
-            done = 0
-
-            def advance(count: int) -> None:
-                nonlocal done
-                done += count
-                bar.update(count)
-                if on_progress is not None:
-                    on_progress(done, total)
-
-            yield advance
 
 
 @register_model("dcformer")

@@ -19,17 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..loading import load_tokenizer
-from .data import (
-    DEFAULT_SEED,
-    SOURCES,
-    checked_origin,
-    documents_hash,
-    drawn_places,
-    import_datasets,
-    jsonl_fields,
-    remember,
-    spread_order,
-)
+from . import data
+from .data import DEFAULT_SEED, SOURCES
 
 
 if TYPE_CHECKING:
@@ -44,21 +35,9 @@ _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
 
 def load_pile(
-    data_dir: str | None = None,
-    subset: int | None = None,
-    seed: int = DEFAULT_SEED,
-    **settings: Any,
+    data_dir: str | None = None, subset: int | None = None, seed: int = DEFAULT_SEED, **settings: Any
 ) -> dict[str, Dataset]:
-    """
-    Documents of the Pile, packed into streams of about 64 windows.
-
-    They are the `text` of `pile/*.jsonl` or `*.jsonl.zst` below `data_dir`, or else of `pile_sample/test.jsonl`;
-    without a folder, of the validation file of the source. `subset` documents are drawn by `seed` and kept in their
-    order. Of `settings`, `window` (2,048 by default) is the length of the windows, `windows` takes so many windows of
-    documents spread evenly over all, and `data_hash` is the hash that the documents must have; the others are the
-    model's arguments as lm-eval passes them: `pretrained`, `tokenizer`, `revision`, `trust_remote_code`,
-    `add_bos_token`, `max_length`.
-    """
+    """Documents of the Pile, or `subset` of them drawn by `seed`, packed into streams; `settings` as `_packed`'s."""
     if data_dir is None:
         from huggingface_hub import hf_hub_download
 
@@ -67,20 +46,15 @@ def load_pile(
     else:
         whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
         files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
-    documents = [text for (text,) in jsonl_fields(files, ("text",), subset, seed)]
+    documents = [text for (text,) in data.jsonl_fields(files, ("text",), subset, seed)]
     return _packed("pile", documents, data_dir, **settings)
 
 
 def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Dataset]:
-    """
-    Articles of the test split of WikiText-2, packed as the documents of [`load_pile`].
-
-    They are `wikitext2/wikitext2_test.txt` below `data_dir`, else `wikitext-2-raw-v1` of `Salesforce/wikitext`. An
-    article is the text from its heading (` = Title = ` between blank lines) to the next; nothing is removed.
-    """
+    """Articles of the test split of WikiText-2, packed as the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = import_datasets().load_dataset(source.path, source.name, split="test")
+        rows = data.import_datasets().load_dataset(source.path, source.name, split="test")
         # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -99,12 +73,13 @@ def _packed(
     data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
+    """Streams of all documents or `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
     check_window(window, **settings)
-    found = documents_hash(((text,) for text in documents), is_ordered=True)
-    origin = checked_origin(folder, found, data_dir, data_hash)
-    chosen = [documents[index] for index in drawn_places(len(documents), subset, seed)]
-    tokenizer = task_tokenizer(**settings)
-    return {"test": remember(pack_documents(chosen, tokenizer, window, windows, settings.get("add_bos_token")), origin)}
+    found = data.documents_hash(((text,) for text in documents), is_ordered=True)
+    origin = data.checked_origin(folder, found, data_dir, data_hash)
+    chosen = [documents[index] for index in data.drawn_places(len(documents), subset, seed)]
+    packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings.get("add_bos_token"))
+    return {"test": data.remember(packed, origin)}
 
 
 def load_flan(
@@ -115,49 +90,33 @@ def load_flan(
     data_hash: str | None = None,
     **settings: Any,
 ) -> dict[str, Dataset]:
-    """
-    Examples of the Flan Collection: the loss is taken on the target span, given the input.
-
-    They are `inputs` and `targets` of `flan/*.jsonl` below `data_dir`, else `prompt` and `completion` of the source.
-    Both are stripped of surrounding white space and joined by one space, which the tokenizer makes part of the target's
-    first word. Long inputs are cut from the left. Examples without a target, or with one of more tokens than the
-    window, are left out, with a warning that counts them. Rows have `context`, `continuation`, `n_tokens` (of the
-    target).
-    """
+    """Examples of Flan, whose targets are scored; those without one, or with one longer than a window, are left out."""
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = import_datasets().load_dataset(SOURCES["flan"].path, split="train")
-        chosen = rows.select(drawn_places(len(rows), subset, seed))
+        rows = data.import_datasets().load_dataset(SOURCES["flan"].path, split="train")
+        chosen = rows.select(data.drawn_places(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
         files = sorted(Path(data_dir, "flan").glob("*.jsonl"))
         if not files:
             raise FileNotFoundError(f"There is no file {str(Path(data_dir, 'flan', '*.jsonl'))!r}.")
-        pairs = list(jsonl_fields(files, ("inputs", "targets"), subset, seed))
-    origin = checked_origin("flan", documents_hash(pairs), data_dir, data_hash)
+        pairs = list(data.jsonl_fields(files, ("inputs", "targets"), subset, seed))
+    origin = data.checked_origin("flan", data.documents_hash(pairs), data_dir, data_hash)
     examples = []
     for given, target in pairs:
-        context, continuation = given.strip(), " " + target.strip()
+        context, continuation = given.strip(), " " + target.strip()  # the space is part of the target's first word
         n_tokens = len(continuation_ids(tokenizer, context, continuation, settings.get("add_bos_token")))
         if target.strip() and n_tokens <= window:
             examples.append({"context": context, "continuation": continuation, "n_tokens": n_tokens})
     if left_out := len(pairs) - len(examples):
-        logger.warning(
-            "dcformer_flan_ppl leaves out %d of %d examples: they have no target, or one of more than %d tokens.",
-            left_out,
-            len(pairs),
-            window,
-        )
-    return {"test": remember(import_datasets().Dataset.from_list(examples), origin)}
+        reason = f"they have no target, or one of more than {window} tokens"
+        logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
+    return {"test": data.remember(data.import_datasets().Dataset.from_list(examples), origin)}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
-    """
-    Sums of one stream, `(log-likelihood in nats, weight)`, to be divided after all streams have been added up.
-
-    End-of-text tokens count as tokens but have no bytes: bits per byte are per byte (UTF-8) of the documents.
-    """
+    """`(log-likelihood in nats, weight)` of a stream, whose end-of-text tokens count as tokens but have no bytes."""
     log_likelihood = float(results[0])
     return {"token_perplexity": (log_likelihood, doc["n_tokens"]), "bits_per_byte": (log_likelihood, doc["n_bytes"])}
 
@@ -192,11 +151,7 @@ def check_window(window: int, max_length: int | None = None, pretrained: Any = N
 
 
 def task_tokenizer(
-    pretrained: Any = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    trust_remote_code: bool | None = None,
-    **_: Any,
+    pretrained: Any = None, tokenizer: Any = None, revision: str | None = None, trust_remote_code: Any = None, **_: Any
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of the model under test, from the model's arguments: `tokenizer` if given, else its own."""
     if tokenizer is not None and not isinstance(tokenizer, str):
@@ -240,8 +195,8 @@ def pack_documents(
     """
     Join documents, each followed by the end-of-text token, to streams of about 64 windows.
 
-    With `windows`, documents are taken one by one, spread evenly over all, until their tokens fill so many windows. The
-    last of them is cut, and the end-of-text token that follows what is left of it is artificial.
+    With `windows`, documents spread evenly over all are taken until they fill so many. The last of them is cut, and
+    what is left of it is followed by an artificial end-of-text token.
     """
     separator = tokenizer.eos_token
     if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:
@@ -262,7 +217,7 @@ def pack_documents(
     n_unscored = 0 if is_whole else max(1, len(_groups(lengths, window)) - len(groups))
     rows = []
     for group in groups:
-        own = [texts[index] for index in group]
+        own = texts[group.start : group.stop]
         text = "".join(document + separator for document in own)
         rows.append(
             {
@@ -276,13 +231,13 @@ def pack_documents(
                 "n_artificial_ends": n_cut,
             }
         )
-    return import_datasets().Dataset.from_list(rows)
+    return data.import_datasets().Dataset.from_list(rows)
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:
     """Places of documents that fill a number of tokens, with how many of each one's are taken."""
     taken: dict[int, int] = {}
-    for place in range(len(lengths)) if sum(lengths) <= budget else spread_order(len(lengths)):
+    for place in range(len(lengths)) if sum(lengths) <= budget else data.spread_order(len(lengths)):
         if budget > 0:
             taken[place] = min(lengths[place], budget)
             budget -= taken[place]

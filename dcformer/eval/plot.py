@@ -81,12 +81,9 @@ def _draw(axis, report: Report, part: pandas.DataFrame, models: list[str], tasks
 
 def _published_difference(report: Report, model: str, shots: int, task: str) -> float | None:
     """The paper's model minus its baseline; `None` unless both are there."""
-    values = []
-    for each in (model, report.baseline):
-        row = report.rows.get(each or "")
-        of_authors = {AUTHORS_ALL: paper_authors_texts(row).get("acc")}
-        values.append({**paper_accuracies(row, shots), **of_authors}.get(task))
-    first, second = values
+    rows = report.rows.get(model), report.rows.get(report.baseline or "")
+    numbers = ({AUTHORS_ALL: paper_authors_texts(row).get("acc"), **paper_accuracies(row, shots)} for row in rows)
+    first, second = (own.get(task) for own in numbers)
     return None if first is None or second is None else first - second
 
 

@@ -2,8 +2,7 @@
 
 An input that begins a longer one is scored in it. Of others that begin alike, the beginnings of a batch run first, with
 padding on the right, which no scored position sees. Their keys and values then stand on the left of what follows, with
-the padding before them, as Transformers pads when it generates: so distances are right for sliding windows too, and
-positions are given with the tokens.
+the padding before them, so distances are right for sliding windows too.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +79,7 @@ class _Row:
     queries: list[_Query]
     start: int = 0
     past_row: int = 0
+    ends: list[_Row] = field(default_factory=list)  # of a shared beginning, what follows it
 
 
 def shares_beginnings(config: Any) -> bool:
@@ -95,10 +95,7 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
+        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
     return least
 
 
@@ -131,38 +128,27 @@ def shared_beginnings(inputs: Sequence[Sequence[int]]) -> list[Beginning]:
     groups, stop = [], len(order)
     while stop:
         start = firsts[stop]
-        length = min(common[start : stop - 1], default=0)
-        groups.append(Beginning(length, order[start:stop]))
+        groups.append(Beginning(min(common[start : stop - 1], default=0), order[start:stop]))
         stop = start
     return groups
 
 
 class Scorer:
-    """
-    Scores inputs with a causal language model of Transformers.
-
-    Args:
-        model: Any causal language model, in evaluation mode.
-        shares (defaults to `True`): Compute once what several inputs begin with, where [`shares_beginnings`] allows it.
-
-    Attributes:
-        rows: Number of token ids that the model can both read and predict.
-        shares: Whether beginnings are shared.
-        computed_tokens: Tokens that were computed so far, padding not counted.
-    """
+    """Scores inputs with a causal language model of Transformers, and shares beginnings where the model allows it."""
 
     def __init__(self, model: Any, shares: bool = True):
         self.model = model
-        self.rows = usable_rows(model)
         self.shares = shares and shares_beginnings(model.config)
-        self.computed_tokens = 0
+        self.computed_tokens = 0  # without padding
         self._head = model.get_output_embeddings()
+        embeddings = [each for each in (model.get_input_embeddings(), self._head) if each is not None]
+        self.rows = min(each.weight.shape[0] for each in embeddings)  # token ids that it can both read and predict
         self._most_cached = math.inf
         if self.shares:
             _, cache = self._run([_Row([0], [])], keeps=True)
             nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            self._most_cached = most_bytes(model.device) // nbytes  # tokens
-            self.computed_tokens = 0
+            free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else 0
+            self._most_cached = max(MOST_CACHED, free // 8) // nbytes  # tokens
 
     def score(self, inputs: Sequence[ScoredInput], batch_size: int) -> Iterator[list[Score]]:
         """Score inputs, and say whenever some are done."""
@@ -176,33 +162,26 @@ class Scorer:
             scores = _summed(self._run(batch)[0])
             self.computed_tokens += sum(len(row.ids) for row in batch)
             yield scores
-        shared, ends = [], {}
-        for group in groups:
-            if len(group.places) > 1:
-                row = _Row(inputs[group.places[0]].ids[: group.length], [])
-                ends[id(row)] = [self._end(inputs[place], group.length, row) for place in group.places]
-                shared.append(row)
+        shared = []
+        for length, places in groups:
+            own = [inputs[place] for place in places]
+            if len(own) > 1:
+                queries = [query for each in own for query in _queries(each, 0, length)]
+                ends = [_Row(each.ids[length:], _queries(each, length, len(each.ids)), length) for each in own]
+                shared.append(_Row(own[0].ids[:length], queries, ends=ends))
         most_tokens = batch_size * max((len(row.ids) for row in shared), default=0)
         for batch in self._batches(shared, most_tokens):
-            scores = _summed(self._score_shared(batch, ends, most_tokens))
-            self.computed_tokens += sum(len(each.ids) for row in batch for each in (row, *ends[id(row)]))
+            scores = _summed(self._score_shared(batch, most_tokens))
+            self.computed_tokens += sum(len(each.ids) for row in batch for each in (row, *row.ends))
             yield scores
 
-    def _end(self, each: ScoredInput, start: int, beginning: _Row) -> _Row:
-        beginning.queries.extend(_queries(each, 0, start))
-        return _Row(each.ids[start:], _queries(each, start, len(each.ids)), start)
-
-    def _score_shared(
-        self, batch: list[_Row], ends: dict[int, list[_Row]], most_tokens: int
-    ) -> list[tuple[int, float, bool]]:
+    def _score_shared(self, batch: list[_Row], most_tokens: int) -> list[tuple[int, float, bool]]:
         """Values of the queries of beginnings and their ends, by halves where the memory of a GPU is not enough."""
         try:
             values, past = self._run(batch, keeps=True)
             following = []
             for index, row in enumerate(batch):
-                for end in ends[id(row)]:
-                    end.past_row = index
-                    following.append(end)
+                following += [replace(end, past_row=index) for end in row.ends]
             for part in self._batches(following, most_tokens):
                 values += self._run(part, past)[0]
             return values
@@ -211,7 +190,7 @@ class Scorer:
                 raise
         torch.cuda.empty_cache()
         halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
-        return [value for half in halves for value in self._score_shared(half, ends, most_tokens)]
+        return [value for half in halves for value in self._score_shared(half, most_tokens)]
 
     def _batches(self, rows: list[_Row], most_tokens: float = math.inf, most_rows: float = math.inf) -> Iterator[list]:
         """Rows of similar length, the longest first, so that memory runs out at once if it does."""
@@ -327,15 +306,3 @@ def _taken(past: DynamicCache, rows: list[_Row], length: int) -> DynamicCache:
         states = (each.transpose(1, 2)[in_rows.to(device), columns.to(device)] for each in (layer.keys, layer.values))
         cache.update(*(each.transpose(1, 2) for each in states), index)
     return cache
-
-
-def most_bytes(device: torch.device) -> int:
-    """Bytes that the keys and values of a batch may take."""
-    return max(MOST_CACHED, torch.cuda.mem_get_info(device)[0] // 8) if device.type == "cuda" else MOST_CACHED
-
-
-def usable_rows(model: Any) -> int:
-    """Number of token ids that a model can both read and predict."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    output = model.get_output_embeddings()
-    return rows if output is None else min(rows, output.weight.shape[0])

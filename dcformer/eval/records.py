@@ -25,10 +25,6 @@ from ..common.files import write_atomically
 from .suites import PREFIX
 
 
-# A commit need not concern the task, whose version does decide.
-_NOT_DECISIVE = ("git_revision",)
-
-
 @dataclass
 class Record:
     """
@@ -64,10 +60,8 @@ class Record:
         return self.num_samples < self.num_documents
 
     def has_settings(self, settings: dict[str, Any]) -> bool:
-        """Whether it was made with these settings, but for the git revision."""
-        then, now = (
-            json.loads(json.dumps({**each, **dict.fromkeys(_NOT_DECISIVE)})) for each in (self.settings, settings)
-        )
+        """Whether it was made with these settings, but for the git revision, which need not concern the task."""
+        then, now = (json.loads(json.dumps({**each, "git_revision": None})) for each in (self.settings, settings))
         return then == now
 
 
@@ -205,8 +199,6 @@ def git_revision() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        return subprocess.run(
-            [*command, "--dirty=-modified"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.check_output([*command, "--dirty=-modified"], stderr=subprocess.PIPE, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or a repository of somebody else
         return None

@@ -17,24 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.optional import import_optional
 from ..head_tasks import REFERENCES, reference_answers
-from . import published
+from . import published, stats
 from .data import source_of
 from .head_tasks import by_text, head_task_summary
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
 from .records import Record, model_folder, read_records, read_samples
-from .stats import (
-    RESAMPLES,
-    SIGNIFICANCE,
-    Difference,
-    accuracy_stderr,
-    have_same_documents,
-    holm,
-    mean_stderr,
-    metric_and_stderr,
-    paired_difference,
-    paired_mean_difference,
-)
 from .suites import AUTHORS_TASKS, HEAD_TASKS, PERPLEXITY_TASKS, TABLE4_COLUMNS
 
 
@@ -58,7 +46,6 @@ _TITLES = {
 }
 # What must be the same for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
-_TICKS = {True: "✓", False: "✗"}
 
 
 @dataclass
@@ -93,8 +80,7 @@ class Report:
     def tables(self) -> dict[str, pandas.DataFrame]:
         """Title -> a frame of text: Table 4 of the paper for every number of shots, Table 5, and whatever is there."""
         tables = {}
-        kinds = self.frame.apply(lambda row: _kind(row.task, row.metric), axis=1)
-        for (kind, shots), part in self.frame.groupby([kinds, self.frame.shots], sort=False):
+        for (kind, shots), part in self.frame.groupby([_kinds(self.frame), self.frame.shots], sort=False):
             if kind == "head":
                 for metric, own in part.groupby("metric", sort=False):
                     title = _TITLES[kind].format(_words(metric))
@@ -171,11 +157,9 @@ class Report:
                 f"paper's {self.rows.get(model)}, Δ": _paper,
             }
             for label, write in labels.items():
-                cells = {heading: write(row) for heading, row in own.items()}
+                cells = {heading: write(own[heading]) if heading in own else "" for heading in headings}
                 if any(cells.values()):
-                    lines.append(
-                        {"model": label, **{heading: cells.get(heading) or "-" for heading in dict.fromkeys(headings)}}
-                    )
+                    lines.append({"model": label, **{heading: cell or "-" for heading, cell in cells.items()}})
         return _pandas().DataFrame(lines)
 
 
@@ -184,7 +168,7 @@ def build_report(
     *,
     baseline: str | None = None,
     seed: int = 0,
-    resamples: int = RESAMPLES,
+    resamples: int = stats.RESAMPLES,
     paper_rows: Mapping[str, str] | None = None,
     correction: str = "none",
 ) -> Report:
@@ -213,12 +197,7 @@ class _Builder:
     """Fills a report, reading every file of samples once."""
 
     def __init__(
-        self,
-        output: str | os.PathLike,
-        baseline: str | None,
-        paper_rows: Mapping[str, str],
-        correction: str,
-        bootstrap: dict[str, int],
+        self, output: Any, baseline: str | None, paper_rows: Mapping[str, str], correction: str, bootstrap: dict
     ):
         self.output, self.correction, self.bootstrap = output, correction, bootstrap
         self.records = {(each.model, each.task, each.num_fewshot): each for each in read_records(output)}
@@ -243,19 +222,18 @@ class _Builder:
             own = [record for record in self.records.values() if record.model == model]
             own.sort(key=lambda r: (r.num_fewshot, _ORDER.index(r.task) if r.task in _ORDER else len(_ORDER), r.task))
             for shots in dict.fromkeys(record.num_fewshot for record in own):
-                for record in own:
-                    if record.num_fewshot == shots:
-                        self._add_record(record)
+                for record in (each for each in own if each.num_fewshot == shots):
+                    self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
-        if self.correction == "holm":
-            self._correct_p_values()
         frame = _pandas().DataFrame(self.rows)
+        if self.correction == "holm":
+            frame["p_corrected"] = _corrected(frame)
         p_values = frame.p_corrected.fillna(frame.p).astype(float)
-        is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= SIGNIFICANCE)
+        is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= stats.SIGNIFICANCE)
         frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
         frame = frame.astype({"delta": float, **dict.fromkeys(("only_here", "only_there"), "Int64")})
-        banners, notes = [*self._control(), *self._partial()], [*self._legend(frame), *self.notes]
+        banners, notes = [*self._control(frame), *self._partial()], [*self._legend(frame), *self.notes]
         settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
         return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
 
@@ -265,7 +243,7 @@ class _Builder:
         value: float,
         stderr: float | None,
         counts: tuple[int, int],
-        delta: Difference | None,
+        delta: stats.Difference | None,
         paper: float | None,
         held: published.Control | None = None,
         is_other: bool = False,
@@ -276,7 +254,7 @@ class _Builder:
         verdict = ""
         if paper is not None and stderr is not None:
             # A few documents that are all right, or all wrong, have no standard error themselves.
-            least = accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
+            least = stats.accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
             verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
         names = {"delta": "value", "p": "p_value"}
         of_delta = ("delta", "low", "high", "only_here", "only_there", "p", "excludes_zero")
@@ -307,7 +285,7 @@ class _Builder:
             delta = paper = held = None
             if other is not None and metric in other.metrics:
                 pair = (by_text(self._samples(each)) for each in (record, other))
-                delta = paired_difference(*pair, metric, task=task, **self.bootstrap)
+                delta = stats.paired_difference(*pair, metric, task=task, **self.bootstrap)
             if metric == "acc":
                 paper = published.paper_accuracies(row, shots).get(task)
                 if "stands_in_for" not in documents:
@@ -325,22 +303,21 @@ class _Builder:
         records = [self.records[model, task, shots] for task in cells]
         missing = [f"{task} missing" for task in TABLE4_COLUMNS if task not in cells]
         mixed = [f"other {n}" for n in ("dtype", "oov_policy") if len({str(r.settings.get(n)) for r in records}) > 1]
+        if cells and (reasons := missing + mixed):
+            self.notes.append(f"No average for {self.names[model]}, {shots}-shot: {', '.join(reasons)}.")
         if missing or mixed:
-            if cells:
-                name = f"{self.names[model]}, {shots}-shot"
-                self.notes.append(f"No average for {name}: {', '.join(missing + mixed)}.")
             return
         delta, stderrs = None, [cell["stderr"] for cell in cells.values()]
         if all(cell["delta"] is not None for cell in cells.values()):
             others = [self.records[self.baseline, task, shots] for task in cells]
             pairs = {r.task: (self._samples(r), self._samples(other)) for r, other in zip(records, others)}
-            delta = paired_mean_difference(pairs, "acc", **self.bootstrap)
+            delta = stats.paired_mean_difference(pairs, "acc", **self.bootstrap)
         row, of_columns = self.paper_rows.get(model), {r.task: r.num_documents for r in records}
         is_held = all(cell["published"] is not None for cell in cells.values())
         self._add(
             (model, AVERAGE, shots, "acc"),
             sum(cell["value"] for cell in cells.values()) / len(cells),
-            None if None in stderrs else mean_stderr(stderrs),
+            None if None in stderrs else stats.mean_stderr(stderrs),
             (sum(r.num_samples for r in records), sum(r.num_documents for r in records)),
             delta,
             published.paper_accuracies(row, shots).get(AVERAGE),
@@ -356,11 +333,11 @@ class _Builder:
         others = [self._comparable(record, notes=False) for record in records]
         counts = sum(record.num_samples for record in records), sum(record.num_documents for record in records)
         for metric in [name for name in records[0].metrics if all(name in record.metrics for record in records)]:
-            value, stderr = metric_and_stderr(self._pooled(records), metric)
+            value, stderr = stats.metric_and_stderr(self._pooled(records), metric)
             delta = None
             if None not in others and all(metric in other.metrics for other in others):
                 pair = self._pooled(records), self._pooled(others)
-                delta = paired_difference(*pair, metric, task=AUTHORS_ALL, **self.bootstrap)
+                delta = stats.paired_difference(*pair, metric, task=AUTHORS_ALL, **self.bootstrap)
             paper = published.paper_authors_texts(self.paper_rows.get(model)).get(metric)
             self._add((model, AUTHORS_ALL, shots, metric), value, stderr, counts, delta, paper)
 
@@ -384,7 +361,7 @@ class _Builder:
             # A model whose embedding has every id needs no policy.
             if first != second and not (name == "oov_policy" and None in (first, second)):
                 return f"{name} is {first} for the former and {second} for the latter"
-        if not have_same_documents(self._samples(record), self._samples(other)):
+        if not stats.have_same_documents(self._samples(record), self._samples(other)):
             return "they were scored on different documents (other data or limit, or a tokenizer that packs otherwise)"
         return ""
 
@@ -396,48 +373,29 @@ class _Builder:
             self.samples[key] = [{name: line[name] for name in kept if name in line} for line in lines]
         return self.samples[key]
 
-    def _correct_p_values(self) -> None:
-        """Of each table, and of the summaries in it, for their number."""
-        families: dict[tuple, list[dict]] = {}
-        for row in self.rows:
-            if row["p"] is not None and math.isfinite(row["p"]):
-                family = (_kind(row["task"], row["metric"]), row["shots"], row["task"] in SUMMARIES)
-                families.setdefault(family, []).append(row)
-        for rows in families.values():
-            for row, p_value in zip(rows, holm([row["p"] for row in rows])):
-                row["p_corrected"] = p_value
-
-    def _control(self) -> Iterator[str]:
+    def _control(self, frame: pandas.DataFrame) -> Iterator[str]:
         """How every Pythia model and number of shots compares with what was published of it."""
-        held: dict[tuple[str, int], list[dict]] = {}
-        for row in self.rows:
-            if row["published"] is not None:
-                held.setdefault((row["model"], row["shots"]), []).append(row)
-        for (model, shots), rows in held.items():
-            name, tasks = f"{self.names[model]}, {shots}-shot", {row["task"] for row in rows}
-            missed = [row for row in rows if row["control"] == "outside tolerance"]
-            if missed:
-                cells = "; ".join(
-                    "{} {:.2f} instead of {:.2f} ± {:.2f}".format(
-                        row["task"], *(100 * row[name] for name in ("value", "published", "tolerance"))
-                    )
-                    for row in missed
-                )
+        held = frame[frame.published.notna()]
+        for (model, shots), rows in held.groupby(["model", "shots"], sort=False):
+            name, missed = f"{self.names[model]}, {shots}-shot", rows[rows.control == "outside tolerance"]
+            if len(missed):
+                cell = "{task} {value:.2%} instead of {published:.2%} ± {tolerance:.2%}"
+                cells = "; ".join(cell.format(**row) for row in missed.to_dict("records"))
                 yield (
                     f"CONTROL FAILED: {name}, misses {len(missed)} of {len(rows)} accuracies published for "
                     f"{self.paper_rows[model]}: {cells}. Trust no other number in these tables until this is explained."
                 )
                 continue
             doubts = {
-                "of other documents": [row["task"] for row in rows if row["is_other"]],
-                "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in tasks],
+                "of other documents": list(rows.task[rows.is_other]),
+                "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in set(rows.task)],
             }
             parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
             if shots:
                 parts.append("results with examples do not tell neighbouring checkpoints apart")
             state, rest = ("INCOMPLETE", f" ({'; '.join(parts)})") if parts else ("PASSED", "")
             yield f"CONTROL {state}: {name}, agrees with {len(rows)} published accuracies{rest}."
-        if not held and any(row["paper"] is not None and row["task"] in TABLE4_COLUMNS for row in self.rows):
+        if held.empty and (frame.paper.notna() & frame.task.isin(TABLE4_COLUMNS)).any():
             yield "Not controlled: no Pythia model of the paper is here; run one, such as EleutherAI/pythia-2.8b."
 
     def _partial(self) -> Iterator[str]:
@@ -460,11 +418,11 @@ class _Builder:
                     yield f"{self.names[model]}: documents {what}: {', '.join(found)}."
         if frame.delta.notna().any():
             yield (
-                f"Differences to {self.names[self.baseline or '']}: 95 % percentiles of a paired bootstrap "
+                f"Differences to {self.names[self.baseline or '']}: 95 % intervals of a paired bootstrap "
                 f"({self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}), of "
-                "perplexities their natural logarithms. 21 : 17 are the documents that only this and only the other "
-                "model has right; p-values of single accuracies are of the exact sign test over these (McNemar's), all "
-                "others of the bootstrap. A difference is undecided (?) if its interval contains 0 or p is above 0.05."
+                "perplexities in logarithms. 21 : 17 are documents that only this and only the other model has right; "
+                "p of one accuracy is of the exact sign test over these, else of the bootstrap. Undecided (?): the "
+                "interval contains 0 or p is above 0.05."
             )
         windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
         for window in sorted(windows - {PAPER_WINDOW, None}):
@@ -487,18 +445,28 @@ class _Builder:
                     {**sample, "metrics": {**sample["metrics"], "acc": chance[rule]}}
                     for sample, chance in zip(questions, chances)
                 ]
-            summaries = {column: head_task_summary(own) for column, own in samples.items()}
-            first, rows = next(iter(summaries.values())), []
-            groups = [("all", lambda summary: summary)]
-            for group in ("shots", "subject", "pattern", "transformation"):
-                for value in first[f"by_{group}"]:
-                    groups.append((f"{group} {value}", lambda s, g=group, v=value: s[f"by_{g}"].get(v)))
-            for name, part_of in groups:
-                parts = {column: part_of(summary) for column, summary in summaries.items()}
-                cells = {column: f"{100 * part['accuracy']:.1f}" if part else "-" for column, part in parts.items()}
-                rows.append({"questions": name, "answers": str(part_of(first)["answers"]), **cells})
+            columns = {column: _parts_of_questions(own) for column, own in samples.items()}
+            rows = []
+            for name, part in next(iter(columns.values())).items():
+                own = {column: parts.get(name) for column, parts in columns.items()}
+                cells = {column: f"{100 * each['accuracy']:.1f}" if each else "-" for column, each in own.items()}
+                rows.append({"questions": name, "answers": str(part["answers"]), **cells})
             tables[f"Head tasks by questions, {title}, accuracy in percent"] = _pandas().DataFrame(rows)
         return tables
+
+
+def _corrected(frame: pandas.DataFrame) -> pandas.Series:
+    """P-values of each table, and of the summaries in it, corrected for their number."""
+    families = [_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
+    groups = frame.p.astype(float).dropna().groupby(families)
+    return groups.transform(lambda own: _pandas().Series(stats.holm(list(own)), own.index))
+
+
+def _parts_of_questions(samples: Sequence[Mapping]) -> dict[str, dict]:
+    """Name of a part of the questions, such as `"shots 3"` -> the means over it."""
+    summary = head_task_summary(samples)
+    kinds = ("shots", "subject", "pattern", "transformation")
+    return {"all": summary} | {f"{kind} {value}": own for kind in kinds for value, own in summary[f"by_{kind}"].items()}
 
 
 def _chances(sample: Mapping) -> dict[str, float]:
@@ -519,27 +487,24 @@ def short_names(models: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _kind(task: str, metric: str) -> str:
-    if metric == "acc" and task in (*TABLE4_COLUMNS, AVERAGE):
-        return "table4"
-    if task in HEAD_TASK_HEADINGS:
-        return "head"
-    return "perplexity" if task in PERPLEXITY_TASKS else "other"
+def _kinds(frame: pandas.DataFrame) -> pandas.Series:
+    """In which table every number stands."""
+    kinds = dict.fromkeys(HEAD_TASK_HEADINGS, "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
+    is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
+    return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
 
 
 def _words(metric: str) -> str:
-    return (
-        "accuracy in percent" if metric == "acc" else metric.replace("_", " ").replace("acc ", "accuracy in percent, ")
-    )
+    words = metric.replace("_", " ")
+    return "accuracy in percent" if words == "acc" else words.replace("acc ", "accuracy in percent, ")
 
 
 def _number(value: float, metric: str, sign: str = "") -> str:
     """Accuracies in percent with one decimal; of other numbers four figures, and never less than two decimals."""
-    value = 100 * value if metric.startswith("acc") else value
-    decimals = 1 if metric.startswith("acc") else 3 if abs(value) < 10 else 2
-    return (
-        f"{value:{sign}.4g}" if abs(value) >= 1000 else f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"
-    )  # no -0.0
+    value, decimals = (100 * value, 1) if metric.startswith("acc") else (value, 3 if abs(value) < 10 else 2)
+    if abs(value) >= 1000:
+        return f"{value:{sign}.4g}"
+    return f"{round(value, decimals) + 0.0:{sign}.{decimals}f}"  # no -0.0
 
 
 def _value(row: Any) -> str:
@@ -570,7 +535,7 @@ def _paper(row: Any) -> str:
     if _pandas().isna(row.paper):
         return ""
     is_within = row.control == "within tolerance" if row.control else row.verdict == "within 2 stderr"
-    tick = f" {_TICKS[is_within]}" if row.control or row.verdict else ""
+    tick = (" ✓" if is_within else " ✗") if row.control or row.verdict else ""
     return f"{_number(row.paper, row.metric)}, {_number(row.value - row.paper, row.metric, '+')}{tick}"
 
 

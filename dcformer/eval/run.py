@@ -27,21 +27,11 @@ import torch
 from ..common.files import file_lock
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model
+from . import records
 from .data import data_fingerprint, origin_of, spread_places
 from .head_tasks import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
-from .records import (
-    Record,
-    git_revision,
-    library_versions,
-    model_fingerprint,
-    model_folder,
-    read_record,
-    record_path,
-    samples_path,
-    tokenizer_fingerprint,
-    write_record,
-)
+from .records import Record
 from .stats import metric_and_stderr
 from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, shots_of, task_manager
 
@@ -154,13 +144,14 @@ def evaluate(
         "engine": engine,
         "shared_prefixes": shared_prefixes or engine == "vllm",
         "seed": seed,
-        "versions": library_versions(engine),
-        "git_revision": git_revision(),
+        "versions": records.library_versions(engine),
+        "git_revision": records.git_revision(),
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
         # Only one process may lock the folders, and it has to before it looks at what is there.
-        locks = [file_lock(Path(output, folder, ".lock")) for folder in sorted({model_folder(name) for name in names})]
+        folders = sorted({records.model_folder(name) for name in names})
+        locks = [file_lock(Path(output, folder, ".lock")) for folder in folders]
         group.decided_by_first(lambda: [stack.enter_context(lock) for lock in locks])
         hub = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
         found = [find_model(name, **hub) for name in names]
@@ -178,10 +169,10 @@ def evaluate(
             scorer = _build_scorer(own, group.device)
             with contextlib.closing(scorer) if engine == "vllm" else contextlib.nullcontext():
                 for job in own:
-                    named = functools.partial(on_progress, str(job)) if on_progress and group.is_first else _nothing
-                    result = _score(scorer, task_objects[job.data], job, named)
+                    tell = on_progress if on_progress and group.is_first else (lambda *_: None)
+                    result = _score(scorer, task_objects[job.data], job, functools.partial(tell, str(job)))
                     if group.is_first:
-                        write_record(output, *result)
+                        records.write_record(output, *result)
             del scorer  # or there would be two models in memory
             gc.collect()
             if torch.cuda.is_available():
@@ -220,28 +211,21 @@ def _settings(
 
     policy = policy_in_force(model.config, oov_policy)
     settings = {
-        "model": model_fingerprint(model.path, model.revision),
+        "model": records.model_fingerprint(model.path, model.revision),
         "model_type": model.config.model_type,
-        "tokenizer": tokenizer_fingerprint(model.tokenizer),
+        "tokenizer": records.tokenizer_fingerprint(model.tokenizer),
         "oov_policy": policy if model.has_ids_without_embedding else None,
         **common,
     }
-    versions = _task_versions()
-    return [
-        (
-            task,
-            number,
-            {
-                "max_length": _longest_input(model, task, max_length),
-                "task_version": versions[task],
-                "data": data_fingerprint(data_dir, task),
-                "num_fewshot": number,
-                **settings,
-            },
-        )
-        for task in tasks
-        for number in shots_of(task, shots)
-    ]
+    found = []
+    for task in tasks:
+        of_task = {
+            "max_length": _longest_input(model, task, max_length),
+            "task_version": _task_versions()[task],
+            "data": data_fingerprint(data_dir, task),
+        }
+        found += [(task, n, {**of_task, "num_fewshot": n, **settings}) for n in shots_of(task, shots)]
+    return found
 
 
 @functools.cache
@@ -270,13 +254,13 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
     """The record of a job, if it is there with its samples, and its settings are the same."""
-    path = record_path(output, job.model.name, job.task, job.num_fewshot)
+    path = records.record_path(output, job.model.name, job.task, job.num_fewshot)
     if not path.is_file():
         return None
-    record = read_record(path)
+    record = records.read_record(path)
     if record.model.strip("/") != job.model.name.strip("/"):
         raise ValueError(f"{str(path)!r} is a result of {record.model!r}, not {job.model.name!r}; give another output.")
-    return record if record.has_settings(job.settings) and samples_path(path).is_file() else None
+    return record if record.has_settings(job.settings) and records.samples_path(path).is_file() else None
 
 
 def _load_tasks(
@@ -368,15 +352,11 @@ def _score(
         "documents": origin_of(scored),
         **({"artificial_ends": scored[0]["n_artificial_ends"]} if "n_artificial_ends" in scored.column_names else {}),
     }
-    is_gpu = scorer.device.type == "cuda"
-    timings = {
-        "seconds": round(time.perf_counter() - start, 3),
-        **totals,
-        "processes": scorer.world_size,
-        "hardware": torch.cuda.get_device_name(scorer.device)
-        if is_gpu
-        else f"{platform.machine()}, {os.cpu_count()} cores",
-    }
+    seconds = round(time.perf_counter() - start, 3)
+    hardware = f"{platform.machine()}, {os.cpu_count()} cores"
+    if scorer.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(scorer.device)
+    timings = {"seconds": seconds, **totals, "processes": scorer.world_size, "hardware": hardware}
     n_documents = results["n-samples"][name]["original"] + scored[0].get("n_unscored", 0)
     own = (len(samples), n_documents, limit, job.settings, observed, timings)
     return Record(job.model.name, job.task, job.num_fewshot, metrics, *own), samples
@@ -442,7 +422,3 @@ def quiet_harness() -> Iterator[None]:
     finally:
         harness_task.tqdm = tqdm
         harness.setLevel(level)
-
-
-def _nothing(done: int, total: int) -> None:
-    """No progress to show."""

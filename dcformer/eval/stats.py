@@ -33,12 +33,11 @@ class Difference:
     Attributes:
         low, high: Ends of the 95 % interval, which a single document does not have (`nan`).
         p_value: Probability of a difference at least as large if the models did not differ: of the exact sign test for
-            what is only right or wrong, else by how many resamples lie beyond zero; `nan` for a single document that is
-            not only right or wrong.
+            a task that is only right or wrong, else by how many resamples lie beyond zero; `nan` for a single document
+            that is not only right or wrong.
         only_here, only_there: Documents that only the model, and only the baseline, has right; `None` for what is not
             only right or wrong.
         documents: On how many the two were compared.
-        by_sign_test: Whether `p_value` is that of the exact sign test.
     """
 
     value: float
@@ -48,7 +47,6 @@ class Difference:
     only_here: int | None = None
     only_there: int | None = None
     documents: int = 0
-    by_sign_test: bool = False
 
     @property
     def excludes_zero(self) -> bool:
@@ -78,7 +76,7 @@ def mean_stderr(stderrs: Sequence[float]) -> float:
 
 def have_same_documents(samples: Sequence[Mapping], baseline: Sequence[Mapping]) -> bool:
     """Whether two models were scored on the same documents, in whatever order."""
-    return set(_keys(samples)) == set(_keys(baseline))
+    return _by_document(samples).keys() == _by_document(baseline).keys()
 
 
 def paired_difference(
@@ -126,13 +124,12 @@ def paired_mean_difference(
     documents, here, there = zip(*counts)
     is_single, is_zero_or_one = 1 in documents, None not in here
     only_here, only_there = (sum(here), sum(there)) if is_zero_or_one else (None, None)
-    by_sign_test = is_zero_or_one and len(tasks) == 1
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
-    if by_sign_test:
+    if is_zero_or_one and len(tasks) == 1:
         p_value = sign_test(only_here, only_there)
     else:
         p_value = math.nan if is_single else _p_value_of_resamples(resampled)
-    return Difference(point, float(low), float(high), p_value, only_here, only_there, sum(documents), by_sign_test)
+    return Difference(point, float(low), float(high), p_value, only_here, only_there, sum(documents))
 
 
 def sign_test(only_here: int, only_there: int) -> float:
@@ -169,20 +166,19 @@ def metric_and_stderr(samples: Sequence[Mapping], metric: str) -> tuple[float, f
     return float(rate), stderr
 
 
-def _keys(samples: Sequence[Mapping]) -> list[tuple[str, int]]:
-    """(hash, occurrence) of every document in the order of their numbers; data sets hold some documents twice."""
+def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
+    """(hash, occurrence) -> sample, in the order of their numbers; data sets hold some documents twice."""
     seen: Counter[str] = Counter()
-    keys = []
+    found = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         seen[sample["doc_hash"]] += 1
-        keys.append((sample["doc_hash"], seen[sample["doc_hash"]]))
-    return keys
+        found[sample["doc_hash"], seen[sample["doc_hash"]]] = sample
+    return found
 
 
 def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[tuple[str, int], tuple[float, float]]:
     """Key -> what was measured, and per what."""
-    ordered = sorted(samples, key=lambda sample: sample["doc_id"])
-    return {key: _two_sums(sample["metrics"][metric], metric) for key, sample in zip(_keys(samples), ordered)}
+    return {key: _two_sums(each["metrics"][metric], metric) for key, each in _by_document(samples).items()}
 
 
 def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float]:
@@ -264,11 +260,6 @@ class SeedComparison:
     simultaneous_half_width: float
     p: float
     corrected_p: float
-
-    @property
-    def is_apart(self) -> bool:
-        """At a level of 5 % for all comparisons together."""
-        return self.corrected_p <= SIGNIFICANCE
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -55,22 +55,10 @@ def check_device_of_vllm(device: torch.device) -> None:
 
 class VLLMLM(LogLikelihoods):
     """
-    A causal language model in an engine of vLLM, for log-likelihoods alone.
+    A causal language model in an engine of vLLM, for log-likelihoods alone, with options as [`DCFormerLM`] has them.
 
     The engine computes in a process of its own, so a script that makes one needs `if __name__ == "__main__":`.
-
-    Args:
-        pretrained: A name as [`dcformer.loading.find_model`] takes it, or what that returns.
-        dtype (defaults to `"bfloat16"`): "bfloat16", "float16" or "float32".
-        batch_size (`int` or `"auto"`, defaults to `"auto"`): The most inputs in one step; "auto": as vLLM has it.
-        max_length (*optional*): Most tokens of an input; `None`: what the model takes.
-        oov_policy (*optional*): As [`dcformer.eval.DCFormerLM`] takes it.
-        on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
-        engine_options: Further arguments of vLLM's `EngineArgs`, such as `enforce_eager=False`.
-
-    Raises:
-        ImportError: if vLLM is not installed.
-        ValueError: for a wrong policy, or a model that vLLM refuses.
+    `engine_options` are further arguments of vLLM's `EngineArgs`, such as `enforce_eager=False`.
     """
 
     def __init__(
@@ -183,16 +171,12 @@ class VLLMLM(LogLikelihoods):
             self.engine.abort_request(list(running))
 
     def _prompts(self, inputs: Sequence[ScoredInput]) -> Iterator[tuple[str, Sequence[int], Any]]:
-        """
-        What goes to the engine: inputs by their places, and before them the contexts that they read from the cache.
-
-        vLLM computes logits of every token of a prompt whose log-probabilities are asked for. A context that goes
-        ahead as a prompt of its own, in whole blocks, is spared them, unless the input before has computed it.
-        """
+        """What goes to the engine: inputs by their places, before them the contexts that they read from the cache."""
         before: Sequence[int] = ()
         for place, (each, may_read) in enumerate(zip(inputs, which_may_read(inputs, self.block_size))):
             has_longer = any(len(target.ids) > 1 for target in each.targets)
             context = each.ids[: _first_of_prompt(each) // self.block_size * self.block_size]
+            # Of a context that goes ahead no logits are computed; the input before may have computed it already.
             if has_longer and may_read and shared_length(before, each.ids) < len(context):
                 yield f"context of {place}", context, self._sampling()
             before = each.ids
@@ -209,22 +193,18 @@ class VLLMLM(LogLikelihoods):
         most = max(len(target.ids) for target in each.targets) - 1
         if cached > _first_of_prompt(each) or len(output.prompt_logprobs or ()) < most:
             raise RuntimeError(
-                f"vLLM took {cached} of {len(each.ids)} tokens from its cache and left out log-probabilities that were "
-                "asked for; please report it."
+                f"vLLM left out log-probabilities that were asked for, with {cached} of {len(each.ids)} tokens in its "
+                "cache; please report it."
             )
         return [Score(target.request, *_score_of(target.ids, output)) for target in each.targets]
 
 
 def which_may_read(inputs: Sequence[ScoredInput], block_size: int) -> list[bool]:
-    """
-    Of sorted inputs, which may read from the cache of prefixes.
-
-    The cache can hold of an input what it shares with another one, in whole blocks, and never its last token. Of a
-    token that is read, vLLM does not tell how probable the one after it is.
-    """
+    """Of sorted inputs, which may read from the cache of prefixes: those of which it holds nothing that is scored."""
     shared = [0, *(shared_length(one.ids, other.ids) for one, other in itertools.pairwise(inputs)), 0]
     may_read = []
     for each, before, after in zip(inputs, shared, shared[1:]):
+        # The cache holds what two inputs share, in whole blocks, and never the last token.
         most_cached = min(max(before, after), len(each.ids) - 1) // block_size * block_size
         may_read.append(most_cached <= _first_of_prompt(each))
     return may_read

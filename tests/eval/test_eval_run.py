@@ -95,7 +95,7 @@ def test_results_are_reused_if_their_settings_are_the_same(start, monkeypatch, t
     start(tasks="piqa")
     scored, score = [], run._score
     monkeypatch.setattr(run, "_score", lambda *given: scored.append(given[2].task) or score(*given))
-    monkeypatch.setattr(run, "git_revision", lambda: "another")
+    monkeypatch.setattr(records, "git_revision", lambda: "another")
     start()
     assert scored == ["sciq"]
     start(seed=1)
