@@ -29,13 +29,9 @@ def bench_command(
     seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
     json: Annotated[
         Path | None,
-        typer.Option(
-            help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if it exists"
-        ),
+        typer.Option(help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if there"),
     ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print which implementation is chosen for the shape below, and why.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice for the shape below.")] = False,
     heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
     key_value_heads: Annotated[
         int | None, typer.Option(help="Key and value heads.", min=1, show_default="as many as query heads")
@@ -48,24 +44,15 @@ def bench_command(
     debug: Debug = False,
 ) -> None:
     """Measure attention, decoding, training or a whole model, or print which implementation is chosen and why."""
+    given = dict(locals())
     if explain == (what is not None):
         raise typer.BadParameter("Give either what to measure (attention, decode, train, model) or --explain.")
     with running_command(debug):
         from ..bench import command
 
         if what is None:
-            choices = command.explain(
-                device=device,
-                dtype=dtype,
-                heads=heads,
-                key_value_heads=key_value_heads,
-                channels=channels,
-                queries=queries,
-                keys=keys,
-                window=window,
-                gradient=gradient,
-            )
-            for name, choice in choices.items():
+            shape = ("device", "dtype", "heads", "key_value_heads", "channels", "queries", "keys", "window", "gradient")
+            for name, choice in command.explain(**{part: given[part] for part in shape}).items():
                 typer.echo(f"{name}: {choice}")
             return
         status = command.run_benchmark(what, device=device, quick=quick, seconds=seconds, json=json)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..common.terminal import progress_bar
-from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
+from .options import Debug, Device, Dtype, Model, OovPolicy, Revision, Tokenizer
 from .running import running_quietly, status
 
 
@@ -52,10 +52,7 @@ def generate_command(
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
-    oov_policy: Annotated[
-        Literal["error", "clamp", "pad"] | None,
-        typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
-    ] = None,
+    oov_policy: OovPolicy = None,
     cache_implementation: Annotated[
         Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
         typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),

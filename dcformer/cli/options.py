@@ -28,5 +28,9 @@ Tokenizer = Annotated[
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.", show_default="main")
 ]
+OovPolicy = Annotated[
+    Literal["error", "clamp", "pad"] | None,
+    typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]

@@ -5,24 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, one_line_errors, progress_bar
 
 
-def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @contextlib.contextmanager
-def running_command(
-    debug: bool, interrupted: str = "Interrupted.", is_first: bool = True, loads_models: bool = True
-) -> Iterator[None]:
+def running_command(debug: bool, interrupted: str = "Interrupted.", loads_models: bool = True) -> Iterator[None]:
     """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
-    with one_line_errors(debug, interrupted, is_first):
+    with one_line_errors(debug, interrupted):
         if loads_models:
             # What they say at their import concerns nobody who runs a command.
             for name in ("torchao", "torch.utils._pytree"):

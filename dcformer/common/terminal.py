@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 
-def make_console(pipe_width: int = 160) -> Console:
+def is_first_process() -> bool:
+    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def make_console(pipe_width: int = 200) -> Console:
     """A console on stdout; pipes, which have no width, get one, since 80 columns cut names and break tables."""
     from rich.console import Console
 
@@ -30,7 +35,7 @@ def make_console(pipe_width: int = 160) -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[tuple[Progress, Console | None]]:
+def progress_bar(*counters: ProgressColumn) -> Iterator[tuple[Progress, Console | None]]:
     """
     Show a bar with counters behind it on stderr until the block ends, in the first of several processes.
 
@@ -40,14 +45,14 @@ def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[t
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    is_first, console = is_first_process(), Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counters)
     with Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_first)) as bar:
         yield bar, None if console.is_terminal or not is_first else console
 
 
 @contextlib.contextmanager
-def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bool = True) -> Iterator[None]:
+def one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
     """
     Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
@@ -57,7 +62,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
         with _signals_as_interruptions():
             yield
     except KeyboardInterrupt as error:
-        if is_first:
+        if is_first_process():
             typer.echo(interrupted, err=True)
         number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
         raise typer.Exit(128 + number) from None
@@ -66,7 +71,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
     except Exception as error:
         if debug:
             raise
-        if is_first or not isinstance(error, ValueError | OSError):
+        if is_first_process() or not isinstance(error, ValueError | OSError):
             typer.echo(f"Error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
         raise typer.Exit(1) from None
 
