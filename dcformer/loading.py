@@ -25,20 +25,10 @@ from .pretrained import find_model_folder
 
 @dataclass(frozen=True)
 class FoundModel:
-    """
-    A causal language model whose weights have not been read yet.
+    """A causal language model whose weights have not been read yet, and what they will be read with."""
 
-    Attributes:
-        name: As it was given.
-        path: Its folder, or its name on the Hub.
-        config: Its configuration.
-        tokenizer: Its tokenizer.
-        revision: On the Hub.
-        trust_remote_code: Whether code that comes with it may run.
-    """
-
-    name: str
-    path: str
+    name: str  # as it was given
+    path: str  # its folder, or its name on the Hub
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     revision: str = "main"
@@ -79,8 +69,7 @@ class FoundModel:
             **{name: value for name, value in given.items() if value is not None},
         )
         # Transformers draws missing parameters at random, and warns.
-        missing = sorted(info["missing_keys"])
-        if missing:
+        if missing := sorted(info["missing_keys"]):
             raise ValueError(f"The weights of {self.name!r} lack {missing[0]} and {len(missing) - 1} more.")
         return model.to(place).eval()
 
@@ -121,16 +110,9 @@ def find_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """
-    A model to compute with.
+    """A model to compute with, in evaluation mode and on its device."""
 
-    Attributes:
-        name: As it was given.
-        model: In evaluation mode, on its device.
-        tokenizer: Its tokenizer.
-    """
-
-    name: str
+    name: str  # as it was given
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -211,12 +193,5 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     return tokenizer
 
 
-__all__ = [
-    "FoundModel",
-    "LoadedModel",
-    "choose_device",
-    "find_model",
-    "load_model",
-    "load_tokenizer",
-    "looks_like_path",
-]
+__all__ = ["FoundModel", "LoadedModel", "find_model", "load_model"]
+__all__ += ["choose_device", "load_tokenizer", "looks_like_path"]

@@ -20,18 +20,8 @@ from dcformer.common.terminal import one_line_errors
 HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 PACKAGE = Path(dcformer.__file__).parent
-# Of every program, git, CSS and lm-eval.
-OTHERS = {
-    "--help",
-    "--abbrev",
-    "--always",
-    "--dirty",
-    "--exclude",
-    "--no-optional-locks",
-    "--body-text-color",
-    "--metadata",
-    "--include",
-}
+GIT = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks"}
+OTHERS = {*GIT, "--help", "--body-text-color", "--metadata", "--include"}  # of every program, CSS and lm-eval
 
 
 def call(*arguments, **options):
