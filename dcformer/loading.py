@@ -100,9 +100,8 @@ def find_model(
     if looks_like_path(path) and not Path(path, "config.json").is_file():
         raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no config.json in it.")
     config = AutoConfig.from_pretrained(path, **options)
-    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
-    ):
+    own_classes = getattr(config, "auto_map", None) or {}
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_classes:
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
     own = options if tokenizer is None else {"trust_remote_code": trust_remote_code}  # the revision is the model's
     return FoundModel(name, path, config, load_tokenizer(path if tokenizer is None else tokenizer, **own), **options)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Debug
+from .options import Debug, Device
 from .running import running_command
 
 
@@ -20,7 +20,7 @@ def bench_command(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cuda, cuda:1, cpu.", show_default="auto")] = None,
+    device: Device = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"] | None,
         typer.Option(help="Number type to explain.", show_default="bfloat16 on a GPU, else float32"),
@@ -34,7 +34,7 @@ def bench_command(
     explain: Annotated[bool, typer.Option("--explain", help="Explain the choice for the shape below.")] = False,
     heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
     key_value_heads: Annotated[
-        int | None, typer.Option(help="Key and value heads.", min=1, show_default="as many as query heads")
+        int | None, typer.Option(help="Heads of keys.", min=1, show_default="as --heads")
     ] = None,
     channels: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
     queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4096,

@@ -251,12 +251,10 @@ def card_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model, whose README.md is the card.")],
     results: Annotated[Path, typer.Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
     evaluated_as: Annotated[
-        str | None,
-        typer.Option(help="Name under which the model was evaluated.", show_default="any, with the weights in MODEL"),
+        str | None, typer.Option(help="Name of the model in them.", show_default="any, with the weights in MODEL")
     ] = None,
     paper_row: Annotated[
-        str | None,
-        typer.Option(help="Row of Table 4 to add, such as DCFormer++2.8B, or none.", show_default="by MODEL's name"),
+        str | None, typer.Option(help="Row of Table 4 to add: DCFormer++2.8B, or none.", show_default="by MODEL's name")
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -28,8 +28,7 @@ def train_command(
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, as training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over."),
+        bool, typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over.")
     ] = True,
     debug: Debug = False,
 ) -> None:

@@ -37,10 +37,9 @@ def make_console(pipe_width: int = 200) -> Console:
 @contextlib.contextmanager
 def progress_bar(*counters: ProgressColumn) -> Iterator[tuple[Progress, Console | None]]:
     """
-    Show a bar with counters behind it on stderr until the block ends, in the first of several processes.
+    A bar with counters behind it on stderr, shown by the first process if that is a terminal.
 
-    Yields:
-        The bar, hidden where stderr is not a terminal, and a console for lines in its place, `None` where none are due.
+    Beside it comes a console for lines in its place, `None` where none are due.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
