@@ -54,9 +54,9 @@ class FoundModel:
             ValueError: if parameters are missing, or `oov_policy` is given for a model of another family.
         """
         if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
+            kind = self.config.model_type
             raise ValueError(
-                f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
-                f"{self.config.model_type} model; leave it out."
+                f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, not a {kind} model; leave it out."
             )
         place = choose_device(device)
         given = {"attn_implementation": attn_implementation, "oov_policy": oov_policy}

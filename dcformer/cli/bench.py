@@ -15,9 +15,7 @@ def bench_command(
     what: Annotated[
         Literal["attention", "decode", "train", "model"] | None,
         typer.Argument(
-            help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second), "
-            "model (Table 2, and a forward pass).",
-            show_default=False,
+            help="What to measure: the operator, decoding, training, or a model (Table 2).", show_default=False
         ),
     ] = None,
     device: Device = None,

@@ -54,10 +54,7 @@ def eval_command(
     baseline: Baseline = None,
     max_length: Annotated[
         int | None,
-        typer.Option(
-            help="The most tokens of an input, and the length of the windows of perplexity tasks.",
-            show_default="what the model takes; windows of 2048",
-        ),
+        typer.Option(help="Most tokens of an input, and of a window.", show_default="as the model; windows of 2048"),
     ] = None,
     device: Device = None,
     oov_policy: OovPolicy = None,

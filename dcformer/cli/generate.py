@@ -42,9 +42,7 @@ def generate_command(
     num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts: one on each line, or JSONL.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
     field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at once.", show_default="8; vllm 1024")] = None,
