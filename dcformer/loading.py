@@ -51,12 +51,12 @@ class FoundModel:
         The model in evaluation mode; arguments as of [`load_model`].
 
         Raises:
-            ValueError: if parameters are missing, or `oov_policy` is given for a model of another family.
+            ValueError: if weights are missing, or `oov_policy` is given for a model of another family.
         """
         if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
-            kind = self.config.model_type
             raise ValueError(
-                f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, not a {kind} model; leave it out."
+                f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
+                f"{self.config.model_type} model; leave it out."
             )
         place = choose_device(device)
         given = {"attn_implementation": attn_implementation, "oov_policy": oov_policy}
@@ -68,7 +68,7 @@ class FoundModel:
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
-        # Transformers draws missing parameters at random, and warns.
+        # Transformers draws missing parameters at random, clears missing buffers, learned ones too, and only warns.
         if missing := sorted(info["missing_keys"]):
             raise ValueError(f"The weights of {self.name!r} lack {missing[0]} and {len(missing) - 1} more.")
         return model.to(place).eval()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..common.terminal import leaving_process_group, make_console, progress_bar
+from ..common.terminal import is_first_process, leaving_process_group, make_console, progress_bar
 from .options import Debug, Device, OovPolicy, Revision, Tokenizer
 from .running import print_table, running_command
 
@@ -71,7 +71,7 @@ def eval_command(
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
     options: dict[str, Any] = {**locals()}
-    with running_command(options.pop("debug"), _INTERRUPTED), leaving_process_group():
+    with running_command(options.pop("debug"), _INTERRUPTED, is_first_process()), leaving_process_group():
         from ..eval import AUTHORS_TASKS, build_report, evaluate, find_tasks
 
         if not options.pop("authors"):

@@ -12,9 +12,11 @@ from ..common.terminal import make_console, one_line_errors, progress_bar
 
 
 @contextlib.contextmanager
-def running_command(debug: bool, interrupted: str = "Interrupted.", loads_models: bool = True) -> Iterator[None]:
+def running_command(
+    debug: bool, interrupted: str = "Interrupted.", is_first: bool = True, loads_models: bool = True
+) -> Iterator[None]:
     """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
-    with one_line_errors(debug, interrupted):
+    with one_line_errors(debug, interrupted, is_first):
         if loads_models:
             # What they say at their import concerns nobody who runs a command.
             for name in ("torchao", "torch.utils._pytree"):

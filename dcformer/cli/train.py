@@ -33,7 +33,7 @@ def train_command(
     debug: Debug = False,
 ) -> None:
     """Train the model or the sweep of a recipe; the same command resumes it after a stop."""
-    with running_command(debug, _INTERRUPTED), leaving_process_group():
+    with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
         from ..training import load_recipe, train
 
         loaded = load_recipe(recipe, overrides or ())

@@ -51,7 +51,7 @@ def progress_bar(*counters: ProgressColumn) -> Iterator[tuple[Progress, Console 
 
 
 @contextlib.contextmanager
-def one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
+def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bool = True) -> Iterator[None]:
     """
     Turn exceptions into one line on stderr and exit status 1, or 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
 
@@ -61,7 +61,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[
         with _signals_as_interruptions():
             yield
     except KeyboardInterrupt as error:
-        if is_first_process():
+        if is_first:
             typer.echo(interrupted, err=True)
         number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
         raise typer.Exit(128 + number) from None
@@ -70,7 +70,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.") -> Iterator[
     except Exception as error:
         if debug:
             raise
-        if is_first_process() or not isinstance(error, ValueError | OSError):
+        if is_first or not isinstance(error, ValueError | OSError):
             typer.echo(f"Error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
         raise typer.Exit(1) from None
 
