@@ -25,20 +25,10 @@ from .pretrained import find_model_folder
 
 @dataclass(frozen=True)
 class FoundModel:
-    """
-    A causal language model whose weights have not been read yet.
+    """A causal language model whose weights have not been read yet, and what they will be read with."""
 
-    Attributes:
-        name: As it was given.
-        path: Its folder, or its name on the Hub.
-        config: Its configuration.
-        tokenizer: Its tokenizer.
-        revision: On the Hub.
-        trust_remote_code: Whether code that comes with it may run.
-    """
-
-    name: str
-    path: str
+    name: str  # as it was given
+    path: str  # its folder, or its name on the Hub
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     revision: str = "main"
@@ -61,7 +51,7 @@ class FoundModel:
         The model in evaluation mode; arguments as of [`load_model`].
 
         Raises:
-            ValueError: if parameters are missing, or `oov_policy` is given for a model of another family.
+            ValueError: if weights are missing, or `oov_policy` is given for a model of another family.
         """
         if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
             raise ValueError(
@@ -78,9 +68,8 @@ class FoundModel:
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
-        # Transformers draws missing parameters at random, and warns.
-        missing = sorted(info["missing_keys"])
-        if missing:
+        # Transformers draws missing parameters at random, clears missing buffers, learned ones too, and only warns.
+        if missing := sorted(info["missing_keys"]):
             raise ValueError(f"The weights of {self.name!r} lack {missing[0]} and {len(missing) - 1} more.")
         return model.to(place).eval()
 
@@ -111,9 +100,8 @@ def find_model(
     if looks_like_path(path) and not Path(path, "config.json").is_file():
         raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no config.json in it.")
     config = AutoConfig.from_pretrained(path, **options)
-    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in (
-        getattr(config, "auto_map", None) or {}
-    ):
+    own_classes = getattr(config, "auto_map", None) or {}
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_classes:
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
     own = options if tokenizer is None else {"trust_remote_code": trust_remote_code}  # the revision is the model's
     return FoundModel(name, path, config, load_tokenizer(path if tokenizer is None else tokenizer, **own), **options)
@@ -121,16 +109,9 @@ def find_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """
-    A model to compute with.
+    """A model to compute with, in evaluation mode and on its device."""
 
-    Attributes:
-        name: As it was given.
-        model: In evaluation mode, on its device.
-        tokenizer: Its tokenizer.
-    """
-
-    name: str
+    name: str  # as it was given
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
@@ -211,12 +192,5 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     return tokenizer
 
 
-__all__ = [
-    "FoundModel",
-    "LoadedModel",
-    "choose_device",
-    "find_model",
-    "load_model",
-    "load_tokenizer",
-    "looks_like_path",
-]
+__all__ = ["FoundModel", "LoadedModel", "find_model", "load_model"]
+__all__ += ["choose_device", "load_tokenizer", "looks_like_path"]

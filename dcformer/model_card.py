@@ -60,10 +60,9 @@ def write_card(
         tags=list(dict.fromkeys([config.model_type, "dcmha", *tags])),
         base_model=base_model,
     )
+    kind = "with plain attention heads, a baseline of Dynamically Composable Multi-Head Attention (ICML 2024)"
     if config.composes_heads:
         kind = "whose attention heads are composed dynamically (Dynamically Composable Multi-Head Attention, ICML 2024)"
-    else:
-        kind = "with plain attention heads, a baseline of Dynamically Composable Multi-Head Attention (ICML 2024)"
     licence_text = "None was stated when the model was saved; ask whoever made the weights."
     if licence is not None:
         licence_text = f"`{licence}`, as the model that this one was made from."
@@ -95,16 +94,9 @@ def _loading(name: str, config: Any) -> str:
 
 def shape_table(config: Any, parameters: int) -> str:
     """The shape that a `DCFormerConfig` describes, as a Markdown table."""
-    switches = {
-        "before the softmax": config.compose_pre,
-        "after it": config.compose_post,
-        "query-wise": config.compose_query,
-        "key-wise": config.compose_key,
-        "low-rank": config.compose_low_rank,
-        "gates": config.compose_gate,
-        "static": config.compose_static,
-    }
-    composed = ", ".join(name for name, is_on in switches.items() if is_on)
+    parts = {"pre": "before the softmax", "post": "after it", "query": "query-wise", "key": "key-wise"}
+    parts |= {"low_rank": "low-rank", "gate": "gates", "static": "static"}
+    composed = ", ".join(name for part, name in parts.items() if getattr(config, f"compose_{part}"))
     groups = f", {config.compose_groups} groups of heads" if config.compose_groups > 1 else ""
     heads = config.num_key_value_heads
     key_value = f", {heads} key/value heads" * (heads != config.num_attention_heads)

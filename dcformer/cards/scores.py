@@ -121,12 +121,9 @@ def paper_scores(row: str | None) -> list[Score]:
     """The paper's Table 4 for one of its models; nothing for any other."""
     scores = []
     for shots in PAPER_SHOTS:
-        accuracies = published.paper_accuracies(row, shots)
-        scores += [
-            Score(task, shots, "acc", round(100 * accuracies[task], 1), is_papers=True)
-            for task in TABLE4_COLUMNS
-            if task in accuracies
-        ]
+        stated = published.paper_accuracies(row, shots)
+        percent = {task: round(100 * stated[task], 1) for task in TABLE4_COLUMNS if task in stated}
+        scores += [Score(task, shots, "acc", value, is_papers=True) for task, value in percent.items()]
     # Its sample of Flan was never published, so no data set has the name of what was measured.
     if "pile_ppl" in (perplexities := published.paper_perplexities(row)):
         scores.append(Score("pile_ppl", 0, "token_perplexity", perplexities["pile_ppl"], is_papers=True))

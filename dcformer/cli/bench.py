@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import Debug
+from .options import Debug, Device
 from .running import running_command
 
 
@@ -15,12 +15,10 @@ def bench_command(
     what: Annotated[
         Literal["attention", "decode", "train", "model"] | None,
         typer.Argument(
-            help="What to measure: attention (the operator, forward and backward), decode, train (tokens per second), "
-            "model (Table 2, and a forward pass).",
-            show_default=False,
+            help="What to measure: the operator, decoding, training, or a model (Table 2).", show_default=False
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: cuda, cuda:1, cpu.", show_default="auto")] = None,
+    device: Device = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"] | None,
         typer.Option(help="Number type to explain.", show_default="bfloat16 on a GPU, else float32"),
@@ -29,16 +27,12 @@ def bench_command(
     seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
     json: Annotated[
         Path | None,
-        typer.Option(
-            help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if it exists"
-        ),
+        typer.Option(help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if there"),
     ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print which implementation is chosen for the shape below, and why.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice for the shape below.")] = False,
     heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
     key_value_heads: Annotated[
-        int | None, typer.Option(help="Key and value heads.", min=1, show_default="as many as query heads")
+        int | None, typer.Option(help="Heads of keys.", min=1, show_default="as --heads")
     ] = None,
     channels: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
     queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4096,
@@ -48,24 +42,15 @@ def bench_command(
     debug: Debug = False,
 ) -> None:
     """Measure attention, decoding, training or a whole model, or print which implementation is chosen and why."""
+    given = dict(locals())
     if explain == (what is not None):
         raise typer.BadParameter("Give either what to measure (attention, decode, train, model) or --explain.")
     with running_command(debug):
         from ..bench import command
 
         if what is None:
-            choices = command.explain(
-                device=device,
-                dtype=dtype,
-                heads=heads,
-                key_value_heads=key_value_heads,
-                channels=channels,
-                queries=queries,
-                keys=keys,
-                window=window,
-                gradient=gradient,
-            )
-            for name, choice in choices.items():
+            shape = ("device", "dtype", "heads", "key_value_heads", "channels", "queries", "keys", "window", "gradient")
+            for name, choice in command.explain(**{part: given[part] for part in shape}).items():
                 typer.echo(f"{name}: {choice}")
             return
         status = command.run_benchmark(what, device=device, quick=quick, seconds=seconds, json=json)

@@ -210,16 +210,15 @@ def verify_command(
     formats, tensors and logits are compared. The exit status is 0 if everything matches, and 1 otherwise.
     """
     result: Any
-    if b is None:
-        with running_quietly(debug), byte_progress("Checking") as progress:
-            from ..conversion import verify_hashes
+    with running_quietly(debug):
+        from ..conversion import compare, verify_hashes
 
-            result = verify_hashes(a, progress=progress)
-    else:
-        with running_quietly(debug), status("Comparing"):
-            from ..conversion import compare
-
-            result = compare(a, b, train_config=train_config, config=config)
+        if b is None:
+            with byte_progress("Checking") as progress:
+                result = verify_hashes(a, progress=progress)
+        else:
+            with status("Comparing"):
+                result = compare(a, b, train_config=train_config, config=config)
     if as_json:
         typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
     elif b is None:
@@ -252,12 +251,10 @@ def card_command(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model, whose README.md is the card.")],
     results: Annotated[Path, typer.Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
     evaluated_as: Annotated[
-        str | None,
-        typer.Option(help="Name under which the model was evaluated.", show_default="any, with the weights in MODEL"),
+        str | None, typer.Option(help="Name of the model in them.", show_default="any, with the weights in MODEL")
     ] = None,
     paper_row: Annotated[
-        str | None,
-        typer.Option(help="Row of Table 4 to add, such as DCFormer++2.8B, or none.", show_default="by MODEL's name"),
+        str | None, typer.Option(help="Row of Table 4 to add: DCFormer++2.8B, or none.", show_default="by MODEL's name")
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..common.terminal import progress_bar
-from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
+from .options import Debug, Device, Dtype, Model, OovPolicy, Revision, Tokenizer
 from .running import running_quietly, status
 
 
@@ -42,9 +42,7 @@ def generate_command(
     num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answer a file of prompts: one on each line, or JSONL.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
     field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at once.", show_default="8; vllm 1024")] = None,
@@ -52,10 +50,7 @@ def generate_command(
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
-    oov_policy: Annotated[
-        Literal["error", "clamp", "pad"] | None,
-        typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
-    ] = None,
+    oov_policy: OovPolicy = None,
     cache_implementation: Annotated[
         Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
         typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),

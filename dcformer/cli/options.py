@@ -10,23 +10,19 @@ QUICK_HELP = {"default_map": {"help": False}}
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled model, a folder, or a name on the Hub.")]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines.")]
-Step = Annotated[
-    int | None, typer.Option(help="Training step to read from a run folder.", show_default="the latest one")
-]
+Step = Annotated[int | None, typer.Option(help="Training step to read from a run folder.", show_default="the latest")]
 TrainConfig = Annotated[str | None, typer.Option(help="YAML file with the training configuration of a MaxText run.")]
 PaxConfig = Annotated[str | None, typer.Option("--config", help="The config.json that describes a PAX checkpoint.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
     typer.Option(help="Number type of the parameters.", show_default="as stored"),
 ]
-Device = Annotated[
-    str | None, typer.Option(help="Device such as cuda:1, mps or cpu.", show_default="the first GPU, else the CPU")
-]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder, tokenizer.json or Hub name.", show_default="the model's own")
-]
-Revision = Annotated[
-    str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.", show_default="main")
+Device = Annotated[str | None, typer.Option(help="Such as cuda:1, mps or cpu.", show_default="the first GPU, else cpu")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name.", show_default="the model's")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
+OovPolicy = Annotated[
+    Literal["error", "clamp", "pad"] | None,
+    typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]

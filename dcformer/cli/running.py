@@ -5,16 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, one_line_errors, progress_bar
-
-
-def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

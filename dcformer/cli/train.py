@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..common.quiet import quiet_libraries
-from ..common.terminal import leaving_process_group, progress_bar
+from ..common.terminal import is_first_process, leaving_process_group, progress_bar
 from .options import Debug
-from .running import is_first_process, print_line, running_command
+from .running import print_line, running_command
 
 
 _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resume."
@@ -28,14 +28,12 @@ def train_command(
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, as training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over."),
+        bool, typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over.")
     ] = True,
     debug: Debug = False,
 ) -> None:
     """Train the model or the sweep of a recipe; the same command resumes it after a stop."""
-    is_first = is_first_process()
-    with running_command(debug, _INTERRUPTED, is_first), leaving_process_group():
+    with running_command(debug, _INTERRUPTED, is_first_process()), leaving_process_group():
         from ..training import load_recipe, train
 
         loaded = load_recipe(recipe, overrides or ())
@@ -46,9 +44,9 @@ def train_command(
 
             run_sweep(loaded, resume=resume)
             return
-        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name, is_first) as on_progress:
+        with quiet_libraries(messages=False, datasets=True), _progress(loaded.name) as on_progress:
             result = train(loaded, resume=resume, on_progress=on_progress)
-        if is_first:
+        if is_first_process():
             print_line(_summary(result))
 
 
@@ -63,14 +61,14 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _progress(name: str, is_first: bool) -> Iterator[Callable[[int, int, dict], None]]:
+def _progress(name: str) -> Iterator[Callable[[int, int, dict], None]]:
     """A bar on stderr; where that is no terminal, a line for every record of the log."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     figures = {"loss": "loss {:.4f}", "eval_loss": "evaluation loss {:.4f}"}
     figures |= {"tokens_per_second": "tokens/s {:,.0f}", "mfu": "MFU {:.1%}"}
-    with progress_bar(*counters, is_first=is_first) as (bar, console):
+    with progress_bar(*counters) as (bar, console):
         row = bar.add_task(name, total=None)
         printed: dict[str, float] = {}
 

@@ -29,12 +29,7 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """
-    Write or replace a file in one step; text is written as UTF-8, line ends as they are.
-
-    Raises:
-        OSError: if it cannot be written. What was there stays, and nothing else is left behind.
-    """
+    """Write or replace a file in one step, text as UTF-8; if that fails, what was there stays and nothing else."""
     unfinished = path.with_name(f"{path.name}.partial")  # what a killed process leaves there is replaced later
     try:
         with unfinished.open("wb") as file:

@@ -28,12 +28,7 @@ def check_plot_path(path: str | os.PathLike) -> Path:
 
 @contextlib.contextmanager
 def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
-    """
-    Write what the block draws on the figure, of this width and height in inches.
-
-    Raises:
-        ImportError: without matplotlib, naming the extra that installs it.
-    """
+    """Write what the block draws on the figure, of this width and height in inches; `extra` installs matplotlib."""
     matplotlib = import_optional("matplotlib", f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

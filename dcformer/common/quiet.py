@@ -7,16 +7,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterator[None]:
-    """
-    Switch off the progress bars of Transformers and the Hub, and with `messages` theirs below errors.
-
-    `datasets` does so for that library too, which takes a second to import.
-    """
+    """Switch off progress bars of Transformers, the Hub and, if asked, datasets; with `messages` those below errors."""
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging
 
     libraries: list[Any] = [transformers_logging]
-    if datasets:
+    if datasets:  # which takes a second to import
         from datasets.utils import logging as datasets_logging
 
         libraries.append(datasets_logging)

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 
-def make_console(pipe_width: int = 160) -> Console:
+def is_first_process() -> bool:
+    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def make_console(pipe_width: int = 200) -> Console:
     """A console on stdout; pipes, which have no width, get one, since 80 columns cut names and break tables."""
     from rich.console import Console
 
@@ -30,17 +35,16 @@ def make_console(pipe_width: int = 160) -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar(*counters: ProgressColumn, is_first: bool = True) -> Iterator[tuple[Progress, Console | None]]:
+def progress_bar(*counters: ProgressColumn) -> Iterator[tuple[Progress, Console | None]]:
     """
-    Show a bar with counters behind it on stderr until the block ends, in the first of several processes.
+    A bar with counters behind it on stderr, shown by the first process if that is a terminal.
 
-    Yields:
-        The bar, hidden where stderr is not a terminal, and a console for lines in its place, `None` where none are due.
+    Beside it comes a console for lines in its place, `None` where none are due.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+    is_first, console = is_first_process(), Console(stderr=True, markup=False, highlight=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counters)
     with Progress(*columns, console=console, transient=True, disable=not (console.is_terminal and is_first)) as bar:
         yield bar, None if console.is_terminal or not is_first else console

@@ -131,19 +131,13 @@ def _sampling_controls(gr: Any, own: Any) -> list[Any]:
         ]
 
 
-def write_text(
-    loaded: LoadedModel,
-    prompt: str,
-    max_new_tokens: int,
-    samples: bool,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    repetition_penalty: float,
-    seed: int | None = None,
-    **options: Any,
-) -> Iterator[tuple[str, list[int]]]:
-    """Yield the text after a prompt, longer each time, with no ids, and at its end with those of prompt and text."""
+def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -> Iterator[tuple[str, list[int]]]:
+    """
+    Yield the text after a prompt, longer each time, with no ids, and at its end with those of prompt and text.
+
+    Values are those of the controls, in their order.
+    """
+    max_new_tokens, samples, temperature, top_k, top_p, repetition_penalty, seed = values
     options |= {"max_new_tokens": int(max_new_tokens), "do_sample": samples, "repetition_penalty": repetition_penalty}
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}

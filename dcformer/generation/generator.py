@@ -18,7 +18,7 @@ from ..common.optional import import_optional
 from ..loading import FoundModel, LoadedModel
 
 
-DEFAULT_NEW_TOKENS = 256
+_NEW_TOKENS = 256
 # For vLLM: stdout is for answers; on a CPU the cache would take nine tenths of the memory (in GiB).
 _VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -249,7 +249,7 @@ def _new_tokens(options: dict[str, Any], config: Any, model_config: Any, length:
     if given is not None or config.max_length is not None:
         return given
     left = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
-    return min(DEFAULT_NEW_TOKENS, left) if left > 0 else DEFAULT_NEW_TOKENS
+    return min(_NEW_TOKENS, left) if left > 0 else _NEW_TOKENS
 
 
 def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:

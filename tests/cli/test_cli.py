@@ -20,18 +20,8 @@ from dcformer.common.terminal import one_line_errors
 HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 PACKAGE = Path(dcformer.__file__).parent
-# Of every program, git, CSS and lm-eval.
-OTHERS = {
-    "--help",
-    "--abbrev",
-    "--always",
-    "--dirty",
-    "--exclude",
-    "--no-optional-locks",
-    "--body-text-color",
-    "--metadata",
-    "--include",
-}
+GIT = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks"}
+OTHERS = {*GIT, "--help", "--body-text-color", "--metadata", "--include"}  # of every program, CSS and lm-eval
 
 
 def call(*arguments, **options):
@@ -48,15 +38,6 @@ def commands():
     return found
 
 
-def run_as_command(code):
-    """What Python code prints in a process as of the command's script."""
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    code = f"import dcformer_command, sys; dcformer_command.is_running = True\n{code}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture
 def torch_folder(fixtures):
     return fixtures / "golden/B_torch/B1_dcformer_9769ae6"
@@ -65,8 +46,9 @@ def torch_folder(fixtures):
 def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
     for name, command in commands().items():
         assert command.help and all(parameter.help for parameter in command.params), name
-    printed = run_as_command(
-        "import contextlib, io\n"
+    code = (
+        "import contextlib, dcformer_command, io, sys\n"
+        "dcformer_command.is_running = True\n"
         "from dcformer.cli import app\n"
         f"for name in {list(commands())!r}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
@@ -74,6 +56,8 @@ def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy()
         "    assert '--help' in text.getvalue(), name\n"
         "print(*sys.modules)\n"
     )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    printed = subprocess.run([sys.executable, "-c", code], stdout=-1, text=True, env=environment, check=True).stdout
     assert "dcformer.cli.evaluate" in printed and HEAVY.isdisjoint(printed.split())
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 from tiny_models import tiny_model
@@ -72,17 +73,15 @@ def test_a_process_streams_to_a_pipe_and_ends_when_its_reader_leaves(endless):
 def test_options_reach_generate(monkeypatch):
     from transformers import GenerationMixin
 
-    given, generate = {}, GenerationMixin.generate
-    monkeypatch.setattr(
-        GenerationMixin,
-        "generate",
-        lambda self, *ids, **options: given.update(options) or generate(self, *ids, **options),
-    )
+    generate = create_autospec(GenerationMixin.generate, side_effect=GenerationMixin.generate)
+    monkeypatch.setattr(GenerationMixin, "generate", generate)
     done = call("dcformer-tiny", PROMPT, "--num-beams", 3, "--repetition-penalty", 1.1, "--cache", "static")
+    given = generate.call_args.kwargs
     assert done.stdout == "India\n" and "do_sample" not in given
     assert {"num_beams": 3, "repetition_penalty": 1.1, "cache_implementation": "static"}.items() <= given.items()
     call("dcformer-tiny", PROMPT, "--top-k", 5, "--min-p", 0.1, "--max-new-tokens", 2)
-    assert {"do_sample": True, "top_k": 5, "min_p": 0.1, "max_new_tokens": 2}.items() <= given.items()
+    wanted = {"do_sample": True, "top_k": 5, "min_p": 0.1, "max_new_tokens": 2}
+    assert wanted.items() <= generate.call_args.kwargs.items()
 
 
 def test_a_seed_draws_the_same_text_again(endless):

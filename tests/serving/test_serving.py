@@ -45,9 +45,8 @@ def test_vllm_is_taken_where_it_is_installed(vllm):
 
 def test_vllm_gets_the_model_and_all_further_options(vllm, started):
     vllm.touch()
-    done = CliRunner().invoke(
-        app, ["serve", "dcformer-tiny", "--dtype", "float16", "-tp", "1", "--", "--max-num-seqs=4"]
-    )
+    words = ["serve", "dcformer-tiny", "--dtype", "float16", "-tp", "1", "--", "--max-num-seqs=4"]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "http://127.0.0.1:8000/v1" in done.stdout, done.output
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
