@@ -108,6 +108,8 @@ def _converse(generator: TextGenerator, first: str) -> None:
     """Answer messages, each after all before it, until stdin ends."""
     from transformers import DynamicCache
 
+    from ..modeling_dcformer import CACHE_NAME
+
     loaded = generator.loaded
     messages: list[dict[str, str]] = []
     read: list[int] = []
@@ -121,7 +123,7 @@ def _converse(generator: TextGenerator, first: str) -> None:
         text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = generator.encode(text, "The conversation", add_special_tokens=False)
         if goes_on and (not read or ids[: len(read)] != read):
-            options["past_key_values"] = DynamicCache(config=loaded.model.config)
+            options[CACHE_NAME] = DynamicCache(config=loaded.model.config)
         answer = _print(generator.stream(ids, **options))
         read = answer.sequence[:-1]
         messages.append({"role": "assistant", "content": answer.text})

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..modeling_dcformer import CACHE_NAME
+
 
 # A batch is cut where its logits would be more; in float32 this many are 1 GiB.
 MOST_LOGITS = 2**28
@@ -231,10 +233,10 @@ class Scorer:
             # Padding on the right stays at the last position, beyond which a model may have none.
             positions = columns[before:].minimum(stops - 1) - starts  # (batch, new tokens)
             arguments |= {"attention_mask": is_token.long().to(device), "position_ids": positions.to(device)}
-            arguments["past_key_values"] = _taken(past, rows, before)
+            arguments[CACHE_NAME] = _taken(past, rows, before)
         elif keeps:
             # A cache that is not told of windows keeps all keys of layers that have one.
-            arguments["past_key_values"] = DynamicCache()
+            arguments[CACHE_NAME] = DynamicCache()
         ordered = sorted(places) or [(0, 0)]  # not every output layer takes no positions at all
         logits, output = self._logits(input_ids.to(device), ordered, arguments)
         line = {place: number for number, place in enumerate(ordered)}
@@ -245,7 +247,7 @@ class Scorer:
         values = (logits[lines, tokens].float() - normalizer[lines]).double().tolist()
         hits = (best[lines] == tokens).tolist()
         found = [(query.request, value, hit) for (_, query), value, hit in zip(queries, values, hits)]
-        return found, output.past_key_values if keeps else past
+        return found, getattr(output, CACHE_NAME) if keeps else past
 
     def _logits(
         self, input_ids: Tensor, places: list[tuple[int, int]], arguments: dict[str, Any]
