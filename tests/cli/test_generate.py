@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_from_its_cache_and_says_the_same(endless, templa
     kept = call(*options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
     stream = TextGenerator.stream
-    monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, past_key_values: stream(self, ids))
+    monkeypatch.setattr(TextGenerator, "stream", lambda self, ids, **cache: stream(self, ids))
     assert call(*options, "Ruth likes Paris", input="Who has Mumbai\nWhich is different\n").stdout == kept.stdout
 
 
