@@ -24,12 +24,11 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .forward import SCORE_TYPES
-from .plan import COMPOSING, Chunk, Mask, Sizes, Stage, plan_chunks
+from .plan import COMPOSING, JOINING, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 from .tiles import (
     blocks_in_sight,
     columns_in_sight,
-    columns_of_program,
     compose,
     heads_of_program,
     is_seen_by_product,
@@ -50,18 +49,15 @@ def composed_backward(
     output_gradient: Tensor, call: Call, log_sums: Tensor, workspace_bytes: int
 ) -> tuple[Tensor | None, ...]:
     """
-    Gradients of the inputs of [`composed_forward`], which returned the `log_sums`, within so many bytes beside inputs
-    and gradients; those of keys, values and factors are summed in float32, whatever their type.
-
-    Returns:
-        One for each of the first nine tensors of the call, in their types and shapes; None for what is None. Queries
-        that see no key and keys that no query sees have gradients of zero.
+    Gradients of the first nine tensors of a call, in their types and shapes, within so many bytes beside inputs and
+    gradients; `log_sums` are those of [`composed_forward`]. What is not seen or sees nothing has gradients of zero.
     """
     query, key, value = call.query, call.key, call.value
     batch, heads, queries, _ = query.shape
     sizes, mask = Sizes.of(call), Mask.of(call)
     pre, post = Stage.both(call)
     query_gradient = query.new_empty(query.shape)
+    # Summed in float32, whatever the type of the tensors.
     key_gradient = key.new_zeros(key.shape, dtype=torch.float32)
     value_gradient = value.new_zeros(value.shape, dtype=torch.float32)
     # Of the factors before and after the softmax, one after the other.
@@ -82,23 +78,9 @@ def composed_backward(
         has_static = pre.static is not None or post.static is not None
         static_shape = (chunk.number, rows, columns, sizes.GROUPS, 2, sizes.HEADS, sizes.HEADS)
         own_static_sums = static_sums.new_zeros(static_shape) if has_static else None
-        _gradients_kernel[chunk.grid(sizes)](
-            mask,
-            chunk,
-            pre,
-            post,
-            scores,
-            weights,
-            gradients,
-            log_sums,
-            deltas,
-            own_query_sums,
-            own_key_sums,
-            own_static_sums,
-            call.scaling,
-            sizes.constants,
-            **COMPOSING,
-        )
+        own_sums = (own_query_sums, own_key_sums, own_static_sums)
+        arguments = (mask, chunk, pre, post, scores, weights, gradients, log_sums, deltas, *own_sums, call.scaling)
+        _gradients_kernel[chunk.grid(sizes)](*arguments, sizes.constants, **COMPOSING)
         launch_key_products(mask, chunk, sizes, weights, output_gradient, value_gradient)
         launch_output(mask, chunk, sizes, gradients, key, query_gradient)
         launch_key_products(mask, chunk, sizes, gradients, query, key_gradient)
@@ -150,9 +132,8 @@ def _join_over_keys(mask: Mask, chunk: Chunk, sizes: Sizes, partial: Tensor, sum
     if values > 0:
         block = 512
         grid = (-(-sizes.ROWS * values // block), chunk.rows // sizes.ROWS, chunk.number)
-        options = {"num_warps": 4, "enable_fp_fusion": True}
         _join_over_keys_kernel[grid](
-            mask, chunk, partial, sums, sums.stride(0), values, sizes.constants, block, **options
+            mask, chunk, partial, sums, sums.stride(0), values, sizes.constants, block, **JOINING
         )
 
 
@@ -162,8 +143,7 @@ def _join_over_queries(mask: Mask, chunk: Chunk, sizes: Sizes, partial: Tensor, 
     if values > 0:
         block = 64
         grid = (-(-mask.keys // block), -(-values // 32), chunk.number)
-        options = {"num_warps": 4, "enable_fp_fusion": True}
-        _join_over_queries_kernel[grid](mask, chunk, partial, sums, values, sizes.constants, 32, block, **options)
+        _join_over_queries_kernel[grid](mask, chunk, partial, sums, values, sizes.constants, 32, block, **JOINING)
 
 
 @triton.jit
@@ -171,8 +151,7 @@ def _deltas_kernel(mask, chunk, pre, post, scores, gradients, log_sums, partial,
     """By block of keys, the sums of a weight times its gradient and of the weights: (batch, block, row, 2, heads)."""
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    column = columns_of_program(sizes)
-    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
@@ -201,20 +180,7 @@ def _deltas_kernel(mask, chunk, pre, post, scores, gradients, log_sums, partial,
 
 @triton.jit
 def _gradients_kernel(
-    mask,
-    chunk,
-    pre,
-    post,
-    scores,
-    weights,
-    gradients,
-    log_sums,
-    deltas,
-    query_sums,
-    key_sums,
-    static_sums,
-    scaling,
-    sizes,
+    mask, chunk, pre, post, scores, weights, gradients, log_sums, delta, query_sums, key_sums, static_sums, scale, sizes
 ):
     """
     Composed weights in the place of scores, gradients of scores in that of those of composed weights, and what a tile
@@ -227,8 +193,7 @@ def _gradients_kernel(
     PRE_KEY: tl.constexpr = 2 * pre.key.RANK + pre.key.GATE
     POST_KEY: tl.constexpr = 2 * post.key.RANK + post.key.GATE
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    column = columns_of_program(sizes)
-    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
@@ -263,10 +228,9 @@ def _gradients_kernel(
             store_query_sums(at + PRE_QUERY * HEADS, e, d, e_maps, d_maps, is_head, post, HEADS)
             post_key_sums = add_key_sums(post_key_sums, e, d, e_maps, d_maps, post)
             delta_places = (batch_row * HEADS + h)[None, :] * chunk.rows + row[:, None]
-            delta = tl.load(deltas + delta_places, mask=is_head[None, :], other=0.0)[:, :, None]
-            p = e * (p - delta)
+            p = e * (p - tl.load(delta + delta_places, mask=is_head[None, :], other=0.0)[:, :, None])
             p_maps = maps_over_heads(p, pre_query, pre_key, pre, True)
-            z = compose(p, p_maps, pre_query, pre_key, pre_static, pre, True) * scaling
+            z = compose(p, p_maps, pre_query, pre_key, pre_static, pre, True) * scale
             tl.store(gradients + places, z.to(gradients.dtype.element_ty), mask=is_head[None, :, None])
             store_query_sums(at, a, p, a_maps, p_maps, is_head, pre, HEADS)
             pre_key_sums = add_key_sums(pre_key_sums, a, p, a_maps, p_maps, pre)

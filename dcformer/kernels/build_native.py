@@ -14,17 +14,8 @@ from pathlib import Path
 
 
 SOURCES = Path(__file__).with_name("native")
-FLAGS = (
-    "-O2",
-    "-ftree-vectorize",
-    "-std=c++17",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-fno-exceptions",
-    "-fno-rtti",
-)
+FLAGS = ("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
+FLAGS += ("-fno-math-errno", "-fno-exceptions", "-fno-rtti")
 INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma"),
@@ -56,12 +47,7 @@ def find_compiler() -> str | None:
 
 
 def compile_library(instruction_set: str, folder: Path) -> Path:
-    """
-    Compile the library for one instruction set into a folder, all at once or not at all.
-
-    Raises:
-        OSError: if there is no compiler, it fails, or the folder cannot be written.
-    """
+    """Compile the library for one instruction set into a folder, all at once or, with an OSError, not at all."""
     compiler = find_compiler()
     if compiler is None:
         raise OSError("there is no C++ compiler")

@@ -60,25 +60,15 @@ def composed_decode(
     call: Call, key_lengths: Tensor | None = None, block_table: Tensor | None = None, ring_size: int | None = None
 ) -> Tensor:
     """
-    Attention of few queries over a contiguous, static, ring or paged cache, without gradients.
+    Attention of 1 to 8 queries over a cache, without gradients: (batch, heads, queries, value channels).
 
     Keys, values and factors may be views of cache rows [key | factors] and [value | factors]; nothing is copied.
-    Columns of the call's padding and dense mask are places in a row: positions, in a ring their remainders.
+    Columns of the call's padding and dense mask are places in a row: positions, in a ring their remainders. Of each row
+    the first `key_lengths` (batch,) keys are there, without them all; the last query stands at the last of them.
 
-    Args:
-        call (`Call`): Of 1 to 8 queries, without `sequence_ids`. With `block_table` key, value and the keys' factors
-            are (blocks, key/value heads, block size, channels).
-        key_lengths (`Tensor`, *optional*): (batch,) keys of each row, int32 or int64, on the device. The last query
-            stands at the last of them, whatever the call's `query_offset`. None: all rows are full.
-        block_table (`Tensor`, *optional*): (batch, blocks of a row) int32, the block of each stretch of a row. Entries
-            past a row's length, or before its window, are not read.
-        ring_size (`int`, *optional*): The key at position p lies in place p mod `ring_size`; places not yet written
-            are hidden. Needs `key_lengths`, and to show several queries their whole window, window + queries - 1
-            places.
-
-    Returns:
-        `Tensor`: (batch, heads, queries, value channels), contiguous, in query's type; zeros for a query that sees no
-        key.
+    With `block_table` (batch, blocks of a row) in int32, keys, values and their factors are (blocks, key/value heads,
+    block size, channels); entries past a row's length, or before its window, are not read. With `ring_size` the key at
+    position p lies in place p mod `ring_size`, and queries see a window of at most `ring_size` - queries + 1 keys.
     """
     query, key, value = call.query, call.key, call.value
     _check(call, key_lengths, block_table, ring_size)
@@ -102,17 +92,8 @@ def composed_decode(
     scores = query.new_empty(batch, heads, queries, span, dtype=torch.float32)
     maxima, sums = (query.new_empty(batch, heads, queries, parts, dtype=torch.float32) for _ in range(2))
     _scores_kernel[(parts, call.groups * queries, batch)](
-        mask,
-        cache,
-        pre,
-        States.of(query),
-        States.of(key),
-        scores,
-        maxima,
-        sums,
-        call.scaling * LOG2_E,
-        channels,
-        min(_CHANNELS_AT_ONCE, triton.next_power_of_2(channels)),
+        *(mask, cache, pre, States.of(query), States.of(key), scores, maxima, sums, call.scaling * LOG2_E),
+        *(channels, min(_CHANNELS_AT_ONCE, triton.next_power_of_2(channels))),
         **_OPTIONS,
     )
     channels = value.shape[3]

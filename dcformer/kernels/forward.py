@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
-from .plan import COMPOSING, Chunk, Mask, Sizes, Stage, plan_chunks
+from .plan import COMPOSING, JOINING, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_output, launch_products
 from .tiles import (
     blocks_in_sight,
     columns_in_sight,
-    columns_of_program,
     compose,
     heads_of_program,
     is_seen_by_product,
@@ -45,11 +44,8 @@ SCORE_TYPES = {torch.float32: torch.float32, torch.float16: torch.float16, torch
 
 def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """
-    Composed attention of float32, float16 or bfloat16 inputs within so many bytes beside inputs and outputs.
-
-    Returns:
-        output (batch, heads, query, value channels) in the query's type, zeros for a query that sees no key; and the
-        logarithm to base 2 of the softmax's sum (batch, heads, query) in float32, infinite for such a query.
+    Composed attention (batch, heads, query, value channels) within so many bytes beside inputs and outputs, and the
+    logarithms to base 2 of the softmax's sums (batch, heads, query); for a query that sees no key zeros and infinity.
     """
     query, value = call.query, call.value
     batch, heads, queries, _ = query.shape
@@ -77,15 +73,13 @@ def _launch_log_sums(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores:
     _block_sums_kernel[chunk.grid(sizes)](mask, chunk, pre, scores, largest, sums, sizes.constants, **COMPOSING)
     block = 512
     grid = (-(-sizes.ROWS * scores.shape[1] // block), chunk.rows // sizes.ROWS, chunk.number)
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    _join_sums_kernel[grid](mask, chunk, largest, sums, log_sums, sizes.constants, block, **options)
+    _join_sums_kernel[grid](mask, chunk, largest, sums, log_sums, sizes.constants, block, **JOINING)
 
 
 @triton.jit
 def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes):
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    column = columns_of_program(sizes)
-    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     if is_seen:
         s = base + column
         key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
@@ -136,8 +130,7 @@ def _join_sums_kernel(mask, chunk, largest, sums, log_sums, sizes, BLOCK: tl.con
 def _weights_kernel(mask, chunk, pre, post, scores, weights, log_sums, sizes):
     """Composed weights, in the place of the scores."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    column = columns_of_program(sizes)
-    first_row, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     if is_seen:
         s = base + column
         pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)

@@ -42,22 +42,12 @@ _NOTHING = (0,) * 6
 _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, torch.nn.GELU: 0, torch.nn.SiLU: 2}
 
 
-def native_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Weights,
-    post: Weights,
-    *,
-    scaling: float,
-    mask: Visibility,
-    **_: Any,
-) -> Tensor:
+def native_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -> Tensor:
     """The `forward` of an [`Implementation`], without dropout and with tiles of its own."""
-    call = Call.of(query, key, value, pre, post, mask, scaling)
+    call = Call.of(*inputs, mask, scaling)
     if call.needs_gradient:
         return forward_op(*call)[0]
-    return attention_op(*call) if is_tracing(query) else _forward(call)
+    return attention_op(*call) if is_tracing(call.query) else _forward(call)
 
 
 def why_not_native(
@@ -168,14 +158,8 @@ def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
     (batch, heads, queries, channels), key_heads = query.shape, key.shape[1]
     # A power of two scales exactly; the rest follows in float32.
     power_of_two = 2.0 ** (math.frexp(call.scaling)[1] - 1)
-    mask = Visibility(
-        queries,
-        key.shape[2],
-        is_causal=call.is_causal,
-        sliding_window=call.sliding_window,
-        query_offset=call.query_offset,
-        sequence_ids=call.sequence_ids,
-    )
+    masks = ("is_causal", "sliding_window", "query_offset", "sequence_ids")
+    mask = Visibility(queries, key.shape[2], **{name: getattr(call, name) for name in masks})
     for start in range(0, queries, _QUERIES_PER_BLOCK):
         stop = min(start + _QUERIES_PER_BLOCK, queries)
         first, last = mask.key_range(start, stop)

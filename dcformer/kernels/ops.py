@@ -69,20 +69,14 @@ def _decode(*arguments: Any) -> Tensor:
 
 
 def _output_fake(*arguments: Any) -> Tensor:
+    """(batch, heads, query, value channels), in memory (batch, query, heads, channels), as models go on with it."""
     query, _, value = arguments[:3]
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
 
 
 def inference_op(name: str, function: Callable[..., Tensor], more_arguments: str = "") -> Callable[..., Tensor]:
-    """
-    Register `torch.ops.dcformer.NAME`, without gradients.
-
-    Args:
-        function (`Callable`): Takes the fields of a [`Call`] and more arguments, returns the output (batch, heads,
-            query, value channels), which lies as (batch, query, heads, channels) in memory, as models go on with it.
-        more_arguments (`str`): Their schema, with a comma before it.
-    """
+    """Register `torch.ops.dcformer.NAME`, a function of a [`Call`]'s fields, and of more, to the output."""
     made = torch.library.custom_op(
         f"dcformer::{name}", function, mutates_args=(), schema=f"({_ARGUMENTS}{more_arguments}) -> Tensor"
     )
@@ -94,14 +88,8 @@ def differentiable_op(
     name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]], form: str
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """
-    Register `torch.ops.dcformer.NAME_forward` and `NAME_backward`, with first derivatives.
-
-    Args:
-        forward (`Callable`): Takes the fields of a [`Call`], returns the output, as `inference_op` has it, and the
-            logarithms of the softmax's sums, (batch, heads, query) in float32.
-        backward (`Callable`): Takes the output's gradient, the fields of a [`Call`] and the logarithms, returns the
-            gradients of those differentiable tensors that are not None, in their types.
-        form (`str`): Its name in an error.
+    Register `torch.ops.dcformer.NAME_forward`, which returns output and `log_sums`, (batch, heads, query) in float32,
+    and `NAME_backward`, which returns the gradients of the differentiable tensors that are not None, in their types.
     """
     forward_op = torch.library.custom_op(
         f"dcformer::{name}_forward", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"

@@ -115,28 +115,15 @@ class Mask(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> "Mask":
         """Of packed documents also the range of keys of every token, found on the device."""
-        sequences = first_keys = last_keys = None
+        documents: tuple[Any, ...] = (None, None, None, 0)
         if call.sequence_ids is not None:
             sequences = call.sequence_ids.to(torch.int32).contiguous()
-            first_keys, last_keys = _document_ranges(sequences)
+            documents = (sequences, *_document_ranges(sequences), row_stride(sequences))
         padding = None if call.padding is None else call.padding.to(torch.int8).contiguous()
         dense = None if call.dense is None else _dense_mask(call.dense).contiguous()
-        return cls(
-            call.query.shape[2],
-            call.key.shape[2],
-            call.query_offset,
-            call.sliding_window,
-            tl.constexpr(call.is_causal),
-            sequences,
-            first_keys,
-            last_keys,
-            row_stride(sequences),
-            padding,
-            row_stride(padding),
-            dense,
-            row_stride(dense),
-            0 if dense is None else dense.stride(2),
-        )
+        band = (call.query.shape[2], call.key.shape[2], call.query_offset, call.sliding_window)
+        masks = (padding, row_stride(padding), dense, row_stride(dense), 0 if dense is None else dense.stride(2))
+        return cls(*band, tl.constexpr(call.is_causal), *documents, *masks)
 
 
 class Sizes(NamedTuple):
@@ -195,6 +182,8 @@ class Chunk(NamedTuple):
 
 # What kernels that compose are launched with.
 COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+# And those that add up what blocks contribute.
+JOINING: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def row_stride(tensor: Tensor | None) -> int:

@@ -21,16 +21,8 @@ def launch_products(
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
     _products_kernel[(chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
-        mask,
-        chunk,
-        States.of(query),
-        States.of(key),
-        products,
-        factor,
-        sizes.constants,
-        heads // key.shape[1],
-        channels,
-        step,
+        *(mask, chunk, States.of(query), States.of(key), products, factor, sizes.constants),
+        *(heads // key.shape[1], channels, step),
         **_options(sizes, query),
     )
 
@@ -40,16 +32,8 @@ def launch_output(mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, value
     heads, channels = weights.shape[1], value.shape[3]
     block = _output_block(channels, value)
     _output_kernel[(-(-channels // block), chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
-        mask,
-        chunk,
-        weights,
-        States.of(value),
-        States.of(output),
-        sizes.constants,
-        heads // value.shape[1],
-        channels,
-        block,
-        _step(value),
+        *(mask, chunk, weights, States.of(value), States.of(output), sizes.constants),
+        *(heads // value.shape[1], channels, block, _step(value)),
         **_options(sizes, value),
     )
 
@@ -64,16 +48,8 @@ def launch_key_products(
     key_heads, channels = gradients.shape[1], query.shape[3]
     block = _output_block(channels, query)
     _key_products_kernel[(-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)](
-        mask,
-        chunk,
-        weights,
-        States.of(query),
-        States.of(gradients),
-        sizes.constants,
-        weights.shape[1] // key_heads,
-        channels,
-        block,
-        _step(query),
+        *(mask, chunk, weights, States.of(query), States.of(gradients), sizes.constants),
+        *(weights.shape[1] // key_heads, channels, block, _step(query)),
         **_options(sizes, query),
     )
 

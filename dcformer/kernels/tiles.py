@@ -202,18 +202,14 @@ def heads_of_program(chunk, sizes):
 
 
 @triton.jit
-def columns_of_program(sizes):
-    # Loads of four keys by a thread, not of all that there are side by side, leave it more heads, which it can add up.
-    return tl.max_contiguous(tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS), 4)
-
-
-@triton.jit
 def tile_of_program(mask, b, chunk, sizes):
-    """First row, key of column 0, and whether any of the queries may see any of the keys."""
+    """First row, columns, key of column 0, and whether any of the queries may see any of the keys."""
     first_row = tl.program_id(1) * sizes.ROWS
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
     begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    return first_row, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
+    # Loads of four keys by a thread, not of all that there are side by side, leave it more heads, which it can add up.
+    column = tl.max_contiguous(tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS), 4)
+    return first_row, column, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
 
 
 @triton.jit

@@ -32,19 +32,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 _TOKENS = 300
 
 
-def triton_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pre: Weights,
-    post: Weights,
-    *,
-    scaling: float,
-    mask: Visibility,
-    **_: Any,
-) -> Tensor:
+def triton_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -> Tensor:
     """The `forward` of an [`Implementation`], without dropout and with chunks as large as the workspace allows."""
-    call = Call.of(query, key, value, pre, post, mask, scaling)
+    call = Call.of(*inputs, mask, scaling)
     if is_decoding(call):
         return decode_op(*call, None, None, None)
     return forward_op(*call)[0]

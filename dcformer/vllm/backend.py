@@ -231,13 +231,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """
-        Store this step's keys and values, and attend.
-
-        Args:
-            query (`Tensor`): (tokens, heads, channels + factors before and after the softmax).
-            key, value (`Tensor`): (tokens, key/value heads, channels + factors), rows of the cache.
-            kv_cache (`Tensor`): (blocks, key/value heads, block size, channels of a key row and a value row).
-            output (`Tensor`): (tokens, heads, channels), written here.
+        Store keys and values (tokens, key/value heads, channels + factors) in the cache (blocks, key/value heads, block
+        size, channels of both), attend by queries (tokens, heads, channels + factors), and write the output.
         """
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()

@@ -8,10 +8,7 @@ from tiny_models import random_tokens, tiny_model
 from dcformer import composed_attention
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 DEVICE = "cuda"
 
 
