@@ -68,14 +68,10 @@ class Report:
         targets: dict[str, float],
     ) -> None:
         """
-        Time cases and the machine's rates in turns, at each number of threads.
+        Time cases and the machine's rates in turns, at each number of threads, and compare `ours` with all others.
 
-        Args:
-            section, case (`str`): For the title of the rows.
-            cases (`dict[str, Callable | Case]`): What to time.
-            ours, plain (`str`): The case that is compared with all others, and the one that does not compose.
-            added (`Callable`): Seconds that composition adds at least to `plain`, by the name of the bound.
-            targets (`dict[str, float]`): The multiple of another's time that ours should not exceed.
+        `added` gives seconds that composition adds at least to `plain`, by the name of the bound; `targets` the
+        multiple of another's time that ours should not exceed.
         """
         timer = measure.Timer(CPU, self.seconds, self.repeats)
         probes = roofline.rate_probes(CPU, torch.float32)
@@ -141,9 +137,7 @@ def composing_and_plain(window: int | None) -> dict[str, candidates.Candidate]:
     name = candidates.SDPA if window is None else candidates.SDPA_WINDOW
     sdpa = next(each for each in candidates.plain_candidates(CPU, False, window) if each.name == name)
     composed = candidates.Candidate(
-        COMPOSED,
-        lambda of, window, mask: partial(of.composed, sliding_window=window, attention_mask=mask),
-        lambda of: [*of.states, *of.factors],
+        COMPOSED, lambda of, window, mask: partial(of.composed, sliding_window=window, attention_mask=mask)
     )
     return {COMPOSED: composed, "sdpa": sdpa, AUTHORS: candidates.authors_candidates(False)[0]}
 
@@ -300,10 +294,10 @@ def show(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
     measure.show_table(["what", "threads", "figure", "target", "bound", "median"], cells)
     cells = [
         [f"{time['section']}: {time['case']}: {time['name']}", str(time["threads"])]
-        + [f"{1000 * time['timing'][name]:.2f}" for name in ("minimum", "median", "processor_minimum")]
+        + [f"{1000 * time['timing'][name]:.2f}" for name in ("minimum", "median")]
         for time in times
     ]
-    measure.show_table(["time of", "threads", "min ms", "median ms", "processor ms"], cells)
+    measure.show_table(["time of", "threads", "min ms", "median ms"], cells)
     wanted = [row for row in rows if row["target"] is not None]
     print(f"{sum(row['ratio'] <= row['target'] for row in wanted)} of {len(wanted)} targets are reached.")
 

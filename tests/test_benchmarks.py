@@ -43,7 +43,7 @@ def test_what_is_compared_composes_alike_and_sdpa_does_not(window):
 
 def test_a_row_is_our_time_as_a_multiple_of_the_others_beside_its_bound(monkeypatch, capsys):
     monkeypatch.setattr(cpu.roofline, "rate_probes", lambda *_: {})
-    monkeypatch.setattr(cpu.roofline, "measured_rates", lambda *_: roofline.Rates(1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(cpu.roofline, "measured_rates", lambda *_: roofline.Rates(1.0, 1.0, 1.0))
     report = cpu.Report([1], repeats=3, seconds=0.0)
     cases = {name: partial(time.sleep, seconds) for name, seconds in (("ours", 0.03), ("plain", 0.01))}
     added = lambda _: {"reading": 0.01}  # noqa: E731

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from ..dcmha import ComposeWeights
-from ..training import visible_pairs
 from . import roofline
 from .candidates import SDPA, SDPA_WINDOW, Candidate, authors_candidates, gate, own_candidates, plain_candidates
 from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
@@ -67,11 +66,8 @@ def compare(run: Run, shape: Shape) -> None:
         for row, entry in zip(rows, entries):
             if row.timing is not None:
                 seen = shape._replace(window=None) if entry.name == SDPA else shape
-                work = roofline.forward_work(*seen[:4], batch=shape.batch)
+                work = roofline.forward_work(*seen)
                 flops = passes * (work.matmul_flops + entry.composes * work.compose_flops)
-                pairs = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
-                row.figures["ps/element"] = 1e12 * row.timing.median / pairs
-                row.figures["TFLOP/s"] = flops / row.timing.median / 1e12
                 row.figures["roofline / time"] = flops / run.rates.flops / row.timing.median
         add_ratios(rows, base, f"/ {base}")
 

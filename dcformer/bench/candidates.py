@@ -34,24 +34,20 @@ _GRADIENT_FACTOR = 3.0  # a product more, and sums of many terms that cancel
 Make = Callable[[Operands, int | None, Visibility | None], Call]
 
 
-def _all_tensors(of: Operands) -> list[Tensor]:
-    return [*of.states, *of.factors]
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One way to compute attention."""
 
     name: str
     make: Make
-    tensors: Callable[[Operands], list[Tensor]] = _all_tensors  # those of operands that training differentiates by
     why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands, a window and documents
-    composes: bool = True  # otherwise the gate cannot check it
+    composes: bool = True  # otherwise the gate cannot check it, and only the states have gradients
     in_graph: bool = False  # timed as a CUDA graph, so that its many launches cost nothing
 
     def gradient_call(self, of: Operands, window: int | None, mask: Visibility | None) -> Call:
         """Make a call of forward and backward; `of` are leaves."""
-        forward, tensors, upstream = self.make(of, window, mask), self.tensors(of), torch.randn_like(of.query)
+        tensors = of.tensors if self.composes else of.states
+        forward, upstream = self.make(of, window, mask), torch.randn_like(of.query)
         return lambda: torch.autograd.grad(forward(), tensors, upstream)
 
     def problem(
@@ -86,8 +82,8 @@ class Candidate:
             expected = [exact.composed(sliding_window=window, attention_mask=mask, implementation="plain")]
         if is_graded:
             upstream = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], _all_tensors(of), upstream)
-            expected += torch.autograd.grad(expected[0], _all_tensors(exact), upstream.double())
+            found += torch.autograd.grad(found[0], of.tensors, upstream)
+            expected += torch.autograd.grad(expected[0], exact.tensors, upstream.double())
         for place, (one, other) in enumerate(zip(found, expected)):
             error = relative_error(one, other)
             tolerance = _OUTPUT_TOLERANCES[of.query.dtype] * (_GRADIENT_FACTOR if place else 1)
@@ -120,13 +116,12 @@ def plain_candidates(device: torch.device, compiles: bool, window: int | None) -
     """Attention without composition: torch's for all keys, and with the same window."""
 
     def without(name: str, make: Make, missing: str | None = None) -> Candidate:
-        return Candidate(name, make, lambda of: list(of.states), lambda *_: missing, composes=False)
+        return Candidate(name, make, lambda *_: missing, composes=False)
 
     if window is None:
         return [without(SDPA, _sdpa)]
     missing = None if device.type == "cuda" and compiles else "it is for GPUs, and for torch.compile"
-    windowed = [without(SDPA_WINDOW, _sdpa_in_window), without(FLEX, _flex_attention, missing)]
-    return [without(SDPA, _sdpa), *windowed]
+    return [without(SDPA, _sdpa), without(SDPA_WINDOW, _sdpa_in_window), without(FLEX, _flex_attention, missing)]
 
 
 def authors_candidates(compiles: bool) -> list[Candidate]:

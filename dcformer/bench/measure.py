@@ -38,13 +38,11 @@ _TABLE_WIDTH = 180
 
 
 class Timing(NamedTuple):
-    """Seconds of a call, by the clock and (CPUs only) of processor time, and the number of samples."""
+    """Seconds of a call, and the number of samples."""
 
     minimum: float
     median: float
-    processor_minimum: float | None = None
-    processor_median: float | None = None
-    samples: int = 0
+    samples: int
 
 
 class Case(NamedTuple):
@@ -78,46 +76,41 @@ class Timer:
             repeats, turn = {}, 0.0
             for name, case in named.items():
                 self._sample(case)()
-                estimate = max(self._sample(case)()[0], 1e-7)
+                estimate = max(self._sample(case)(), 1e-7)
                 wanted = 0.0 if self._overwritten is not None or case.prepare else _SECONDS_PER_SAMPLE
                 repeats[name] = max(1, int(min(wanted, self.seconds / _LEAST_SAMPLES) / estimate))
                 turn += repeats[name] * estimate
-            samples: dict[Any, list[Callable[[], list[float]]]] = {name: [] for name in named}
+            samples: dict[Any, list[Callable[[], float]]] = {name: [] for name in named}
             for _ in range(min(max(int(self.seconds / turn), _LEAST_SAMPLES), self.most)):
                 for name, case in named.items():
                     samples[name].append(self._sample(case, repeats[name]))
-            return {name: _summary([read() for read in taken], named[name].parts) for name, taken in samples.items()}
+            found = {name: [read() / named[name].parts for read in taken] for name, taken in samples.items()}
+            return {name: Timing(min(own), statistics.median(own), len(own)) for name, own in found.items()}
         finally:
             torch.set_num_threads(threads)
 
-    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], list[float]]:
+    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], float]:
         """Run a call; return a function that reads its seconds once the device has finished."""
         if case.threads is not None and case.threads != torch.get_num_threads():
             torch.set_num_threads(case.threads)
         arguments = () if case.prepare is None else (case.prepare(),)
-        if self._overwritten is not None:
-            self._overwritten.zero_()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            case.call(*arguments)
-            stop.record()
+        if self._overwritten is None:
+            begun = time.perf_counter()
+            for _ in range(repeats):
+                case.call(*arguments)
+            seconds = (time.perf_counter() - begun) / repeats
+            return lambda: seconds
+        self._overwritten.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        case.call(*arguments)
+        stop.record()
 
-            def read() -> list[float]:
-                stop.synchronize()
-                return [start.elapsed_time(stop) / 1000]
+        def read() -> float:
+            stop.synchronize()
+            return start.elapsed_time(stop) / 1000
 
-            return read
-        wall, processor = time.perf_counter(), time.process_time()
-        for _ in range(repeats):
-            case.call(*arguments)
-        taken = time.perf_counter() - wall, time.process_time() - processor
-        return lambda: [seconds / repeats for seconds in taken]
-
-
-def _summary(samples: Sequence[list[float]], parts: int) -> Timing:
-    wall, *processor = [[seconds / parts for seconds in kind] for kind in zip(*samples)]
-    low, middle = (min(processor[0]), statistics.median(processor[0])) if processor else (None, None)
-    return Timing(min(wall), statistics.median(wall), low, middle, len(samples))
+        return read
 
 
 def in_cuda_graph(call: Call, device: torch.device) -> Call:

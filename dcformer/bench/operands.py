@@ -36,9 +36,9 @@ class Operands(NamedTuple):
         return self.query, self.key, self.value
 
     @property
-    def factors(self) -> list[Tensor]:
-        """All tensors of both compositions."""
-        found: list[Tensor] = []
+    def tensors(self) -> list[Tensor]:
+        """The states, and all tensors of both compositions."""
+        found = list(self.states)
         for weights in (self.pre, self.post):
             map_tensors(weights, lambda tensor, _: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
         return found

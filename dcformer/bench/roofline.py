@@ -30,22 +30,16 @@ class Rates(NamedTuple):
     """Rates of the machine, per second."""
 
     flops: float
-    memory_bytes: float
     cache_bytes: float
     read_bytes: float
 
 
-def forward_work(
-    heads: int, head_dim: int, length: int, window: int | None = None, *, batch: int = 1, rank: int = 2
-) -> Work:
-    """
-    Count scores, both compositions and values.
-
-    For each composition and score, 2 sides x rank maps are summed over the heads (a read each) and spread over them
-    again (a read and a write each), and two gates scale it (a read and a write). Scores are float32.
-    """
+def forward_work(heads: int, head_dim: int, length: int, window: int | None = None, batch: int = 1) -> Work:
+    """Count scores, both compositions of rank 2, and values."""
     scores = batch * heads * visible_pairs(length, window)
-    reads, read_writes = 2 * rank, 2 * rank + 1
+    # Each composition sums 2 sides x 2 ranks over the heads (a read each) and spreads them over the heads again (a read
+    # and a write each), and two gates scale it (a read and a write). Scores are float32.
+    reads, read_writes = 4, 5
     return Work(
         matmul_flops=2 * 2 * scores * head_dim,
         compose_flops=2 * scores * (2 * (reads + read_writes - 1) + 2),
@@ -54,14 +48,13 @@ def forward_work(
 
 
 def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Calls to time for `measured_rates`: a matrix product in `dtype`, copies in memory and cache, a reading."""
-    size, memory = _MATMUL_SIZES[device.type], _MEMORY_BYTES[device.type]
+    """Calls to time for `measured_rates`: a matrix product in `dtype`, a copy in the cache, a reading."""
+    size = _MATMUL_SIZES[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    matrix, vector = torch.randn(memory // 4 // size, size, device=device), torch.randn(size, device=device)
-    in_memory, in_cache = (torch.randn(2, bytes // 4, device=device) for bytes in (memory, _CACHE_BYTES[device.type]))
+    matrix = torch.randn(_MEMORY_BYTES[device.type] // 4 // size, size, device=device)
+    vector, in_cache = torch.randn(size, device=device), torch.randn(2, _CACHE_BYTES[device.type] // 4, device=device)
     return {
         "matrix product": lambda: left @ right,
-        "copy in memory": lambda: in_memory[0].copy_(in_memory[1]),
         "copy in cache": lambda: in_cache[0].copy_(in_cache[1]),
         "reading": lambda: matrix @ vector,
     }
@@ -69,12 +62,10 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
 
 def measured_rates(seconds: dict[str, float], device: torch.device) -> Rates:
     """Rates from the seconds that one call of each of `rate_probes` took. A copy moves each byte twice."""
-    memory = _MEMORY_BYTES[device.type]
     return Rates(
         flops=2 * _MATMUL_SIZES[device.type] ** 3 / seconds["matrix product"],
-        memory_bytes=2 * memory / seconds["copy in memory"],
         cache_bytes=2 * _CACHE_BYTES[device.type] / seconds["copy in cache"],
-        read_bytes=memory / seconds["reading"],
+        read_bytes=_MEMORY_BYTES[device.type] / seconds["reading"],
     )
 
 

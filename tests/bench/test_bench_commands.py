@@ -59,7 +59,7 @@ def test_attention_times_everything_beside_its_baselines(tmp_path, only_plain, m
         for name in ("plain", "authors", base):
             timing, figures = rows[group, name]["timing"], rows[group, name]["figures"]
             assert timing["median"] >= timing["minimum"] > 0 and timing["samples"] >= 3, (group, name)
-            assert figures[f"/ {base}"] > 0 and figures["ps/element"] > 0
+            assert figures[f"/ {base}"] > 0 and figures["roofline / time"] > 0
         assert "torch.compile" in rows[group, "authors, compiled"]["note"]
     assert [name for group, name in rows if group.startswith("branches, forward by plain")] == list(attention.BRANCHES)
     assert rows[f"packed: {TINY}", "plain, documents of 2"]["figures"]["/ one document"] > 0
@@ -128,7 +128,7 @@ def test_the_gate_sees_a_window_that_is_one_key_too_wide_and_lets_others_pass():
     def too_wide(operands, window, mask):
         return lambda: operands.composed(sliding_window=window + 1, implementation="plain")
 
-    wide = candidates.Candidate("wide", too_wide, plain.tensors)
+    wide = candidates.Candidate("wide", too_wide)
     assert "output is wrong" in wide.problem(4, 8, CPU, torch.float32, window=100)
     for entry in (plain, authors):
         assert entry.problem(4, 8, CPU, torch.float32, is_packed=True, with_gradients=True) is None
@@ -169,7 +169,7 @@ def test_calls_are_timed_in_turns_at_the_threads_asked_for():
     assert torch.get_num_threads() == before and timings["a"].samples == 3
     assert seen[-4:] == [("a", 1, "made"), ("b", 2, "made")] * 2
     slow = Timer(CPU, seconds=0, most=3).time(lambda _: time.sleep(0.02), prepare=lambda: None, parts=2)
-    assert 0.01 <= slow.minimum < 0.2 and slow.processor_minimum < 0.01
+    assert 0.01 <= slow.minimum < 0.2
 
 
 def test_explain_says_of_every_implementation_whether_it_is_chosen():
