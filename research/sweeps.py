@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dcformer.experiments import run_sweep
-from dcformer.training import load_recipe
+from dcformer.training import Recipe, load_recipe
 
 
-def record(name: str, recipe_file: Path, results_file: Path, overrides: list[str] | None = None) -> dict[str, Any]:
+Measure = Callable[[Recipe, Path], Any]
+
+
+def main(description: str, folder: Path, sweeps: Sequence[str], measure: Measure | None = None) -> None:
+    """The command line of a study: record the sweeps of `folder/recipes` in `folder/results`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="*", default=sweeps, help=f"some of {', '.join(sweeps)} (default: all)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as of dcformer train")
+    parser.add_argument("--results", type=Path, default=folder / "results", help="folder to record in")
+    arguments = parser.parse_args()
+    for name in arguments.sweeps:
+        recipe = load_recipe(str(folder / "recipes" / f"{name}.yaml"), arguments.set)
+        print(f"{name}: runs lie in {recipe.output}.", flush=True)
+        record(recipe, arguments.results / f"{name}.json", measure)
+
+
+def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -> dict[str, Any]:
     """
     Run a sweep and write its results, with the evaluation curve of every run.
 
     Args:
-        name: Its name, for messages.
-        recipe_file: The recipe.
+        recipe: The recipe.
         results_file: JSON to write; `references` of the file that is there stay, as the evaluation documents do.
-        overrides: Values that replace those of the recipe, as of `dcformer train --set`.
+        measure: Called once with the recipe and the folder of a run's model; what it returns is the run's `test`.
 
     Returns:
         What was written: `recipe`, `runs`, `failures`, and `references` if there are any.
     """
-    recipe = load_recipe(recipe_file, overrides or [])
-    print(f"{name}: runs lie in {recipe.output}.", flush=True)
     results = run_sweep(recipe)
     for run in results["runs"]:
-        run["curve"] = evaluation_curve(Path(recipe.output, run["variant"], f"seed-{run['seed']}", "log.jsonl"))
+        folder = Path(recipe.output, run["variant"], f"seed-{run['seed']}")
+        run["curve"] = evaluation_curve(folder / "log.jsonl")
+        if measure is not None:
+            measured = folder / "test.json"
+            if not measured.is_file():
+                measured.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
+            run["test"] = json.loads(measured.read_text(encoding="utf-8"))
     if results_file.is_file():
         before = json.loads(results_file.read_text(encoding="utf-8"))
         results |= {key: before[key] for key in ("references",) if key in before}

@@ -1,0 +1,293 @@
+"""Print the tables of the study from its recorded results, and draw its figures.
+
+python -m research.language_modelling.report        # tables; figures go to results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dcformer.common.plotting import draw_grid, draw_rows, picture
+from dcformer.eval import compare_seeds, seed_interval
+
+from ..head_tasks.report import ROWS_OF_TABLE_9
+
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {"transformer": "Transformer++", "dcformer": "DCFormer++"}
+COLOURS = {"transformer": "#D55E00", "dcformer": "#0072B2"}
+MARKERS = {"code": "o", "prose": "s"}
+PUBLISHED_RATIO = (1.7, 2.0)  # compute of a Transformer that is as good, abstract of the paper
+ROWS_OF_TABLE_10 = {
+    "1to1": "windows in 2 of 4 layers",
+    "3to1": "windows in 3 of 4 layers",
+    "1to1_query_wise": "windows in 2 of 4 layers, query-wise only",
+    "3to1_query_wise": "windows in 3 of 4 layers, query-wise only",
+    "transformer_1to1": "windows in 2 of 4 layers, no composition",
+}
+_RESAMPLES = 10_000
+
+
+def read_results(folder: Path, name: str) -> dict[str, Any] | None:
+    """The recorded results of a sweep; `None` if there are none."""
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def read_pairs(folder: Path) -> pd.DataFrame:
+    """A row per run of the pairs: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`."""
+    rows = []
+    for text in MARKERS:
+        for run in (read_results(folder, text) or {"runs": []})["runs"]:
+            model, size = run["variant"].split("_")
+            row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
+            row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
+            rows.append(row | {"loss": run["test"]["loss"], "curve": run["curve"], "test": run["test"]})
+    return pd.DataFrame(rows)
+
+
+def further_seed_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the value of one more seed is expected: a 95 % prediction interval by Student's t."""
+    mean, half_width = seed_interval(values)
+    half_width *= math.sqrt(len(values) + 1)  # the variance of the mean, and that of one seed more
+    return mean - half_width, mean + half_width
+
+
+def compute_ratios(pairs: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """
+    How many times the cost of DCFormer++ the baseline needs for the same loss.
+
+    For each model a line is fitted through the sizes: logarithm of the mean loss on that of the cost. At the cost of
+    DCFormer++ of a size, its line gives a loss, and the baseline's line the cost of that loss. Seeds are drawn with
+    replacement 10,000 times for the intervals, the same seeds for both models of a size.
+
+    Args:
+        pairs: Rows of one text, as of `read_pairs`.
+        axis: `"flops"` or `"seconds"`.
+
+    Returns:
+        A row per size and one of their geometric mean, `all`: `ratio`, `low` and `high` (2.5 and 97.5 %).
+    """
+    sizes = list(dict.fromkeys(pairs["size"]))
+    generator, seeds = np.random.default_rng(0), sorted(set(pairs["seed"]))
+    drawn = generator.integers(len(seeds), size=(_RESAMPLES, len(sizes), len(seeds)))
+    drawn[0] = np.arange(len(seeds))  # the first sample is the seeds themselves
+    cost, loss = {}, {}
+    for model, rows in pairs.groupby("model"):
+        costs, losses = (rows.pivot(index="size", columns="seed", values=key).loc[sizes] for key in (axis, "loss"))
+        cost[model] = np.log(costs.mean(axis=1).to_numpy())  # (sizes,)
+        chosen = np.take_along_axis(losses.to_numpy()[None], drawn, axis=2)  # (samples, sizes, seeds)
+        loss[model] = np.log(chosen.mean(axis=2))
+    own, base = (_line(cost[model], loss[model]) for model in ("dcformer", "transformer"))
+    level = own[0] + own[1] * cost["dcformer"]  # (samples, sizes)
+    logarithms = (level - base[0]) / base[1] - cost["dcformer"]
+    ratios = np.exp(np.concatenate([logarithms, logarithms.mean(axis=1, keepdims=True)], axis=1))
+    low, high = np.percentile(ratios, [2.5, 97.5], axis=0)
+    return pd.DataFrame({"ratio": ratios[0], "low": low, "high": high}, index=[*sizes, "all"])
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Least-squares intercepts and slopes, each (samples, 1), of y (samples, sizes) on x (sizes,)."""
+    centred = x - x.mean()
+    slope = (y * centred).sum(axis=1, keepdims=True) / (centred**2).sum()
+    return y.mean(axis=1, keepdims=True) - slope * x.mean(), slope
+
+
+def complete(pairs: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose seed both models of a size have."""
+    return pairs[pairs.groupby(["text", "size", "seed"])["model"].transform("nunique") == len(MODELS)]
+
+
+def with_interval(values: Sequence[float], sign: str = "") -> str:
+    mean, half = seed_interval(values)
+    return f"{mean:{sign}.3f}" + ("" if math.isnan(half) else f" ({mean - half:{sign}.3f} to {mean + half:{sign}.3f})")
+
+
+def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Losses of both models by text and size, and what apart they are."""
+    rows = []
+    for (text, size), group in pairs.groupby(["text", "size"], sort=False):
+        wide = group.pivot(index="seed", columns="model", values="loss")
+        first = group.drop_duplicates("model").set_index("model")
+        difference = list(wide["dcformer"] - wide["transformer"])
+        low, high = further_seed_interval(difference)
+        seconds = group.groupby("model")["seconds"].mean()
+        row = {"text": text, "size": size, "million tokens": f"{first['tokens'].iloc[0] / 1e6:.0f}"}
+        for model, name in MODELS.items():
+            row[f"parameters, {name}"] = f"{first.loc[model, 'parameters'] / 1e6:.2f} million"
+            row[f"loss, {name}"] = f"{wide[model].mean():.3f}"
+        row["difference"] = with_interval(difference, "+")
+        row["of a further seed"] = f"{low:+.3f} to {high:+.3f}"
+        row["operations, ratio"] = f"{first.loc['dcformer', 'flops'] / first.loc['transformer', 'flops']:.2f}"
+        row["seconds, ratio"] = f"{seconds['dcformer'] / seconds['transformer']:.2f}"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Costs of equal loss by text, size and axis."""
+    rows = []
+    for text, group in pairs.groupby("text", sort=False):
+        if group["size"].nunique() < 2:
+            continue
+        found = {axis: compute_ratios(group, axis) for axis in ("flops", "seconds")}
+        for size in found["flops"].index:
+            cells = {axis: "{:.2f} ({:.2f} to {:.2f})".format(*ratios.loc[size]) for axis, ratios in found.items()}
+            rows.append({"text": text, "at the cost of": size} | cells)
+    return pd.DataFrame(rows).rename(columns={"flops": "operations"})
+
+
+def rates_table(results: dict[str, Any]) -> pd.DataFrame:
+    """Evaluation losses by learning rate and model."""
+    rows = {}
+    for run in results["runs"]:
+        model, rate = run["variant"].split("_")
+        rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = f"{run['training']['evaluation_loss']:.3f}"
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("rate").reset_index()
+
+
+def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
+    """Variants by their mean loss, with their differences to one of them, corrected for their number by Holm's rule."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in results["runs"]:
+        losses.setdefault(run["variant"], {})[run["seed"]] = run["test"]["loss"]
+    compared = {
+        item.first: item for item in compare_seeds(losses, [(name, reference) for name in losses if name != reference])
+    }
+    published, rows = results["recipe"]["sweep"]["published"], []
+    for name in sorted(losses, key=lambda name: math.fsum(losses[name].values()) / len(losses[name])):
+        row = {"variant": names[name], "loss": f"{math.fsum(losses[name].values()) / len(losses[name]):.3f}"}
+        row[f"over {names[reference]}"] = row["corrected p"] = ""
+        if name in compared:
+            item = compared[name]
+            low, high = item.difference - item.simultaneous, item.difference + item.simultaneous
+            row[f"over {names[reference]}"] = f"{item.difference:+.3f} ({low:+.3f} to {high:+.3f})"
+            row["corrected p"] = f"{item.corrected_p:.3f}"
+        rows.append(row | {"published perplexity": f"{published[name]:.2f}" if name in published else ""})
+    return pd.DataFrame(rows)
+
+
+def breakdown_table(pairs: pd.DataFrame, size: str, part: str) -> pd.DataFrame:
+    """Losses of both models by class or position of a token, and the share that each has in the difference."""
+    rows = []
+    for text, group in pairs[pairs["size"] == size].groupby("text", sort=False):
+        tests = {key: test for key, test in zip(zip(group["model"], group["seed"]), group["test"])}
+        seeds = sorted(set(group["seed"]))
+        whole = [tests["dcformer", seed]["loss"] - tests["transformer", seed]["loss"] for seed in seeds]
+        for name, (tokens, _) in tests["dcformer", seeds[0]][part].items():
+            loss = {model: [tests[model, seed][part][name][1] / tokens for seed in seeds] for model in MODELS}
+            share = tokens / tests["dcformer", seeds[0]]["tokens"]
+            difference = [own - base for own, base in zip(loss["dcformer"], loss["transformer"])]
+            gain = share * math.fsum(difference) / math.fsum(whole)
+            row = {"text": text, "tokens": f"{name}, {100 * share:.0f} %"}
+            row |= {MODELS[model]: f"{math.fsum(values) / len(values):.3f}" for model, values in loss.items()}
+            rows.append(row | {"difference": with_interval(difference, "+"), "share of it": f"{100 * gain:.0f} %"})
+    return pd.DataFrame(rows)
+
+
+def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
+    """Loss on test text against operations, with the fitted lines, and the ratios of compute at equal loss."""
+    texts = [text for text, group in pairs.groupby("text", sort=False) if group["size"].nunique() > 1]
+    with picture(path, (3.6 * len(texts) + 3.6, 3.9), "train") as figure:
+        *panels, last = figure.subplots(1, len(texts) + 1)
+        for panel, text in zip(panels, texts):
+            for model, rows in pairs[pairs["text"] == text].groupby("model"):
+                means = rows.groupby("size", sort=False)[["flops", "loss"]].mean()
+                (intercept,), (slope,) = (
+                    part[0] for part in _line(np.log(means["flops"].to_numpy()), np.log(means[["loss"]].to_numpy().T))
+                )
+                costs = np.geomspace(pairs["flops"].min() / 1.2, pairs["flops"].max() * 1.2)
+                style = {"color": COLOURS[model], "label": MODELS[model]}
+                panel.plot(costs, np.exp(intercept + slope * np.log(costs)), linewidth=1.2, **style)
+                panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4)
+            panel.set_xscale("log")
+            panel.set_title(f"English {text}" if text == "prose" else "Python code", fontsize=10)
+            panel.set_xlabel("training operations")
+            draw_grid(panel)
+        panels[0].set_ylabel("loss on test text (nats per token)")
+        panels[0].legend(frameon=False)
+        last.axvspan(*PUBLISHED_RATIO, color="0.85", label="the paper, from 405 million\nparameters: 1.7 to 2.0")
+        for place, text in enumerate(texts):
+            row = compute_ratios(pairs[pairs["text"] == text], "flops").loc["all"]
+            spread = [[row["ratio"] - row["low"]], [row["high"] - row["ratio"]]]
+            last.errorbar(row["ratio"], place, xerr=spread, fmt="D", color=COLOURS["dcformer"], capsize=3)
+            last.annotate(f"{row['ratio']:.2f}", (row["ratio"], place), (0, 8), textcoords="offset points", ha="center")
+        last.axvline(1, color="black", linewidth=0.8)
+        last.set_yticks(range(len(texts)), texts)
+        last.set_ylim(len(texts) - 0.3, -0.9)
+        last.set_title("Transformer++ operations for the same loss,\nDCFormer++ = 1", fontsize=10)
+        last.legend(frameon=False, loc="lower right", fontsize=8)
+        draw_grid(last, "x")
+
+
+def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
+    """Evaluation loss against operations and seconds: a line per size and model, the mean of the seeds."""
+    texts = list(dict.fromkeys(pairs["text"]))
+    sizes = dict(zip(dict.fromkeys(pairs["size"]), ("-", "--", ":")))
+    with picture(path, (10.0, 3.4 * len(texts) + 0.8), "train") as figure:
+        panels = figure.subplots(len(texts), 2, sharey="row", squeeze=False)
+        for text, row in zip(texts, panels):
+            for panel, axis, title in zip(row, ("flops", "seconds"), ("training operations", "seconds of one core")):
+                for (size, model), group in pairs[pairs["text"] == text].groupby(["size", "model"], sort=False):
+                    spent, losses = (
+                        np.mean([curve[key] for curve in group["curve"]], axis=0) for key in (axis, "loss")
+                    )
+                    label = f"{MODELS[model]}, {size}"
+                    panel.plot(spent, losses, color=COLOURS[model], linestyle=sizes[size], label=label)
+                panel.set_xscale("log")
+                panel.set_xlabel(title)
+                draw_grid(panel)
+            row[0].set_ylabel(f"evaluation loss on {text}\n(nats per token)")
+        handles = panels[0][0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=len(sizes), frameon=False)
+
+
+def plot_rows(results: dict[str, Any], names: dict[str, str], reference: str, path: Path) -> None:
+    """Test loss of every variant: the seeds as circles, their mean as a diamond, a line at the one compared with."""
+    groups: dict[str, list[float]] = {}
+    for run in results["runs"]:
+        groups.setdefault(run["variant"], []).append(run["test"]["loss"])
+    ordered = sorted(groups, key=lambda name: sum(groups[name]) / len(groups[name]))
+    with picture(path, (8.0, 1.2 + 0.32 * len(ordered)), "train") as figure:
+        axis = figure.subplots()
+        draw_rows(axis, [names[name] for name in ordered])
+        for place, name in enumerate(ordered):
+            values = groups[name]
+            axis.plot(values, [place] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
+            axis.plot(sum(values) / len(values), place, "D", color="black", markersize=5)
+        axis.axvline(sum(groups[reference]) / len(groups[reference]), color="black", linewidth=0.8, zorder=1)
+        axis.set_xlabel("loss on test text (nats per token)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the recorded results")
+    folder = parser.parse_args().results
+    pairs = complete(read_pairs(folder))
+    tables = {"Pairs": pairs_table(pairs), "Cost of equal loss": ratios_table(pairs)}
+    for size in dict.fromkeys(pairs["size"]):
+        for part in ("classes", "positions"):
+            tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
+    if rates := read_results(folder, "rates"):
+        tables["Learning rates, evaluation loss"] = rates_table(rates)
+    for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
+        if results := read_results(folder, name):
+            tables[name.capitalize()] = rows_table(results, names, reference)
+            plot_rows(results, names, reference, folder / f"{name}.png")
+    for title, table in tables.items():
+        print(f"## {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n")
+    plot_curves(pairs, folder / "curves.png")
+    if pairs.groupby("text")["size"].nunique().max() > 1:
+        plot_scaling(pairs, folder / "scaling.png")
+
+
+if __name__ == "__main__":
+    main()
