@@ -1,10 +1,9 @@
 """
-Make the bundled models of the package from a finished sweep.
+Make the bundled models of the package from finished runs of the study in research/language_modelling.
 
-    python scripts/pack_pretrained.py SWEEP --seed 0   # output of `dcformer train head-tasks-seeds`
+    python scripts/pack_pretrained.py runs/language-modelling/code --seed 0
 
-Decide on the seed before looking at scores. The scores in the cards are those of
-`dcformer eval --suite head_tasks,head_tasks_authors`, run on what was packed.
+Decide on the seed before looking at losses.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dcformer
 
-
-NAMES = ("dcformer-tiny", "transformer-tiny")
+FOLDER = Path(__file__).parents[1] / "dcformer" / "pretrained"
+VARIANTS = {"dcformer-tiny": "dcformer_middle", "transformer-tiny": "transformer_middle"}
 
 
 def pack_model(source: str | Path, destination: str | Path) -> None:
     """
-    Save a model of the head tasks as the package bundles it: bfloat16, and generation that ends with the line.
+    Save a model as the package bundles it: bfloat16, greedy, and padded with the token that ends a document.
 
     Args:
         source: Folder `final` of a run, with model and tokenizer.
@@ -31,11 +29,9 @@ def pack_model(source: str | Path, destination: str | Path) -> None:
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    # An answer ends its line, and what would follow is another example of the same kind.
-    line_feed = tokenizer.convert_tokens_to_ids("\n")
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, line_feed]
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.do_sample = False  # a pipeline would draw answers otherwise
+    tokenizer.pad_token = tokenizer.eos_token
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
+    model.generation_config.do_sample = False  # a pipeline would draw tokens otherwise
     model.generation_config._from_model_config = False
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
@@ -46,8 +42,8 @@ def main() -> None:
     parser.add_argument("sweep", type=Path, help="output of the sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the runs to pack (default: 0)")
     arguments = parser.parse_args()
-    for name in NAMES:
-        pack_model(arguments.sweep / name / f"seed-{arguments.seed}" / "final", dcformer.pretrained_path(name))
+    for name, variant in VARIANTS.items():
+        pack_model(arguments.sweep / variant / f"seed-{arguments.seed}" / "final", FOLDER / name)
 
 
 if __name__ == "__main__":

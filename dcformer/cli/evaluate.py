@@ -19,14 +19,7 @@ Baseline = Annotated[str | None, typer.Option(help="The model to compare the oth
 
 
 def eval_command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="MODEL...",
-            help="Folders, Hub names or bundled models.",
-            show_default="dcformer-tiny and transformer-tiny, for head tasks alone",
-        ),
-    ] = None,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders, Hub names or bundled models.")],
     suite: Annotated[
         str,
         typer.Option(
@@ -81,9 +74,7 @@ def eval_command(
         with _progress() as on_progress:
             records = evaluate(**options, on_progress=on_progress)
         if records:  # which the first of several processes has
-            # That of the bundled models is chosen by `evaluate`.
-            is_bundled = not models and baseline is None
-            build_report(output, baseline=records[0].model if is_bundled else baseline).print(make_console())
+            build_report(output, baseline=baseline).print(make_console())
 
 
 def report_command(

@@ -39,8 +39,6 @@ from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, shots_of, 
 if TYPE_CHECKING:
     from .model import LogLikelihoods
 
-BUNDLED_MODEL, BUNDLED_BASELINE = "dcformer-tiny", "transformer-tiny"
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -62,7 +60,7 @@ class _Job:
 
 
 def evaluate(
-    models: str | Sequence[str] | None = None,
+    models: str | Sequence[str],
     *,
     output: str | os.PathLike,
     suite: str | Sequence[str] = "table4",
@@ -89,8 +87,7 @@ def evaluate(
     Evaluate models, or resume an evaluation that was stopped.
 
     Args:
-        models (*optional*): Names as [`dcformer.loading.find_model`] takes them. `None`, for head tasks alone:
-            dcformer-tiny beside its baseline transformer-tiny.
+        models: One name or several, as [`dcformer.loading.find_model`] takes them.
         output: Folder of the records; those in it are reused if their settings are the same.
         suite, tasks: What to run, see [`dcformer.eval.find_tasks`].
         num_fewshot (defaults to 0): Examples before a question, in Table 4. Other tasks have their own form.
@@ -125,13 +122,11 @@ def evaluate(
     """
     chosen = find_tasks(suite, tasks)
     are_head_tasks = set(chosen) <= set(HEAD_TASKS)
-    if models is None and are_head_tasks:
-        models, baseline = BUNDLED_MODEL, baseline or BUNDLED_BASELINE
-    names = [models] if isinstance(models, str) else list(models or ())
+    names = [models] if isinstance(models, str) else list(models)
     names = list(dict.fromkeys([baseline, *names] if baseline else names))
     shots = (num_fewshot,) if isinstance(num_fewshot, int) else tuple(num_fewshot)
     if not names:
-        raise ValueError("models must name at least one, got none; only head tasks have models of their own.")
+        raise ValueError("models must name at least one, got none.")
     if others := set(data_hash or ()) - set(chosen):
         raise ValueError(f"data_hash must be of tasks that are run, got {', '.join(sorted(others))}.")
     place = choose_device(device)

@@ -1,4 +1,4 @@
-"""Draws head_tasks.svg from the recorded runs of the bundled models: `python -m research.head_tasks.draw_results`."""
+"""Draws head_tasks.svg from the recorded runs of seeds.yaml: `python -m research.head_tasks.draw_results`."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from dcformer.head_tasks import REFERENCES
 RESULTS = Path(__file__).parent / "results"
 RECORDED = json.loads((RESULTS / "seeds.json").read_text(encoding="utf-8"))
 FILE = RESULTS / "head_tasks.svg"
-COLOURS = {"dcformer-tiny": "#0969da", "transformer-tiny": "#bc4c00"}
+COLOURS = {"dcformer": "#0969da", "transformer": "#bc4c00"}
 LEFT, RIGHT, TOP, BOTTOM = 84, 690, 62, 372  # of the panel, in a picture of 960 x 452
 EXPONENT = 12  # the axis counts 10^12 operations
 
@@ -49,7 +49,7 @@ def draw() -> str:
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 452" role="img" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">',
-        "  <title>Held-out questions that dcformer-tiny and transformer-tiny answer, while they are trained</title>",
+        "  <title>Held-out questions that both models answer, while they are trained</title>",
         '  <rect x="0.5" y="0.5" width="959" height="451" rx="10" fill="#ffffff" stroke="#d0d7de"/>',
         text(LEFT, 36, "Right answers to held-out questions, without an example before", font_weight="bold"),
     ]

@@ -179,7 +179,7 @@ def breakdown_table(pairs: pd.DataFrame, size: str, part: str) -> pd.DataFrame:
     """Losses of both models by class or position of a token, and the share that each has in the difference."""
     rows = []
     for text, group in pairs[pairs["size"] == size].groupby("text", sort=False):
-        tests = {key: test for key, test in zip(zip(group["model"], group["seed"]), group["test"])}
+        tests = dict(zip(zip(group["model"], group["seed"]), group["test"]))
         seeds = sorted(set(group["seed"]))
         whole = [tests["dcformer", seed]["loss"] - tests["transformer", seed]["loss"] for seed in seeds]
         for name, (tokens, _) in tests["dcformer", seeds[0]][part].items():
