@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-serving coverage bench-gpu claim claim-pairs claim-ablation lint format docs clean
+.PHONY: demo test test-serving coverage bench-gpu claim claim-code claim-prose lint format docs clean
 
 # Twice --quiet leaves out pip's warnings; errors still show.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -47,19 +47,20 @@ bench-gpu:
 	$(BENCH) model --device cuda --seconds 20 || status=1; \
 	exit $$status
 
-# The study of the head tasks (research/head_tasks): sweeps, tables and figures, on the GPU if there is one. Stopped at any
-# moment, the same command resumes. Rates and claim in one process, the ablation in another, of one thread each: models
-# of this size gain nothing from a second one.
-STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.head_tasks
+# The study of language modelling (research/language_modelling): text, sweeps, tables and figures, on the GPU if there is
+# one. Stopped at any moment, the same command resumes. TEXT="--code FOLDER --prose FOLDER" takes files of your own. Two
+# processes of one thread each: models of this size gain nothing from a second one.
+STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.language_modelling
 claim:
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-pairs claim-ablation
+	@$(STUDY).prepare $(TEXT)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-code claim-prose
 	@$(STUDY).report
 
-claim-pairs:
-	@$(STUDY).run rates claim
+claim-code:
+	@$(STUDY).run rates code
 
-claim-ablation:
-	@$(STUDY).run ablation
+claim-prose:
+	@$(STUDY).run ablation windows prose
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,11 +1,15 @@
 """Small models with weights of ordinary size, so that every branch of the composition moves the logits."""
 
 import math
+from pathlib import Path
 
 import torch
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
 
+
+#: A trained model that answers questions: the composing one of the study of head tasks.
+ANSWERS = str(Path(__file__).parents[1] / "research" / "head_tasks" / "models" / "dcformer")
 
 TINY = {
     "vocab_size": 67,

@@ -1,6 +1,7 @@
 """Silence for the libraries below, whose messages and progress bars would tear those of a command."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,11 @@ def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterato
                 before.callback(library.enable_progress_bar)
                 library.disable_progress_bar()
         if messages:
-            for logging in (*libraries, hub.logging):
-                before.callback(logging.set_verbosity, logging.get_verbosity())
-                logging.set_verbosity_error()
+            for library in (*libraries, hub.logging):
+                before.callback(library.set_verbosity, library.get_verbosity())
+                library.set_verbosity_error()
+            # On some processors it says at its import, which is none of ours, that an optional package is missing.
+            quantization = logging.getLogger("bitsandbytes")
+            before.callback(quantization.setLevel, quantization.level)
+            quantization.setLevel(logging.ERROR)
         yield

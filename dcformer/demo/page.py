@@ -22,11 +22,11 @@ from .picture import draw_attention
 
 MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
 _MOST_NEW = 512
-# Questions of the kind that the bundled models were trained on.
+# Python, which the bundled models were trained on.
 _EXAMPLES = (
-    "There are Paris, Paris, Mumbai. Which is different? The city in",
-    "< Helen likes Vancouver. Christopher likes Sydney. John likes Florence. >. Helen longs for the city in",
-    "< Daniel has strawberries. Robert has a goat. Anthony has cake. >. Who owns goat?",
+    "class Rectangle:\n    def __init__(self, width, height):\n        self.width = width\n        self.",
+    "import numpy as np\n\ndef mean(values):\n    ",
+    "def test_add():\n    assert add(1, 2) == 3\n    assert ",
 )
 _NOTHING_YET = "<p>Generate a text to see how its tokens attend to each other.</p>"
 _ABOUT_ATTENTION = """## Attention before and after composition
@@ -76,7 +76,11 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                     start = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Stop", elem_id="stop")
                 if loaded.name in ("dcformer-tiny", "transformer-tiny"):
-                    gr.Examples([[text] for text in _EXAMPLES], prompt, label="Questions of the kind it was trained on")
+                    gr.Examples(
+                        [[text] for text in _EXAMPLES],
+                        prompt,
+                        label="Python, which it was trained on",
+                    )
             with gr.Column():
                 answer = gr.Textbox(label="Answer", lines=7, max_lines=20, elem_id="answer")
                 sampling = _sampling_controls(gr, loaded.model.generation_config)

@@ -15,6 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dcformer  # noqa: F401  registers the models
+
 
 LENGTH = 256  # tokens of a part of a document, as in training
 FREQUENT_WORDS = 100

@@ -41,24 +41,28 @@ def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
     if (target / "tokenizer").is_dir():
         return
     splits: dict[str, list[tuple[str, str]]] = {name: [] for name in MOST_CHARACTERS}
-    sizes, seen = dict.fromkeys(splits, 0), set()
+    seen: set[str] = set()
+    training_characters = 0
     for text in read_hub(kind) if folder is None else read_folder(folder, SUFFIXES[kind]):
         digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest in seen or len(text) not in LENGTHS:
+            continue
+        seen.add(digest)
         split = {0: "validation", 1: "test"}.get(int(digest[:8], 16) % 20, "train")
-        if digest not in seen and len(text) in LENGTHS and sizes[split] < MOST_CHARACTERS[split]:
-            seen.add(digest)
-            splits[split].append((digest, text))
-            sizes[split] += len(text)
-        if sizes["train"] >= MOST_CHARACTERS["train"]:
+        splits[split].append((digest, text))
+        training_characters += len(text) if split == "train" else 0
+        if training_characters >= MOST_CHARACTERS["train"]:
             break
     if not all(splits.values()):
         raise ValueError(f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more.")
     target.mkdir(parents=True, exist_ok=True)
     for name, documents in splits.items():
-        documents.sort()
-        lines = "".join(json.dumps({"text": text}) + "\n" for _, text in documents)
+        documents.sort()  # by their digests: those that a limit leaves out are from everywhere
+        ends = itertools.accumulate(len(text) for _, text in documents)
+        chosen = [text for (_, text), end in zip(documents, ends) if end <= MOST_CHARACTERS[name]]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in chosen)
         (target / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"{kind}, {name}: {len(documents):,} documents, {sizes[name]:,} characters")
+        print(f"{kind}, {name}: {len(chosen):,} documents, {sum(map(len, chosen)):,} characters")
     train_tokenizer(text for _, text in splits["train"]).save_pretrained(target / "tokenizer")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
-from tiny_models import tiny_model
+from tiny_models import ANSWERS, tiny_model
 from typer.testing import CliRunner
 
 import dcformer
@@ -52,7 +52,7 @@ def prompts(tmp_path):
 
 @pytest.mark.parametrize("prompt, given", [(PROMPT, ""), ("-", PROMPT + "\n"), (None, PROMPT + "\n")])
 def test_the_answer_alone_is_on_stdout(prompt, given):
-    done = call("dcformer-tiny", *([] if prompt is None else [prompt]), input=given)
+    done = call(ANSWERS, *([] if prompt is None else [prompt]), input=given)
     assert (done.exit_code, done.stdout, done.stderr) == (0, "India\n", "")
 
 
@@ -75,11 +75,11 @@ def test_options_reach_generate(monkeypatch):
 
     generate = create_autospec(GenerationMixin.generate, side_effect=GenerationMixin.generate)
     monkeypatch.setattr(GenerationMixin, "generate", generate)
-    done = call("dcformer-tiny", PROMPT, "--num-beams", 3, "--repetition-penalty", 1.1, "--cache", "static")
+    done = call(ANSWERS, PROMPT, "--num-beams", 3, "--repetition-penalty", 1.1, "--cache", "static")
     given = generate.call_args.kwargs
     assert done.stdout == "India\n" and "do_sample" not in given
     assert {"num_beams": 3, "repetition_penalty": 1.1, "cache_implementation": "static"}.items() <= given.items()
-    call("dcformer-tiny", PROMPT, "--top-k", 5, "--min-p", 0.1, "--max-new-tokens", 2)
+    call(ANSWERS, PROMPT, "--top-k", 5, "--min-p", 0.1, "--max-new-tokens", 2)
     wanted = {"do_sample": True, "top_k": 5, "min_p": 0.1, "max_new_tokens": 2}
     assert wanted.items() <= generate.call_args.kwargs.items()
 
@@ -94,7 +94,7 @@ def test_a_seed_draws_the_same_text_again(endless):
 def test_an_assistant_changes_no_greedy_text(endless):
     texts = [
         call(endless, PROMPT, "--max-new-tokens", 10, "--dtype", "float32", *more).stdout
-        for more in ((), ("--assistant-model", "dcformer-tiny"))
+        for more in ((), ("--assistant-model", ANSWERS))
     ]
     assert texts[0] == texts[1] != "\n"
 
@@ -125,11 +125,11 @@ def test_prompts_of_a_file_are_answered_as_alone(endless, prompts, tmp_path, siz
 
 def test_records_keep_their_fields_and_may_hold_token_ids(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    ids = TextGenerator(dcformer.loading.load_model("dcformer-tiny")).encode(PROMPT)
+    ids = TextGenerator(dcformer.loading.load_model(ANSWERS)).encode(PROMPT)
     lines = [{"id": 7, "question": PROMPT}, {"id": 8, "question": "Ruth likes Paris."}, {"question": ids}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / "answers.jsonl"
-    call("dcformer-tiny", "--prompts", file, "--field", "question", "--max-new-tokens", 9, "--output", output)
+    call(ANSWERS, "--prompts", file, "--field", "question", "--max-new-tokens", 9, "--output", output)
     records = records_of(output)
     assert [{name: record[name] for name in line} for record, line in zip(records, lines)] == lines
     assert records[0]["generated_text"] == records[2]["generated_text"] == "India\n"

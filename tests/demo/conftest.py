@@ -1,6 +1,7 @@
-"""The page of the bundled model, served once."""
+"""The page of a model that answers questions, served once."""
 
 import pytest
+from tiny_models import ANSWERS
 
 from dcformer.demo import serve_page
 from dcformer.loading import load_model
@@ -8,7 +9,7 @@ from dcformer.loading import load_model
 
 @pytest.fixture(scope="session")
 def bundled():
-    return load_model("dcformer-tiny")
+    return load_model(ANSWERS)
 
 
 @pytest.fixture(scope="session")

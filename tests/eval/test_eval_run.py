@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval")
 
 import datasets
 from test_eval_model import by_hand, save_model
-from tiny_models import tiny_model
+from tiny_models import ANSWERS, tiny_model
 from typer.testing import CliRunner
 
 from dcformer.cli import app
@@ -195,14 +195,27 @@ def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, mod
         start(tasks="piqa")
 
 
-def test_the_bundled_models_are_compared_on_head_tasks_by_default(tmp_path, data_dir):
-    arguments = ["--suite", "head_tasks", "--limit", "2", "--data-dir", data_dir, "--device", "cpu"]
+def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):
+    baseline = ANSWERS.replace("models/dcformer", "models/transformer")
+    arguments = [
+        ANSWERS,
+        "--baseline",
+        baseline,
+        "--suite",
+        "head_tasks",
+        "--limit",
+        "2",
+        "--data-dir",
+        data_dir,
+        "--device",
+        "cpu",
+    ]
     result = CliRunner().invoke(app, ["eval", *arguments, "--output", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = read_records(tmp_path)
-    assert {record.model for record in found} == {"dcformer-tiny", "transformer-tiny"} and len(found) == 14
+    assert {record.model for record in found} == {ANSWERS, baseline} and len(found) == 14
     assert {record.settings["dtype"] for record in found} == {"float32"}
-    for words in ("Δ to transformer-tiny", "K=7", "all K", "pattern", "transformation", "blind choice"):
+    for words in ("Δ to transformer", "K=7", "all K", "pattern", "transformation", "blind choice"):
         assert words in result.output
     assert found[0].timings["cached_tokens"] > 0.7 * found[0].timings["input_tokens"]
     generated = CliRunner().invoke(app, ["eval", *arguments, "--no-authors", "--output", str(tmp_path / "generated")])
@@ -210,7 +223,7 @@ def test_the_bundled_models_are_compared_on_head_tasks_by_default(tmp_path, data
     html = CliRunner().invoke(app, ["report", str(tmp_path), "--format", "html"])
     assert html.exit_code == 0 and html.output.startswith("<!doctype html>")
     with pytest.raises(ValueError, match="models"):
-        evaluate(output=tmp_path, tasks="piqa")
+        evaluate([], output=tmp_path, tasks="piqa")
 
 
 def test_commands(data, model, tmp_path):
