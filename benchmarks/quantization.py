@@ -1,7 +1,6 @@
 """Loss per token with quantised weights and quantised caches, against float32 ([figures](../docs/quantization.md)).
 
     python -m benchmarks.quantization --train valid.txt --text-file test.txt --json quantization.json
-    python -m benchmarks.quantization --json quantization_bundled.json           # the bundled models
     python -m benchmarks.quantization --model CHECKPOINT --text-file test.txt    # your own
 
 With `--train`, a DCFormer and its Transformer++ twin are trained on the bytes of a text first, within minutes. Every
@@ -28,15 +27,13 @@ from transformers import (
     TorchAoConfig,
 )
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM, pretrained_path
+from dcformer import DCFormerConfig, DCFormerForCausalLM
 from dcformer.bench import measure as bench
-from dcformer.head_tasks import generate_documents
 
 from . import report
 
 
 FLOAT32 = "float32"
-BUNDLED = ("dcformer-tiny", "transformer-tiny")
 # Tokens that go into a quantised cache at once, and that it keeps as they are: the default of `generate()`.
 _RESIDUAL_LENGTH = 128
 _BATCH_SIZE = 16
@@ -164,20 +161,6 @@ def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
     return [Row(window, [True] * length) for window in windows[:count]]
 
 
-def head_task_rows(folder: str, documents: int = 200) -> list[Row]:
-    """Documents of the head tasks, of which the answers count: nothing else in them can be known."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = []
-    for document in generate_documents(documents, 1234, "test", (8, 8)):
-        encoded = tokenizer(document["text"], return_offsets_mapping=True)
-        counts = [
-            any(start < answer_end and answer_start < end for answer_start, answer_end in document["answers"])
-            for start, end in encoded["offset_mapping"]
-        ]
-        rows.append(Row(encoded["input_ids"], counts))
-    return rows
-
-
 def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormerForCausalLM:
     """Train a small model on 8 rows of bytes a step, by AdamW; the same call gives the same model."""
     torch.manual_seed(0)
@@ -209,9 +192,6 @@ def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str |
     for name in args.model or ():
         token_ids = AutoTokenizer.from_pretrained(name)(args.text_file.read_text(encoding="utf-8"))["input_ids"]
         yield name, name, text_rows(token_ids, args.length, args.windows)
-    if not args.model and not args.train:
-        for name in BUNDLED:
-            yield name, pretrained_path(name), head_task_rows(pretrained_path(name))
     if args.train:
         rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
         for name, values in (("DCFormer++", {}), ("Transformer++", {"compose_pre": False, "compose_post": False})):
@@ -223,14 +203,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--model", action="append", help="folder of a checkpoint with its tokenizer; may be repeated")
     parser.add_argument("--train", type=Path, help="text on whose bytes to train the two small models first")
-    parser.add_argument("--text-file", type=Path, help="text to score, for --model and --train")
+    parser.add_argument("--text-file", type=Path, required=True, help="text to score")
     parser.add_argument("--steps", type=int, default=400, help="training steps of --train (default: 400)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default: 512)")
     parser.add_argument("--windows", type=int, default=64, help="windows that are scored (default: 64)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     args = parser.parse_args(arguments)
-    if bool(args.model or args.train) != bool(args.text_file) or (args.model and args.train):
-        parser.error("give --text-file together with either --model or --train")
+    if bool(args.model) == bool(args.train):
+        parser.error("give either --model or --train")
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, source, rows in sources(args, Path(folder)):

@@ -32,5 +32,5 @@ if __name__ == "__main__":
     main(
         sys.argv[1],
         dcformer.pretrained_path("dcformer-tiny"),
-        "There are Paris, Paris, Mumbai. Which is different? The city in",
+        "static int device_open(struct device *device)\n{\n    if (!",
     )

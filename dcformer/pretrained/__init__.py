@@ -1,4 +1,4 @@
-"""The bundled models: trained by a recipe of this package on the head tasks, a folder each."""
+"""The bundled models: small language models of C code, a folder each."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ HUB = {
     "prose": ("Salesforce/wikitext", "wikitext-103-raw-v1", "text"),
 }
 SUFFIXES = {"code": (".py", ".c", ".h", ".js", ".java", ".rs", ".go"), "prose": (".txt", ".md", ".rst")}
-MOST_CHARACTERS = {"train": 150_000_000, "validation": 700_000, "test": 700_000}
+MOST_CHARACTERS = {"train": 150_000_000, "validation": 350_000, "test": 700_000}
 LENGTHS = range(200, 100_000)  # of documents in characters; longer ones are generated, or tables of numbers
 _TOKENIZER_DOCUMENTS = 4000
 

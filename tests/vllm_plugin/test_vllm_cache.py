@@ -5,9 +5,9 @@ import resource
 
 import pytest
 import torch
+from tiny_models import ANSWERS
 from transformers import AutoModelForCausalLM
 
-from dcformer import pretrained_path
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
@@ -25,13 +25,13 @@ REQUESTS, BLOCKS = 120, 400
 @pytest.fixture(scope="module")
 def llm():
     options = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_gpu_blocks_override": BLOCKS}
-    with engine(pretrained_path("dcformer-tiny"), **options) as llm:
+    with engine(ANSWERS, **options) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(pretrained_path("dcformer-tiny"), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(ANSWERS, dtype=torch.float32)
 
 
 def test_prompts_around_and_past_the_window_serve_as_generate(llm, model):

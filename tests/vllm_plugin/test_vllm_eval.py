@@ -12,9 +12,8 @@ pytest.importorskip("lm_eval")
 
 import torch
 from lm_eval.api.instance import Instance
-from tiny_models import tiny_model
+from tiny_models import ANSWERS, tiny_model
 
-from dcformer import pretrained_path
 from dcformer.eval import DCFormerLM, evaluate, read_samples, vllm_model
 from dcformer.eval.vllm_model import VLLMLM, check_device_of_vllm
 
@@ -43,8 +42,8 @@ def transformers(folder, **options):
 
 @pytest.fixture(scope="module")
 def tiny():
-    """The bundled model of 512 positions, in vLLM and in Transformers."""
-    folder = pretrained_path("dcformer-tiny")
+    """A model of 512 positions, in vLLM and in Transformers."""
+    folder = ANSWERS
     with engine(folder) as ours:
         yield ours, transformers(folder)
 

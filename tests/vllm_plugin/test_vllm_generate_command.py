@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
 
 import vllm
+from tiny_models import ANSWERS
 
 from dcformer.cli import app
 
@@ -27,7 +28,7 @@ def test_both_engines_write_the_same_file(tmp_path, monkeypatch, options):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     for engine in ("transformers", "vllm"):
-        arguments = ["generate", "dcformer-tiny", "--prompts", str(prompts), "--engine", engine]
+        arguments = ["generate", ANSWERS, "--prompts", str(prompts), "--engine", engine]
         arguments += ["--output", str(tmp_path / engine), "--max-new-tokens", "20", "--dtype", "float32", *options]
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import ANSWERS, tiny_model
 from transformers import AutoModelForCausalLM
 
-from dcformer import cache_bytes_per_token, pretrained_path
+from dcformer import cache_bytes_per_token
 
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
@@ -80,7 +80,7 @@ def test_every_variant_serves_as_generate_in_pieces_of_16_tokens(name, tmp_path)
 
 
 def test_bfloat16_is_as_close_to_float32_as_the_transformers_model_is():
-    folder = pretrained_path("dcformer-tiny")
+    folder = ANSWERS
     exact, rounded = (AutoModelForCausalLM.from_pretrained(folder, dtype=t) for t in (torch.float32, torch.bfloat16))
     prompts = prompts_of(exact.config.vocab_size, (40, 100))
     expected = log_probabilities_of_model(exact, prompts)
@@ -91,7 +91,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_transformers_model_is():
 
 
 def test_a_baseline_without_composition_serves_as_generate():
-    folder = pretrained_path("transformer-tiny")
+    folder = ANSWERS.replace("models/dcformer", "models/transformer")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with engine(folder) as llm:
         assert_serves_as_generate(llm, model, prompts_of(model.config.vocab_size, (3, 33, 100)))
@@ -120,7 +120,7 @@ def test_models_of_the_authors_own_code_serve_as_generate(name, file, fixtures, 
 
 
 def test_sequences_that_are_preempted_go_on_where_they_were():
-    folder = pretrained_path("dcformer-tiny")
+    folder = ANSWERS
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = prompts_of(model.config.vocab_size, (20, 30, 40, 50, 60, 70))
     with engine(folder, num_gpu_blocks_override=26, max_model_len=128, disable_log_stats=False) as llm:

@@ -28,14 +28,14 @@ pytestmark = pytest.mark.xdist_group("serve_command")
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = (
-    "There are Paris, Paris, Mumbai. Which is different? The city in",
-    "< William has a piano. David has a jersey. Michael has a football. >. William possesses a kind of",
-    "There are a motorcycle, a mango, a motorcycle. Which is different? The",
+    "static int device_open(struct device *device)\n{\n    if (!",
+    "#include <stdio.h>\n\nint main(void)\n{\n    ",
+    "/* Free the list. */\nvoid list_free(struct list *list)\n{\n    ",
 )
 NEW_TOKENS = 24
 SECONDS_TO_START = 600  # a busy machine takes minutes
 SECONDS_TO_END = 60
-OPTIONS = {"vllm": ["--enforce-eager", "--max-model-len", "512"], "transformers": ["--device", "cpu"]}
+OPTIONS = {"vllm": ["--enforce-eager", "--max-model-len", "256"], "transformers": ["--device", "cpu"]}
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
@@ -93,7 +93,7 @@ def test_a_completion_is_what_generate_writes_streamed_or_not(served, generator)
         assert "".join(pieces).strip() == expected.text.strip()
 
 
-def test_the_address_is_said_and_the_example_of_the_page_answered(served, capsys):
+def test_the_address_is_said_and_the_example_of_the_page_answered(served, generator, capsys):
     assert (
         f"Starting {served.engine}: dcformer-tiny will be at http://127.0.0.1:{served.port}/v1"
         in served.log.read_text()
@@ -101,7 +101,8 @@ def test_the_address_is_said_and_the_example_of_the_page_answered(served, capsys
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python server\n(.*?)^```", page, re.S | re.M)
     exec(example.replace(":8000", f":{served.port}"), {})
-    assert capsys.readouterr().out == "India\n"
+    (expected,) = generator.generate([PROMPTS[0]], max_new_tokens=8)
+    assert capsys.readouterr().out == f"{expected.text.strip()}\n"
 
 
 def test_sigterm_ends_the_server_and_leaves_no_process(served):
