@@ -5,10 +5,10 @@ python examples/demo.py FOLDER "Once upon a time" ...     # a model folder and p
 """
 
 import argparse
-import importlib.util
 import time
 from pathlib import Path
 
+import numpy
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -21,28 +21,26 @@ import dcformer
 
 MODELS = {"transformer-tiny": "Transformer++, no composition", "dcformer-tiny": "DCFormer++, composed heads"}
 PROMPTS = [
-    """class Rectangle:
-    def __init__(self, width, height):
-        self.width = width
-        self.height = height
+    """struct buffer {
+    char *data;
+    size_t length;
+};
 
-    def area(self):
-        return self.""",
-    """def test_reverse():
-    queue = Queue()
-    queue.put(1)
-    """,
+void buffer_free(struct buffer *buffer)
+{
+    free(buffer->""",
+    """static int device_open(struct device *device)
+{
+    if (!""",
 ]
-# Of the standard library, so on every machine that runs this; the models were trained on other projects.
-HELD_OUT = ("argparse", "csv", "difflib", "fractions", "heapq", "statistics", "tarfile", "textwrap")
 LENGTH = 256  # tokens that the models read at once
 MAX_NEW_TOKENS = 48
 
 
-def held_out_tokens(tokenizer, names=HELD_OUT) -> torch.Tensor:
-    """Modules of the standard library as token ids (rows, length)."""
-    files = [importlib.util.find_spec(name).origin for name in names]
-    ids = [token for file in files for token in tokenizer(Path(file).read_text(encoding="utf-8"))["input_ids"]]
+def held_out_tokens(tokenizer) -> torch.Tensor:
+    """NumPy's C headers, which lie on every machine that runs this, as token ids (rows, length)."""
+    files = sorted(Path(numpy.get_include()).rglob("*.h"))
+    ids = [token for file in files for token in tokenizer(file.read_text(encoding="utf-8"))["input_ids"]]
     return torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
 
 
@@ -91,7 +89,7 @@ def main() -> None:
             console.print(text, markup=False)
     if arguments.folder is not None:
         return
-    table = Table(title=f"Python's standard library, which neither has read ({', '.join(HELD_OUT)})")
+    table = Table(title="The C headers of NumPy, which neither has read")
     for column in (
         "model",
         "parameters",

@@ -22,11 +22,11 @@ from .picture import draw_attention
 
 MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
 _MOST_NEW = 512
-# Python, which the bundled models were trained on.
+# C, which the bundled models were trained on.
 _EXAMPLES = (
-    "class Rectangle:\n    def __init__(self, width, height):\n        self.width = width\n        self.",
-    "import numpy as np\n\ndef mean(values):\n    ",
-    "def test_add():\n    assert add(1, 2) == 3\n    assert ",
+    "static int device_open(struct device *device)\n{\n    if (!",
+    "#include <stdio.h>\n\nint main(void)\n{\n    ",
+    "/* Free the list. */\nvoid list_free(struct list *list)\n{\n    ",
 )
 _NOTHING_YET = "<p>Generate a text to see how its tokens attend to each other.</p>"
 _ABOUT_ATTENTION = """## Attention before and after composition
@@ -79,7 +79,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                     gr.Examples(
                         [[text] for text in _EXAMPLES],
                         prompt,
-                        label="Python, which it was trained on",
+                        label="C, which it was trained on",
                     )
             with gr.Column():
                 answer = gr.Textbox(label="Answer", lines=7, max_lines=20, elem_id="answer")

@@ -6,14 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from tiny_models import ANSWERS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from dcformer import pretrained_path
 from dcformer.head_tasks import generate_documents
 
 
-TINY = pretrained_path("dcformer-tiny")
+TINY = ANSWERS
 TEXTS = [document["text"] for document in generate_documents(4, seed=0, lines=(2, 4))]
 LINES = [text.rstrip("\n").rpartition("\n") for text in TEXTS]
 PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines in LINES]

@@ -9,7 +9,6 @@ from tiny_models import ANSWERS
 from transformers import AutoModelForCausalLM
 
 
-
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
 
 from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, greedy_sampling, prompts_of, scheduler_of
