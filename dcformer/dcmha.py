@@ -106,6 +106,8 @@ class ComposeWeights(NamedTuple):
 
 
 Weights: TypeAlias = ComposeWeights | None
+# Called with the name of a map and the map, (batch, heads, query, key); what it returns goes on in its place.
+Observer: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
 def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> Weights:
@@ -343,6 +345,7 @@ def _attend_block(
     mask: Visibility,
     dropout: float,
     block: tuple[int, int, int, int],
+    observe: Observer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Appendix D, lines 43 to 48: the output and the composed weights (batch, heads, query, key) of a block."""
     start, stop, first, last = block  # of queries, and of keys
@@ -361,7 +364,9 @@ def _attend_block(
 
     pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
     bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
-    scores = compose(_scaled_scores(query, key, scaling, dtype), pre)  # (batch, heads, query, key)
+    observe = _unchanged if observe is None else observe
+    scores = observe("scores", _scaled_scores(query, key, scaling, dtype))  # (batch, heads, query, key)
+    scores = observe("composed_scores", compose(scores, pre))
     if bias is not None:
         scores = scores + bias.to(dtype)
     if hidden is not None:
@@ -369,10 +374,14 @@ def _attend_block(
     weights = scores.softmax(dim=-1)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)  # a query that sees no key at all
-    weights = compose(weights, post)
+    weights = observe("composed_weights", compose(observe("weights", weights), post))
     if dropout > 0.0:
         weights = torch.nn.functional.dropout(weights, p=dropout)
     return _weighted_values(weights, value).to(output_dtype), weights
+
+
+def _unchanged(name: str, attention: Tensor) -> Tensor:
+    return attention
 
 
 def _scaled_scores(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -494,6 +503,7 @@ def composed_attention(
     chunk_size: int | None = None,
     implementation: str | None = None,
     return_weights: bool = False,
+    observe: Observer | None = None,
 ) -> Any:
     """
     Dynamically Composable Multi-Head Attention for any model: softmax attention whose scores are composed across heads
@@ -516,6 +526,9 @@ def composed_attention(
         chunk_size (`int`, *optional*): Queries that "plain" computes at once. None: so many that a chunk stays small.
         implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
         return_weights (`bool`, defaults to `False`): Return the composed weights too, by "plain", in quadratic memory.
+        observe (`Callable`, *optional*): Called with a name and a map (batch, heads, query, key), and returns what goes
+            on in its place: "scores", scaled but not masked, "composed_scores", then "weights", which are masked, and
+            "composed_weights". By "plain", in quadratic memory.
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype; zeros for a query that sees no key. The
@@ -529,9 +542,8 @@ def composed_attention(
     mask = _checked_mask(query, key, value, pre, post, is_causal, sliding_window, attention_mask)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
-    chosen = _choose(
-        "plain" if return_weights else implementation, query, key, value, pre, post, mask=mask, dropout=dropout
-    )
+    is_whole = return_weights or observe is not None
+    chosen = _choose("plain" if is_whole else implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
     if query.shape[0] * query.shape[2] * key.shape[2] == 0:
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
@@ -540,10 +552,10 @@ def composed_attention(
     autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     # Autocast would compute compositions in 16 bits; implementations choose their own types.
     with torch.autocast(device, enabled=False) if autocasts else nullcontext():
-        if return_weights:
+        if is_whole:
             block = (0, query.shape[2], 0, key.shape[2])
-            output, weights = _attend_block(query, key, value, pre, post, scaling, mask, dropout, block)
-            return output, weights.to(query.dtype)
+            output, weights = _attend_block(query, key, value, pre, post, scaling, mask, dropout, block, observe)
+            return (output, weights.to(query.dtype)) if return_weights else output
         options: dict[str, Any] = {"scaling": scaling, "mask": mask, "dropout": dropout, "chunk_size": chunk_size}
         return chosen.forward(query, key, value, pre, post, **options)
 
@@ -562,6 +574,7 @@ def composed_attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     implementation: str | None = None,
+    observe: Observer | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
@@ -576,7 +589,7 @@ def composed_attention_forward(
         is_causal = getattr(module, "is_causal", True)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
     options |= {"is_causal": is_causal and not is_whole, "sliding_window": None if is_whole else sliding_window}
-    options |= {"attention_mask": attention_mask, "return_weights": output_attentions}
+    options |= {"attention_mask": attention_mask, "return_weights": output_attentions, "observe": observe}
     result = composed_attention(query, key, value, pre, post, **options)
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights

@@ -159,6 +159,18 @@ def eager_attention_forward(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
+# Of every attention layer: scores are scaled but not masked, weights are masked.
+ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
+
+
+def is_hooked(module: nn.Module | None) -> bool:
+    """Whether somebody watches or changes what a module returns, or its gradient."""
+    if module is None:
+        return False
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(map(bool, kinds))
+
+
 class DCFormerAttention(nn.Module):
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
@@ -182,6 +194,10 @@ class DCFormerAttention(nn.Module):
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
         self.compose = make_compose(config)
+        # For hooks: each is given its map, (batch, heads, query, key), and returns what goes on. While none of them has
+        # a hook, the maps are not computed.
+        for name in ATTENTION_MAPS:
+            self.add_module(name, nn.Identity())
 
     def forward(
         self,
@@ -200,6 +216,13 @@ class DCFormerAttention(nn.Module):
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
+            attention_interface = composed_attention_forward
+            kwargs["observe"] = lambda name, attention: getattr(self, name)(attention)
+            is_first = attention_mask is None and 1 < query.shape[2] < key.shape[2]
+            if is_first and self.config._attn_implementation == "sdpa":
+                # So Transformers leaves the mask out for the first tokens of a static cache, which are its first rows.
+                attention_mask = Visibility(query.shape[2], key.shape[2], is_causal=self.is_causal, query_offset=0)
         output, weights = attention_interface(
             self,
             query,
@@ -219,7 +242,9 @@ class DCFormerAttention(nn.Module):
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
         pre = post = None
         # Packages of kernels compute all of it at once, where they can.
-        fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
+        fused = None
+        if not is_hooked(self.compose):
+            fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
             states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)

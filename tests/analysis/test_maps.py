@@ -1,0 +1,146 @@
+"""The maps of an attention layer as outputs of its modules: computed for hooks alone, and those of equations 3 to 8."""
+
+import pytest
+import torch
+from tiny_models import VARIANTS, random_tokens, tiny_model
+from transformers import StaticCache
+
+from dcformer.modeling_dcformer import ATTENTION_MAPS
+
+
+LENGTH = 21  # longer than the window of 6
+
+
+def keep(found):
+    """A hook that appends what a module returns."""
+    return lambda module, args, output: found.append(output)
+
+
+def slow_compose(attention, weights):
+    """Equation 8 as it is written: a matrix (head, head) for every query and key."""
+    if weights is None:
+        return attention
+    (batch, heads, queries, keys), group = attention.shape, attention.shape[1] // weights.groups
+    same_group = torch.block_diag(*[torch.ones(group, group)] * weights.groups).to(attention)
+    matrix = torch.eye(heads).to(attention).expand(batch, queries, keys, heads, heads)
+    if weights.static is not None:
+        matrix = matrix + torch.block_diag(*weights.static)
+    for side, axis in ((weights.query, 2), (weights.key, 1)):
+        if side is not None and side.w1 is not None:
+            w1, w2 = side.w1.transpose(1, 2), side.w2.permute(0, 2, 3, 1)  # (batch, length, head, rank) and its mirror
+            matrix = matrix + (w1 @ w2 * same_group).unsqueeze(axis)
+        if side is not None and side.gate is not None:
+            matrix = matrix + torch.diag_embed(side.gate.transpose(1, 2)).unsqueeze(axis)
+    return torch.einsum("bmts,btsmn->bnts", attention, matrix)
+
+
+def slow_maps(model, layer, **inputs):
+    """The four maps by equation 4, and which keys are seen (batch, 1, query, key), from a plain forward's operands."""
+    attention, seen = model.model.layers[layer].self_attn, []
+    handle = attention.register_forward_pre_hook(
+        lambda module, args, given: seen.append((*args, given["position_embeddings"])), with_kwargs=True
+    )
+    model(**inputs, use_cache=False)
+    handle.remove()
+    query, key, _, pre, post = attention.project(*seen[0])
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    age = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    padding = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()[:, None, None]
+    visible = (age >= 0) & (age < (attention.sliding_window or 10**6)) & padding
+    scores = torch.einsum("bhtd,bhsd->bhts", query, key) / query.shape[-1] ** 0.5
+    composed = slow_compose(scores, pre)
+    weights = composed.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return dict(zip(ATTENTION_MAPS, (scores, composed, weights, slow_compose(weights, post)))), visible
+
+
+def watched(model, layer):
+    """What each map's module returns in the forwards to come."""
+    found = {name: [] for name in ATTENTION_MAPS}
+    for name in ATTENTION_MAPS:
+        getattr(model.model.layers[layer].self_attn, name).register_forward_hook(keep(found[name]))
+    return found
+
+
+def assert_equal_where_seen(found, expected, visible):
+    for name in ATTENTION_MAPS:
+        given, wanted = found[name], expected[name]
+        if "scores" in name:
+            given, wanted = given.masked_fill(~visible, 0.0), wanted.masked_fill(~visible, 0.0)
+        torch.testing.assert_close(given, wanted, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left_padded"])
+@torch.no_grad()
+def test_maps_are_those_of_the_equations(variant, padded):
+    model, inputs = tiny_model(variant).double(), {"input_ids": random_tokens(2, LENGTH)}
+    if padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, :4] = 0
+    without = model(**inputs).logits
+    for layer in (0, 1):
+        expected, visible = slow_maps(model, layer, **inputs)
+        found = watched(model, layer)
+        torch.testing.assert_close(model(**inputs).logits, without, atol=1e-10, rtol=1e-10)
+        assert_equal_where_seen({name: maps[0] for name, maps in found.items()}, expected, visible)
+
+
+@pytest.mark.parametrize("variant", ["all_branches", "dcpythia", "grouped_query_attention", "plain_gated_transformer"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@torch.no_grad()
+def test_maps_with_a_cache_are_those_without(variant, static):
+    model, ids = tiny_model(variant, sliding_window=None).double(), random_tokens(2, LENGTH)
+    expected, visible = slow_maps(model, 1, input_ids=ids)
+    found = watched(model, 1)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH) if static else None
+    for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
+        cache = model(ids[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
+        for name in ATTENTION_MAPS:
+            part = found[name].pop()[..., :stop].masked_fill(~visible[..., start:stop, :stop], 0.0)
+            wanted = expected[name][:, :, start:stop, :stop].masked_fill(~visible[..., start:stop, :stop], 0.0)
+            torch.testing.assert_close(part, wanted, atol=1e-10, rtol=1e-10)
+
+
+def test_maps_are_seen_while_generating():
+    model, ids = tiny_model(), random_tokens(1, 9)
+    without = model.generate(ids, max_new_tokens=5, do_sample=False)
+    found = watched(model, 1)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), without)
+    assert [tuple(each.shape) for each in found["weights"]] == [(1, 4, 9, 9), *((1, 4, 1, n) for n in range(10, 14))]
+
+
+@pytest.mark.parametrize("name", ATTENTION_MAPS)
+def test_a_changed_map_changes_the_logits_and_has_gradients(name):
+    model, ids = tiny_model(), random_tokens(1, LENGTH)
+    before, factor = model(ids).logits, torch.ones((), requires_grad=True)
+    module = getattr(model.model.layers[0].self_attn, name)
+    handle = module.register_forward_hook(lambda module, args, output: output * factor)
+    logits = model(ids).logits
+    torch.testing.assert_close(logits, before, atol=2e-5, rtol=0)  # float32 sums in another order
+    logits.square().sum().backward()
+    assert factor.grad.abs() > 1e-3
+    with torch.no_grad():
+        factor.mul_(1.5)
+    assert (model(ids).logits - before).abs().max() > 1e-2
+    handle.remove()
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_hooks_of_the_factors_leave_out_the_fused_projection(monkeypatch):
+    model, ids = tiny_model(), random_tokens(1, LENGTH)
+    calls, found = [], []
+    monkeypatch.setattr("dcformer.compose_dcformer.fused_projection", lambda *operands: calls.append(operands))
+    model.model.layers[0].self_attn.compose.register_forward_hook(keep(found))
+    model(ids)
+    assert len(calls) == 1 and found[0][0].query.w1.shape == (1, 4, LENGTH, 2)
+
+
+def test_maps_cost_nothing_in_files_and_graphs():
+    model, ids = tiny_model(), random_tokens(1, LENGTH)
+    assert not any(name in key for key in model.state_dict() for name in (".scores", ".weights", "composed_"))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    found = watched(model, 0)
+    torch._dynamo.reset()  # graphs made before do not look for hooks
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert len(found["scores"]) == 2
