@@ -22,6 +22,7 @@ EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
     "demo": ["gradio>=6", "matplotlib"],
+    "analysis": ["pandas", "matplotlib"],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pandas", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],

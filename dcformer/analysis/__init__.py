@@ -1,6 +1,28 @@
-"""Looking inside a model: what its attention heads do before and after they are composed."""
+"""Looking inside a model: its attention before and after composition, branch by branch, and without a branch."""
 
-from .attention import AttentionInputs, LayerAttention, attention_inputs, layer_attention
+from .branches import BRANCHES, ablated, branch_shares, branch_terms, branches_of, what_matters
+from .diversity import effective_heads, head_diversity, map_diversity
+from .head_maps import HeadMapStatistics, effective_rank, head_map_statistics, head_maps
+from .recording import AXES, Recording, forwards, record, watch
 
 
-__all__ = ["AttentionInputs", "LayerAttention", "attention_inputs", "layer_attention"]
+__all__ = [
+    "AXES",
+    "BRANCHES",
+    "HeadMapStatistics",
+    "Recording",
+    "ablated",
+    "branch_shares",
+    "branch_terms",
+    "branches_of",
+    "effective_heads",
+    "effective_rank",
+    "forwards",
+    "head_diversity",
+    "head_map_statistics",
+    "head_maps",
+    "map_diversity",
+    "record",
+    "watch",
+    "what_matters",
+]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..analysis import layer_attention
+from ..analysis import ablated, record
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from ..generation import TextGenerator
@@ -103,7 +103,8 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                 ]
             picture = gr.HTML(_NOTHING_YET, elem_id="attention")
             drawn = {"fn": functools.partial(draw, loaded), "inputs": [ids, *controls], "outputs": picture}
-            drawn |= {"api_name": False, "show_progress": "hidden"}
+            # Not while another text is written, which would run the same model without its composition.
+            drawn |= {"api_name": False, "show_progress": "hidden", "concurrency_id": "generate"}
             runs += [run.success(**drawn) for run in runs]
             for control in controls:
                 control.change(**drawn, trigger_mode="always_last")
@@ -163,8 +164,12 @@ def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
     if not ids:
         return _NOTHING_YET
     layer, config, read = int(layer), loaded.model.config, ids[:MOST_READ]
-    tokens = [loaded.tokenizer.decode([number]) for number in read]
-    picture = draw_attention(layer_attention(loaded.model, read, layer), int(head), tokens)
+    recording = record(loaded.model, read, ["composed_weights"], layer, int(head), loaded.tokenizer)
+    plain = composed = recording["composed_weights"][layer][0, 0]  # (query, key)
+    if config.composes_heads:
+        with ablated(loaded.model, layer):  # what the layer reads stays the same
+            plain = record(loaded.model, read, ["weights"], layer, int(head))["weights"][layer][0, 0]
+    picture = draw_attention(plain, composed, recording.tokens[0], config.composes_heads)
     seen = "its own key and all before it."
     if config.layer_types[layer] == "sliding_attention":
         seen = f"{config.sliding_window} keys, its own included."

@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..analysis import LayerAttention
-
 
 MOST_TOKENS = 40  # that can be told apart on a page
 _POSITIVE, _NEGATIVE = "#2970e6", "#eb6112"
 _LONGEST_LABEL = 14
 
 
-def draw_attention(attention: LayerAttention, head: int, tokens: Sequence[str]) -> str:
-    """Two figures as HTML: weights of one head, from 0, before and after composition, between the last 40 tokens."""
-    plain, composed = attention.plain[head], attention.composed[head]  # (query, key)
+def draw_attention(plain: Tensor, composed: Tensor, tokens: Sequence[str], is_composed: bool) -> str:
+    """Two figures as HTML: a head's weights (query, key) before and after composition, between the last 40 tokens."""
     before = ("Softmax of this head alone", "Rows sum to one.")
     after = ("What the layer uses", "This model composes nothing, so both are the same.")
-    if attention.is_composed:
+    if is_composed:
         sums = composed.sum(-1)
         after = (
             "Composed with the other heads",

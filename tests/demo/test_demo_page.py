@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import gradio
 import pytest
+import torch
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from huggingface_hub import SpaceCard
@@ -17,7 +18,7 @@ from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from dcformer.analysis import layer_attention
+from dcformer.analysis import ablated, record
 from dcformer.cli import app
 from dcformer.demo import build_page
 from dcformer.demo.page import draw, write_text
@@ -61,7 +62,7 @@ def test_another_program_can_ask_the_page_which_loads_from_no_other_machine(serv
 def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
     ids = bundled.tokenizer(PROMPT)["input_ids"]
     shown = draw(bundled, ids, 1, 0)
-    composed = layer_attention(bundled.model, ids, 1).composed[0]
+    composed = record(bundled.model, ids)["composed_weights"][1][0, 0]
     assert f"Signed: {int((composed < 0).sum())} of 136 weights are negative" in shown
     assert f"sum to {composed.sum(-1).min():.2f} to {composed.sum(-1).max():.2f}." in shown
     assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * 16 * 16
@@ -69,6 +70,9 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
         assert shown.count(token) == 4  # on two axes of two pictures
     assert "sees its own key and all before it." in shown and "sees 32 keys" in draw(bundled, ids, 0, 0)
     assert len({shown, draw(bundled, ids, 1, 1), draw(bundled, ids, 0, 0)}) == 3
+    with ablated(bundled.model, 1):  # the softmax of its own scores
+        plain = record(bundled.model, ids)["weights"][1][0, 0]
+    assert f"Rows sum to one. The strongest colour is {plain.max():.2f}." in shown
 
 
 def test_a_model_without_composition_says_that_both_are_the_same(tiny):
@@ -77,8 +81,8 @@ def test_a_model_without_composition_says_that_both_are_the_same(tiny):
 
 
 def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
-    attention = layer_attention(tiny.model, [5] * 50, 0)
-    shown = draw_attention(attention, 0, [f"word{number}" for number in range(50)])
+    weights = torch.ones(50, 50).tril()
+    shown = draw_attention(weights, weights, [f"word{number}" for number in range(50)], is_composed=True)
     assert f"The last {MOST_TOKENS} of 50" in shown and ">word10<" in shown and ">word9<" not in shown
 
 

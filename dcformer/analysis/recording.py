@@ -1,0 +1,186 @@
+"""What the attention layers of a model compute, handed over map by map while it runs (equation 4 of the paper)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dcmha import map_tensors
+from ..modeling_dcformer import ATTENTION_MAPS, DCFormerAttention
+
+
+MAPS = (*ATTENTION_MAPS, "factors")
+AXES = ("batch", "head", "query", "key")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """
+    The maps of one forward pass, on the CPU; `recording["weights"][3]` is that of layer 3.
+
+    Attributes:
+        maps: By name, then by layer: tensors with the axes of `AXES`, of the chosen heads. "factors" are the two
+            [`ComposeWeights`] of a layer instead, before and after the softmax, of all heads.
+        heads: Numbers of the heads along the second axis.
+        tokens: The texts of the tokens of each row, or their ids as text if no tokenizer was given.
+    """
+
+    maps: dict[str, dict[int, Any]]
+    heads: list[int]
+    tokens: list[list[str]]
+
+    def __getitem__(self, name: str) -> dict[int, Any]:
+        if name not in self.maps:
+            raise ValueError(f"{name!r} was not recorded, only {', '.join(self.maps)}; name it in maps.")
+        return self.maps[name]
+
+
+@torch.no_grad()
+def record(
+    model: Any,
+    inputs: Any,
+    maps: Sequence[str] | None = None,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    tokenizer: Any = None,
+) -> Recording:
+    """
+    The maps of chosen layers and heads in one forward pass, moved to the CPU one by one as they are computed.
+
+    Args:
+        model: A DCFormer or DCPythia, with any head or none; or another decoder of Transformers, loaded with
+            `attn_implementation="eager"`, which has "weights" alone.
+        inputs, tokenizer: As of [`forwards`], of one forward.
+        maps (*optional*): Of "scores" (scaled, not masked), "composed_scores", "weights" (after the softmax),
+            "composed_weights" and "factors". None: all maps that the model has, without the factors.
+        layers, heads (*optional*): Numbers from 0; negative ones count from the end. None: all.
+
+    Raises:
+        ValueError: for a map, a layer or a head that the model lacks, or for several texts that are not one batch.
+    """
+    arguments = forwards(model, inputs, tokenizer)
+    if len(arguments) != 1:
+        raise ValueError(f"record takes the inputs of one forward, got {len(arguments)}; give one text or a batch.")
+    if maps is None:
+        maps = ATTENTION_MAPS if isinstance(attention_layers(model)[0], DCFormerAttention) else ("weights",)
+    kept: dict[str, dict[int, Any]] = {name: {} for name in maps}
+    numbers = chosen(heads, model.config.num_attention_heads, "heads")
+
+    def keep(layer: int, name: str, value: Any) -> None:
+        if name == "factors":
+            kept[name][layer] = tuple(map_tensors(stage, lambda tensor, place: tensor.cpu()) for stage in value)
+        else:
+            kept[name][layer] = (value if heads is None else value[:, numbers]).cpu()
+
+    with watch(model, keep, maps, layers):
+        model(**arguments[0])
+    rows = arguments[0]["input_ids"].tolist() if "input_ids" in arguments[0] else []
+    tokens = [[str(number) if tokenizer is None else tokenizer.decode([number]) for number in row] for row in rows]
+    return Recording(kept, numbers, tokens)
+
+
+@contextlib.contextmanager
+def watch(
+    model: Any,
+    function: Callable[[int, str, Any], Any],
+    maps: Sequence[str] = ATTENTION_MAPS,
+    layers: int | Sequence[int] | None = None,
+) -> Iterator[None]:
+    """
+    Within the block call `function(layer, name, value)` for these maps of every forward, those of `generate` too.
+
+    What the function returns goes on in place of the value, unless it is None; a DCFormer alone lets itself be changed.
+    "factors" are those of the tokens of a forward, not of cached ones. Compiled models run uncompiled meanwhile, since
+    their graphs do not look for hooks.
+
+    Args:
+        model, maps, layers: As of [`record`].
+
+    Raises:
+        ValueError: for a map or a layer that the model lacks.
+    """
+    modules = attention_layers(model)
+    with contextlib.ExitStack() as stack:
+        for layer in chosen(layers, len(modules), "layers"):
+            for name in maps:
+                handle = _hook(modules[layer], layer, name, function)
+                stack.callback(handle.remove)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, str, Any], Any]) -> Any:
+    if name not in MAPS:
+        raise ValueError(f"maps must be of {', '.join(MAPS)}, got {name!r}.")
+    if isinstance(attention, DCFormerAttention):
+        module = attention.compose if name == "factors" else getattr(attention, name)
+        if module is None:
+            raise ValueError(f"layer {layer} composes no heads, so it has no factors; leave them out of maps.")
+        return module.register_forward_hook(lambda module, args, output: function(layer, name, output))
+    if name != "weights":
+        raise ValueError(f"{type(attention).__name__} composes no heads and shows weights alone, not {name!r}.")
+
+    def show(module: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, tuple) or output[1] is None:
+            raise ValueError('The model does not show its weights; load it with attn_implementation="eager".')
+        function(layer, name, output[1])
+
+    return attention.register_forward_hook(show)
+
+
+def attention_layers(model: Any) -> list[nn.Module]:
+    """The attention modules of a Transformers model, by layer; ValueError if it does not say which they are."""
+    kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
+    kind = getattr(kind, "target_class", kind)
+    modules = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
+    if not modules:
+        raise ValueError(
+            f"model must be a decoder of Transformers that names its attention, got {type(model).__name__}; use a "
+            "DCFormer, Llama or GPT-NeoX model."
+        )
+    return modules
+
+
+def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, Any]]:
+    """
+    Arguments of the model's forward, without a cache, for every text.
+
+    Args:
+        model: A model of Transformers.
+        inputs: A text or several, with a tokenizer; token ids (length,) or (batch, length), or a list of such; or a
+            mapping of the forward's arguments, such as input_ids and attention_mask.
+        tokenizer (*optional*): Of the model.
+
+    Raises:
+        ValueError: for texts without a tokenizer, for no token at all, or ids of other dimensions.
+    """
+    if isinstance(inputs, Mapping):
+        moved = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        return [{"use_cache": False, **moved}]
+    if isinstance(inputs, str):
+        if tokenizer is None:
+            raise ValueError(f"A text such as {inputs[:20]!r} needs a tokenizer; give one, or token ids.")
+        inputs = tokenizer(inputs)["input_ids"]
+    elif isinstance(inputs, Sequence) and len(inputs) > 0 and not isinstance(inputs[0], int):
+        return [arguments for each in inputs for arguments in forwards(model, each, tokenizer)]
+    ids = torch.as_tensor(inputs, device=model.device)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.numel() == 0:
+        raise ValueError(f"Token ids must be (length,) or (batch, length), at least one, got {tuple(ids.shape)}.")
+    return [{"input_ids": ids, "use_cache": False}]
+
+
+def chosen(numbers: int | Sequence[int] | None, count: int, what: str) -> list[int]:
+    """Numbers from 0 to `count`, where negative ones count from the end and None stands for all."""
+    if numbers is None:
+        return list(range(count))
+    listed = [numbers] if isinstance(numbers, int) else list(numbers)
+    for number in listed:
+        if not -count <= number < count:
+            raise ValueError(f"{what} must lie between {-count} and {count - 1}, got {number}.")
+    return [number % count for number in listed]

@@ -1,0 +1,245 @@
+"""Recordings, head maps, diversity, branches and ablations, against slow formulas."""
+
+import math
+
+import pytest
+import torch
+from tiny_models import random_tokens, tiny_model
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from dcformer import analysis
+from dcformer.analysis import ablated, record
+from dcformer.analysis.diversity import projections
+from dcformer.modeling_dcformer import is_hooked
+
+
+LENGTH = 21
+SHAPE = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def other_model(family):
+    config = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}[family]
+    options = {"num_key_value_heads": 2} if family == "llama" else {}
+    model_class = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}[family]
+    return model_class(config(**SHAPE, **options, attn_implementation="eager")).eval()
+
+
+def test_a_recording_holds_the_chosen_layers_and_heads():
+    model, ids = tiny_model(), random_tokens(2, LENGTH)
+    whole = record(model, ids)
+    assert list(whole.maps) == ["scores", "composed_scores", "weights", "composed_weights"]
+    part = record(model, ids, ["weights"], layers=-1, heads=[3, 0])
+    assert list(part["weights"]) == [1] and part.heads == [3, 0]
+    torch.testing.assert_close(part["weights"][1], whole["weights"][1][:, [3, 0]])
+    assert part.tokens[1][2] == str(int(ids[1, 2]))
+    for layer, weights in enumerate(model(ids, output_attentions=True, use_cache=False).attentions):
+        torch.testing.assert_close(whole["composed_weights"][layer], weights)
+    assert not any(is_hooked(module) for layer in model.model.layers for module in layer.self_attn.children())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_other_models_show_their_weights(family):
+    model, ids = other_model(family), random_tokens(2, LENGTH)
+    found = record(model, ids)
+    for layer, weights in enumerate(model(ids, output_attentions=True).attentions):
+        torch.testing.assert_close(found["weights"][layer], weights)
+    with pytest.raises(ValueError, match="weights alone, not 'composed_weights'"):
+        record(model, ids, ["composed_weights"])
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="eager"):
+        record(model, ids)
+
+
+def test_what_cannot_be_recorded_is_refused():
+    model, ids = tiny_model(), random_tokens(1, 5)
+    for arguments, message in (
+        ({"layers": 2}, "between -2 and 1, got 2"),
+        ({"heads": [-5]}, "between -4 and 3, got -5"),
+        ({"maps": ["attention"]}, "got 'attention'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            record(model, ids, **arguments)
+    for inputs, message in (("text", "needs a tokenizer"), ([[1, 2], [3]], "got 2"), ([], "at least one")):
+        with pytest.raises(ValueError, match=message):
+            record(model, inputs)
+    with pytest.raises(ValueError, match="was not recorded"):
+        record(model, ids, ["weights"])["scores"]
+    with pytest.raises(ValueError, match="composes no heads"):
+        record(tiny_model("plain_gated_transformer"), ids, ["factors"])
+
+
+@pytest.mark.parametrize("variant", ["all_branches", "grouped", "gates_only", "talking_heads", "key_wise"])
+def test_a_head_map_composes_its_pair(variant):
+    model, ids = tiny_model(variant, compose_static=True).double(), random_tokens(2, LENGTH)
+    found = record(model, ids, ["weights", "composed_weights", "factors"])
+    weights, composed = found["weights"][1][1], found["composed_weights"][1][1]
+    query, key = torch.tensor([20, 7, 9]), torch.tensor([3, 7, 0])
+    maps = analysis.head_maps(found["factors"][1][1], query, key, batch=1)
+    expected = torch.einsum("hp,phn->np", weights[:, query, key], maps)
+    torch.testing.assert_close(expected, composed[:, query, key], atol=1e-12, rtol=1e-10)
+    assert torch.equal(maps[0], analysis.head_maps(found["factors"][1][1], 20, 3, 1))
+
+
+def test_statistics_of_head_maps_are_means_over_pairs():
+    model, ids = tiny_model().double(), random_tokens(1, LENGTH)
+    (pre, _), pairs = (
+        record(model, ids, ["factors"])["factors"][1],
+        [(t, s) for t in range(LENGTH) for s in range(t + 1)],
+    )
+    maps = [analysis.head_maps(pre, *pair) for pair in pairs]
+    found = analysis.head_map_statistics(model, ids)[1, "scores"]
+    assert found.pairs == len(pairs)
+    shares = sum(each.abs() / each.abs().sum(0) for each in maps) / len(pairs)
+    torch.testing.assert_close(found.lending, shares)
+    torch.testing.assert_close(found.borrowed, shares.fill_diagonal_(0).sum(0))
+    torch.testing.assert_close(found.singular_values, sum(map(torch.linalg.svdvals, maps)) / len(pairs))
+    ranks = [math.exp(-sum(p * math.log(p) for p in (s / s.sum()).tolist())) for s in map(torch.linalg.svdvals, maps)]
+    assert found.effective_rank == pytest.approx(sum(ranks) / len(pairs))
+    assert analysis.head_map_statistics(model, ids, pairs=9)[0, "weights"].pairs == 9
+    assert analysis.effective_rank(torch.ones(4)) == pytest.approx(4) and analysis.effective_rank(
+        torch.eye(4)[0]
+    ) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("family", ["dcformer", "dcpythia", "grouped_query_attention", "llama", "gpt_neox"])
+def test_diversity_is_the_variance_of_summed_circuits(family):
+    model = other_model(family) if family in ("llama", "gpt_neox") else tiny_model(family)
+    found = analysis.head_diversity(model)
+    layers = [module for module in model.modules() if hasattr(module, "o_proj") or hasattr(module, "query_key_value")]
+    for layer, attention in enumerate(layers):
+        query, key, value, output = projections(attention)
+        for name, circuit in (
+            ("query_key", sum(query[h].T @ key[h] for h in range(4))),
+            ("value_output", sum(output[h] @ value[h] for h in range(4))),
+        ):
+            squares = torch.linalg.eigvalsh(circuit.double().T @ circuit.double()).flip(0)
+            expected = squares.cumsum(0) / squares.sum()
+            torch.testing.assert_close(found[name][layer].double(), expected, atol=1e-5, rtol=0)  # float32 products
+    assert found["query_key"].shape == (2, 32)
+
+
+@pytest.mark.parametrize(
+    "family, name", [("dcformer", "qkv_proj"), ("llama", "v_proj"), ("gpt_neox", "query_key_value")]
+)
+def test_projections_are_those_that_the_model_applies(family, name):
+    model, seen = tiny_model() if family == "dcformer" else other_model(family), []
+    attention = next(m for m in model.modules() if hasattr(m, name))
+    getattr(attention, name).register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    model(random_tokens(1, 7))
+    last = torch.einsum("btd,cd->btc", seen[0][0], projections(attention)[2][3])  # biases are zero
+    torch.testing.assert_close(seen[0][1][..., -8:], last, atol=1e-5, rtol=1e-4)
+
+
+def test_effective_heads_count_different_heads():
+    maps = torch.eye(4)[None, :, None]  # (batch, heads, query, key)
+    assert analysis.effective_heads(maps) == pytest.approx(4)
+    assert analysis.effective_heads(-2 * maps[:, [0, 0, 1, 1]] + 0.0) == pytest.approx(2)
+    assert analysis.effective_heads(maps[:, :1].expand(1, 4, 1, 4)) == pytest.approx(1)
+    assert analysis.effective_heads(torch.zeros(1, 4, 1, 3)).isnan()
+    table = analysis.map_diversity(tiny_model(), random_tokens(1, LENGTH))
+    found = record(tiny_model(), random_tokens(1, LENGTH))["composed_weights"][1]
+    expected = analysis.effective_heads(found).mean()
+    assert table.query("layer == 1 and map == 'composed_weights'").effective_heads.item() == pytest.approx(
+        float(expected)
+    )
+    assert set(analysis.map_diversity(other_model("llama"), random_tokens(1, 5))["map"]) == {"weights"}
+
+
+@pytest.mark.parametrize("variant", ["all_branches", "grouped", "grouped_query_attention"])
+def test_terms_add_up_to_the_composed_map(variant):
+    model, ids = tiny_model(variant).double(), random_tokens(2, LENGTH)
+    found = record(model, ids, ["scores", "composed_scores", "weights", "composed_weights", "factors"])
+    pre, post = found["factors"][1]
+    for name, weights in (("scores", pre), ("weights", post)):
+        terms = analysis.branch_terms(found[name][1], weights)
+        torch.testing.assert_close(sum(terms.values()), found[f"composed_{name}"][1], atol=1e-12, rtol=1e-10)
+    gate = found["weights"][1] * post.key.gate[:, :, None]  # the last term of equation 7
+    torch.testing.assert_close(terms["key_gate"], gate, atol=1e-12, rtol=1e-10)
+    table = analysis.branch_shares(model, ids)
+    row = table.query("layer == 1 and map == 'weights' and head == 2")
+    sums = {name: term[:, 2].abs().sum().item() for name, term in terms.items()}
+    for branch, share in zip(row.branch, row.share):
+        assert share == pytest.approx(sums[branch] / sum(sums.values()))
+    assert table.groupby(["layer", "map", "head"]).share.sum().round(9).eq(1).all()
+
+
+@pytest.mark.parametrize("branch", [*analysis.BRANCHES, "query", "key", "pre", "post", "all"])
+def test_an_ablated_model_is_one_without_the_branch(branch):
+    model, ids = tiny_model("all_branches"), random_tokens(2, LENGTH)
+    before = model(ids).logits
+    with ablated(model, branch=branch):
+        found = model(ids, use_cache=False).logits
+        cache, steps = StaticCache(config=model.config, max_cache_len=LENGTH), []
+        for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
+            steps.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits)
+        made = model.generate(ids, max_new_tokens=3, do_sample=False)
+    torch.testing.assert_close(torch.cat(steps, dim=1), found, atol=1e-4, rtol=1e-4)  # float32, another order of sums
+    expected = without_parameters(tiny_model("all_branches"), branch)
+    torch.testing.assert_close(found, expected(ids).logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(made, expected.generate(ids, max_new_tokens=3, do_sample=False))
+    assert (found - before).abs().max() > 1e-2 and torch.equal(model(ids).logits, before)
+
+
+@torch.no_grad()
+def without_parameters(model, branch):
+    """The model with the parameters at zero that make a branch."""
+    for module in (layer.self_attn.compose for layer in model.model.layers):
+        for slot in range(4):
+            stage, side = ("pre", "post")[slot // 2], ("query", "key")[slot % 2]
+            if branch.startswith(side) or branch in (stage, "all"):
+                if not branch.endswith("gate"):
+                    module.low_rank_weight[:, slot, :, module.rank :] = 0  # w2
+                if not branch.endswith("low_rank"):
+                    module.gate_weight[:, :, slot * module.heads : (slot + 1) * module.heads] = 0
+            if branch in ("static", stage, "all"):
+                module.static_weight[slot // 2] = 0
+    return model
+
+
+def test_ablation_ends_with_an_exception_and_refuses_what_is_not_there():
+    model, ids = tiny_model(), random_tokens(1, LENGTH)
+    before = model(ids).logits
+    with pytest.raises(RuntimeError), ablated(model):
+        raise RuntimeError
+    assert torch.equal(model(ids).logits, before)
+    for wrong, arguments, message in (
+        (model, {"branch": "static"}, "no branch 'static'"),
+        (model, {"branch": "gate"}, "got 'gate'"),
+        (tiny_model("post_only"), {"branch": "pre"}, "no branch 'pre'"),
+        (tiny_model("plain_gated_transformer"), {}, "must compose"),
+        (other_model("llama"), {}, "must compose"),
+    ):
+        with pytest.raises(ValueError, match=message), ablated(wrong, **arguments):
+            pass
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_ablation_reaches_compiled_models():
+    model, ids = tiny_model(), random_tokens(1, LENGTH)
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(ids, use_cache=False).logits
+    with ablated(model):
+        expected = model(ids, use_cache=False).logits
+        assert torch.equal(compiled(ids, use_cache=False).logits, expected)
+    assert torch.equal(compiled(ids, use_cache=False).logits, before) and not torch.equal(before, expected)
+
+
+@torch.no_grad()
+def mean_loss(model, texts):
+    return sum(float(model(ids, labels=ids).loss) for ids in texts) / len(texts)  # of one length
+
+
+def test_the_table_of_what_matters_holds_losses_without_a_branch():
+    model, texts = tiny_model(), [random_tokens(1, 9, seed=seed) for seed in range(3)]
+    table = analysis.what_matters(model, texts)
+    assert len(table) == 2 * 4
+    row = table.query("layer == 1 and branch == 'key_gate'")
+    before = mean_loss(model, texts)
+    with ablated(model, 1, "key_gate"):
+        assert row.loss.item() == pytest.approx(mean_loss(model, texts), rel=1e-5)
+    assert row.difference.item() == pytest.approx(row.loss.item() - before, abs=1e-5)
+    assert row.standard_error.item() > 0
+    padded = {"input_ids": torch.cat((texts[0].new_zeros(1, 4), texts[0]), dim=1)}
+    padded["attention_mask"] = (torch.arange(13) >= 4).long()[None]
+    losses = [analysis.what_matters(model, inputs, 0, ["all"]).loss.item() for inputs in (padded, texts[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
