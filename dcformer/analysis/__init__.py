@@ -3,7 +3,9 @@
 from .branches import BRANCHES, ablated, branch_shares, branch_terms, branches_of, what_matters
 from .diversity import effective_heads, head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, effective_rank, head_map_statistics, head_maps
+from .picture import heat_map
 from .recording import AXES, Recording, forwards, record, watch
+from .report import analyse
 
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "HeadMapStatistics",
     "Recording",
     "ablated",
+    "analyse",
     "branch_shares",
     "branch_terms",
     "branches_of",
@@ -21,6 +24,7 @@ __all__ = [
     "head_diversity",
     "head_map_statistics",
     "head_maps",
+    "heat_map",
     "map_diversity",
     "record",
     "watch",

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from ..version_dcformer import __version__
+from .analyse import analyse_command
 from .bench import bench_command
 from .checkpoints import card_command, convert_app, inspect_command, verify_command
 from .evaluate import eval_command, report_command, tasks_command
@@ -46,6 +47,7 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("report")(report_command)
 app.command("tasks")(tasks_command)
+app.command("analyse")(analyse_command)
 app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)

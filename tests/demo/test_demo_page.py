@@ -65,9 +65,9 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
     composed = record(bundled.model, ids)["composed_weights"][1][0, 0]
     assert f"Signed: {int((composed < 0).sum())} of 136 weights are negative" in shown
     assert f"sum to {composed.sum(-1).min():.2f} to {composed.sum(-1).max():.2f}." in shown
-    assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * 16 * 16
+    assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * (16 * 16 + 1)
     for token in ("Mumbai", "&lt;|endoftext|&gt;", "different"):
-        assert shown.count(token) == 4  # on two axes of two pictures
+        assert shown.count(f">{token}</text>") == 4  # on two axes of two pictures
     assert "sees its own key and all before it." in shown and "sees 32 keys" in draw(bundled, ids, 0, 0)
     assert len({shown, draw(bundled, ids, 1, 1), draw(bundled, ids, 0, 0)}) == 3
     with ablated(bundled.model, 1):  # the softmax of its own scores
