@@ -10,8 +10,7 @@ from torch import Tensor
 
 POSITIVE, NEGATIVE, HIDDEN = "#2970e6", "#eb6112", "#9aa0a6"
 _LONGEST_LABEL = 14
-# Weaker cells would not be seen, and would take half of the file.
-_FAINTEST = 0.004
+_WIDEST_CELL = 28  # pixels
 
 
 def heat_map(
@@ -40,7 +39,7 @@ def heat_map(
             if value == 0 and zero_is_hidden:
                 cells.append(f'<rect x="{x}" y="{y}" width="1" height="1" fill="{HIDDEN}" opacity=".2"/>')
                 continue
-            opacity = min(abs(value) / strongest, 1.0) ** 0.75 if abs(value) > _FAINTEST * strongest else 0.0
+            opacity = min(abs(value) / strongest, 1.0) ** 0.75
             cells.append(
                 f'<rect x="{x}" y="{y}" width="1" height="1" fill="{POSITIVE if value > 0 else NEGATIVE}" '
                 f'fill-opacity="{opacity:.2f}"><title>{row_labels[y]} / {column_labels[x]}: {value:.3f}</title></rect>'
@@ -50,12 +49,14 @@ def heat_map(
         f'<text transform="translate({x + 0.25} {len(rows) + 0.3}) rotate(90)">{text}</text>'
         for x, text in enumerate(column_labels)
     ]
-    left, below = (1 + 0.55 * max(len(label(text)) for text in texts) for texts in (rows, columns))
+    left, below = (0.8 + 0.45 * max(len(label(text)) for text in texts) for texts in (rows, columns))
     width, height = len(columns), len(rows)
     frame = f'<rect width="{width}" height="{height}" fill="none" stroke="currentColor" stroke-width=".04"/>'
+    view = f"{-left} -.1 {width + left + 0.1} {height + below + 0.1}"
+    style = f"max-width: {_WIDEST_CELL * (width + left):.0f}px"
     return (
-        f'<svg role="img" aria-label="{html.escape(title)}" viewBox="{-left} -.1 {width + left + 0.1} '
-        f'{height + below + 0.1}" font-size=".8" fill="currentColor">{"".join([*cells, frame, *texts])}</svg>'
+        f'<svg role="img" aria-label="{html.escape(title)}" viewBox="{view}" style="{style}" font-size=".8" '
+        f'fill="currentColor">{"".join([*cells, frame, *texts])}</svg>'
     )
 
 

@@ -42,7 +42,8 @@ _CSS = """
 :root {color-scheme: light}
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1f2328}
 h1, h2 {line-height: 1.2} pre {background: #f3f4f6; padding: .7rem; white-space: pre-wrap}
-.row {display: flex; flex-wrap: wrap; gap: 1rem} .row figure {flex: 1 1 340px; max-width: 560px; margin: 0}
+.row, .pairs {display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr))}
+.pairs {grid-template-columns: 1fr 1fr} figure {margin: 0; min-width: 0} h4 {margin: .5rem 0}
 figure svg, img {width: 100%; height: auto} figcaption, .note {color: #57606a} summary {cursor: pointer}
 .key span {display: inline-block; width: 1em; height: 1em; vertical-align: -.1em; margin: 0 .3em 0 1em}
 """
@@ -208,7 +209,7 @@ def _matters_section(losses: DataFrame) -> str:
         "How much the loss on these texts rises, in nats per token, if a branch of a layer is switched off (blue), or "
         f"falls (orange); the largest change is {largest:.3f}. what_matters.csv has standard errors."
     )
-    return _section("What matters", note, f'<div class="row"><figure>{drawn}</figure></div>')
+    return _section("What matters", note, f"<figure>{drawn}</figure>")
 
 
 def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStatistics]) -> str:
@@ -275,7 +276,7 @@ def _attention_section(output: Path, recording: Recording) -> str:
                 figures.append(f"<figure>{heading}{drawn}<figcaption>{caption}</figcaption></figure>")
         is_open = " open" if not parts else ""
         parts.append(
-            f'<details{is_open}><summary>Layer {layer}</summary><div class="row">{"".join(figures)}</div></details>'
+            f'<details{is_open}><summary>Layer {layer}</summary><div class="pairs">{"".join(figures)}</div></details>'
         )
     note = (
         f"Weights between the last {len(labels)} tokens, queries down and keys across, after the softmax of composed "
@@ -291,8 +292,7 @@ def _heads(maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str
     def draw(figure: Figure) -> None:
         from matplotlib.colors import LinearSegmentedColormap
 
-        colours = LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE))
-        colours.set_bad("0.9")
+        colours = LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
         axes = figure.subplots(*_grid(maps), squeeze=False)
         for axis in axes.flat:
             axis.set_axis_off()

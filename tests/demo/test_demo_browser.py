@@ -6,6 +6,8 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import sync_playwright
 
+from dcformer.analysis import analyse
+
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -48,3 +50,23 @@ def test_a_visitor_gets_an_answer_and_sees_the_attention_of_a_head(page, server)
     assert "A query of layer 1 sees" in page.locator("#attention").inner_text()
     assert len(set(seen)) == 3
     assert hosts - {None} == {"127.0.0.1"} and errors == []
+
+
+# The text of a picture that begins or ends outside of it.
+CLIPPED = """picture => { const edge = picture.getBoundingClientRect(); return [...picture.querySelectorAll('text')]
+    .filter(text => { const box = text.getBoundingClientRect(); return box.left < edge.left - 1 ||
+    box.right > edge.right + 1 || box.bottom > edge.bottom + 1 }).map(text => text.textContent) }"""
+
+
+def test_the_page_of_an_analysis_opens_offline_and_cuts_nothing_off(page, bundled, tmp_path):
+    path = analyse(bundled.model, [bundled.tokenizer(PROMPT)["input_ids"]], tmp_path, bundled.tokenizer)
+    asked = []
+    page.on("request", lambda request: asked.append(urlsplit(request.url).scheme))
+    page.goto(path.as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    pictures = page.locator("svg").all()
+    assert len(pictures) == 1 + 4 * 2 + 4 * 4 * 2  # what matters, who lends, and every head before and after
+    assert [picture.evaluate(CLIPPED) for picture in pictures] == [[]] * len(pictures)
+    assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert set(asked) <= {"file", "data"}
