@@ -167,8 +167,8 @@ def is_hooked(module: nn.Module | None) -> bool:
     """Whether somebody watches or changes what a module returns, or its gradient."""
     if module is None:
         return False
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(map(bool, kinds))
+    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks)
 
 
 class DCFormerAttention(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common.optional import import_optional
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import ComposeWeights, Weights, compose, map_tensors
-from .recording import attention_layers, chosen, forwards, watch
+from .recording import attention_layers, chosen, forwards, in_float64, watch
 
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
     Returns:
         By branch, "own_head" first, which is `attention`: (batch, heads, query, key) in float64.
     """
-    attention = attention.double()
-    weights = map_tensors(weights, lambda tensor, place: tensor.double())
+    attention = in_float64(attention)
+    weights = map_tensors(weights, lambda tensor, place: in_float64(tensor))
     terms = {OWN_HEAD: attention}
     for branch in BRANCHES:
         only = without(weights, set(BRANCHES) - {branch})
@@ -116,7 +116,7 @@ def branch_shares(
         elif name == "scores":
             scores[layer] = value
         else:
-            visible = (value != 0).any(1, keepdim=True)  # (batch, 1, query, key)
+            visible = (in_float64(value) != 0).any(1, keepdim=True)  # (batch, 1, query, key)
             for kind, attention, weights in zip(("scores", "weights"), (scores.pop(layer), value), factors.pop(layer)):
                 for branch, term in ({} if weights is None else branch_terms(attention, weights)).items():
                     total = (term.abs() * visible).sum((0, 2, 3)).cpu()
@@ -208,7 +208,7 @@ def what_matters(
         and the standard error of the difference over forwards, NaN for a single one.
 
     Raises:
-        ValueError: of [`ablated`].
+        ValueError: of [`ablated`], and for inputs without a token that another predicts.
     """
     pandas = import_optional("pandas", PANDAS)
     modules = compose_layers(model)
@@ -219,6 +219,8 @@ def what_matters(
     ]
     arguments = forwards(model, inputs, tokenizer)
     before, tokens = _losses(model, arguments)
+    if tokens.sum() == 0:
+        raise ValueError("The inputs hold no token after another, so there is no loss; give longer texts.")
     rows = []
     for done, (layer, branch) in enumerate(cases, start=1):
         with ablated(model, layer, branch):
@@ -237,10 +239,13 @@ def _losses(model: Any, forwards: list[dict[str, Any]]) -> tuple[Tensor, Tensor]
     """Of every forward, the sum of the losses in nats, and the number of tokens that are predicted."""
     losses, tokens = [], []
     for arguments in forwards:
+        if "input_ids" not in arguments:
+            raise ValueError(f"A loss needs input_ids, got {', '.join(arguments)}.")
         ids = arguments["input_ids"]
         real = arguments.get("attention_mask", torch.ones_like(ids)).bool()
         counted = real[:, 1:] & real[:, :-1]
-        logits = model(**arguments).logits[:, :-1][counted].double()  # (counted tokens, vocabulary)
-        losses.append(torch.nn.functional.cross_entropy(logits, ids[:, 1:][counted], reduction="sum"))
+        logits = in_float64(model(**arguments).logits[:, :-1][counted])  # (counted tokens, vocabulary)
+        targets = ids[:, 1:][counted].to(logits.device)
+        losses.append(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
         tokens.append(counted.sum())
     return torch.stack(losses).cpu(), torch.stack(tokens).cpu()

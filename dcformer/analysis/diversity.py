@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..common.optional import import_optional
 from ..modeling_dcformer import DCFormerAttention, at_least_float32
 from .branches import PANDAS
-from .recording import attention_layers, forwards, watch
+from .recording import attention_layers, forwards, in_float64, watch
 
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def head_diversity(model: Any) -> dict[str, Tensor]:
     """
     Figure 5 of the paper: the variance that principal components capture of a layer's concatenated heads.
 
-    W_Q and W_K of all heads are concatenated, and so are W_V and W_O. The k-th value of a layer is the share of the
-    squares of the k largest singular values of W_Q W_K^T, or of W_O W_V, among all of them. Lower curves mean heads
-    that are more diverse; the figure shows the mean over layers, `diversity["query_key"].mean(0)`. Rotations by
-    position, biases and norms of queries and keys are left out.
+    W_Q and W_K of all heads are concatenated, and so are W_V and W_O, as we read section 4.3. The k-th value of a layer
+    is the share of the squares of the k largest singular values of W_Q W_K^T, or of W_O W_V, among all of them. Lower
+    curves mean heads that are more diverse; the figure shows the mean over layers, `diversity["query_key"].mean(0)`.
+    Rotations by position, biases and norms of queries and keys are left out.
 
     Args:
         model: A DCFormer or DCPythia, composing or not; a Llama and its like, a GPT-NeoX.
@@ -93,10 +93,10 @@ def effective_heads(maps: Tensor) -> Tensor:
 
     Source: Friedman and Dieng, The Vendi Score, 2023.
     """
-    rows = torch.nn.functional.normalize(maps.double().transpose(1, 2), dim=-1)  # (batch, query, head, key)
+    rows = torch.nn.functional.normalize(in_float64(maps).transpose(1, 2), dim=-1)  # (batch, query, head, key)
     eigenvalues = torch.linalg.eigvalsh(rows @ rows.mT / rows.shape[2]).clamp(min=0.0)
     number = torch.special.entr(eigenvalues).sum(-1).exp()
-    return number.masked_fill((maps == 0).all(3).all(1), torch.nan)
+    return number.masked_fill((rows == 0).all(3).all(2), torch.nan)
 
 
 @torch.no_grad()

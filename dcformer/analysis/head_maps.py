@@ -125,7 +125,7 @@ def head_map_statistics(
         for kind, weights in zip(("scores", "weights"), factors.pop(layer)):
             if weights is None:
                 continue
-            maps = head_maps(weights, drawn[:, 1], drawn[:, 2], drawn[:, 0]).double().cpu()  # (pairs, head, head)
+            maps = head_maps(weights, drawn[:, 1], drawn[:, 2], drawn[:, 0]).cpu().double()  # (pairs, head, head)
             values = torch.linalg.svdvals(maps)
             added = torch.linalg.svdvals(maps - torch.eye(maps.shape[-1], dtype=maps.dtype))
             shares = maps.abs() / maps.abs().sum(1, keepdim=True)

@@ -95,6 +95,7 @@ def watch(
     Within the block call `function(layer, name, value)` for these maps of every forward, those of `generate` too.
 
     What the function returns goes on in place of the value, unless it is None; a DCFormer alone lets itself be changed.
+    Forwards of all threads are watched.
     "factors" are those of the tokens of a forward, not of cached ones. Compiled models run uncompiled meanwhile, since
     their graphs do not look for hooks.
 
@@ -173,6 +174,11 @@ def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, A
     if ids.dim() != 2 or ids.numel() == 0:
         raise ValueError(f"Token ids must be (length,) or (batch, length), at least one, got {tuple(ids.shape)}.")
     return [{"input_ids": ids, "use_cache": False}]
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """The tensor in float64, on the CPU if its device has no such numbers."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def chosen(numbers: int | Sequence[int] | None, count: int, what: str) -> list[int]:

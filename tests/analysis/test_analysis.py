@@ -10,18 +10,20 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from dcformer import analysis
 from dcformer.analysis import ablated, record
 from dcformer.analysis.diversity import projections
+from dcformer.analysis.recording import attention_layers
 from dcformer.modeling_dcformer import is_hooked
 
 
 LENGTH = 21
 SHAPE = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OTHERS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, attn_implementation="eager")),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, attn_implementation="eager")),
+}
 
 
-def other_model(family):
-    config = {"llama": LlamaConfig, "gpt_neox": GPTNeoXConfig}[family]
-    options = {"num_key_value_heads": 2} if family == "llama" else {}
-    model_class = {"llama": LlamaForCausalLM, "gpt_neox": GPTNeoXForCausalLM}[family]
-    return model_class(config(**SHAPE, **options, attn_implementation="eager")).eval()
+def some_model(family):
+    return OTHERS[family]().eval() if family in OTHERS else tiny_model(family)
 
 
 def test_a_recording_holds_the_chosen_layers_and_heads():
@@ -37,9 +39,9 @@ def test_a_recording_holds_the_chosen_layers_and_heads():
     assert not any(is_hooked(module) for layer in model.model.layers for module in layer.self_attn.children())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", OTHERS)
 def test_other_models_show_their_weights(family):
-    model, ids = other_model(family), random_tokens(2, LENGTH)
+    model, ids = some_model(family), random_tokens(2, LENGTH)
     found = record(model, ids)
     for layer, weights in enumerate(model(ids, output_attentions=True).attentions):
         torch.testing.assert_close(found["weights"][layer], weights)
@@ -52,16 +54,16 @@ def test_other_models_show_their_weights(family):
 
 def test_what_cannot_be_recorded_is_refused():
     model, ids = tiny_model(), random_tokens(1, 5)
-    for arguments, message in (
-        ({"layers": 2}, "between -2 and 1, got 2"),
-        ({"heads": [-5]}, "between -4 and 3, got -5"),
-        ({"maps": ["attention"]}, "got 'attention'"),
+    for inputs, arguments, message in (
+        (ids, {"layers": 2}, "between -2 and 1, got 2"),
+        (ids, {"heads": [-5]}, "between -4 and 3, got -5"),
+        (ids, {"maps": ["attention"]}, "got 'attention'"),
+        ("text", {}, "needs a tokenizer"),
+        ([[1, 2], [3]], {}, "got 2"),
+        ([], {}, "at least one"),
     ):
         with pytest.raises(ValueError, match=message):
-            record(model, ids, **arguments)
-    for inputs, message in (("text", "needs a tokenizer"), ([[1, 2], [3]], "got 2"), ([], "at least one")):
-        with pytest.raises(ValueError, match=message):
-            record(model, inputs)
+            record(model, inputs, **arguments)
     with pytest.raises(ValueError, match="was not recorded"):
         record(model, ids, ["weights"])["scores"]
     with pytest.raises(ValueError, match="composes no heads"):
@@ -82,10 +84,8 @@ def test_a_head_map_composes_its_pair(variant):
 
 def test_statistics_of_head_maps_are_means_over_pairs():
     model, ids = tiny_model().double(), random_tokens(1, LENGTH)
-    (pre, _), pairs = (
-        record(model, ids, ["factors"])["factors"][1],
-        [(t, s) for t in range(LENGTH) for s in range(t + 1)],
-    )
+    pre, _ = record(model, ids, ["factors"])["factors"][1]
+    pairs = [(t, s) for t in range(LENGTH) for s in range(t + 1)]
     maps = [analysis.head_maps(pre, *pair) for pair in pairs]
     found = analysis.head_map_statistics(model, ids)[1, "scores"]
     assert found.pairs == len(pairs)
@@ -96,17 +96,14 @@ def test_statistics_of_head_maps_are_means_over_pairs():
     ranks = [math.exp(-sum(p * math.log(p) for p in (s / s.sum()).tolist())) for s in map(torch.linalg.svdvals, maps)]
     assert found.effective_rank == pytest.approx(sum(ranks) / len(pairs))
     assert analysis.head_map_statistics(model, ids, pairs=9)[0, "weights"].pairs == 9
-    assert analysis.effective_rank(torch.ones(4)) == pytest.approx(4) and analysis.effective_rank(
-        torch.eye(4)[0]
-    ) == pytest.approx(1)
+    assert analysis.effective_rank(torch.tensor([[1.0] * 4, [1.0, 0, 0, 0]])).tolist() == pytest.approx([4, 1])
 
 
 @pytest.mark.parametrize("family", ["dcformer", "dcpythia", "grouped_query_attention", "llama", "gpt_neox"])
 def test_diversity_is_the_variance_of_summed_circuits(family):
-    model = other_model(family) if family in ("llama", "gpt_neox") else tiny_model(family)
+    model = some_model(family)
     found = analysis.head_diversity(model)
-    layers = [module for module in model.modules() if hasattr(module, "o_proj") or hasattr(module, "query_key_value")]
-    for layer, attention in enumerate(layers):
+    for layer, attention in enumerate(attention_layers(model)):
         query, key, value, output = projections(attention)
         for name, circuit in (
             ("query_key", sum(query[h].T @ key[h] for h in range(4))),
@@ -118,16 +115,17 @@ def test_diversity_is_the_variance_of_summed_circuits(family):
     assert found["query_key"].shape == (2, 32)
 
 
-@pytest.mark.parametrize(
-    "family, name", [("dcformer", "qkv_proj"), ("llama", "v_proj"), ("gpt_neox", "query_key_value")]
-)
-def test_projections_are_those_that_the_model_applies(family, name):
-    model, seen = tiny_model() if family == "dcformer" else other_model(family), []
-    attention = next(m for m in model.modules() if hasattr(m, name))
-    getattr(attention, name).register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    model(random_tokens(1, 7))
-    last = torch.einsum("btd,cd->btc", seen[0][0], projections(attention)[2][3])  # biases are zero
-    torch.testing.assert_close(seen[0][1][..., -8:], last, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("family", ["dcformer", "grouped_query_attention", "llama", "gpt_neox"])
+@torch.no_grad()
+def test_projections_of_heads_make_the_output_of_a_layer(family):
+    model, ids, seen = some_model(family), random_tokens(1, 7), []
+    attention, name = attention_layers(model)[0], "weights" if family in OTHERS else "composed_weights"
+    attention.register_forward_hook(
+        lambda module, args, given, output: seen.append((*args, *given.values(), output[0])), with_kwargs=True
+    )
+    weights, (_, _, value, output) = record(model, ids, [name])[name][0], projections(attention)
+    expected = torch.einsum("bhts,bsi,hci,hoc->bto", weights, seen[0][0], value, output)  # biases are zero
+    torch.testing.assert_close(seen[0][-1], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_effective_heads_count_different_heads():
@@ -142,7 +140,7 @@ def test_effective_heads_count_different_heads():
     assert table.query("layer == 1 and map == 'composed_weights'").effective_heads.item() == pytest.approx(
         float(expected)
     )
-    assert set(analysis.map_diversity(other_model("llama"), random_tokens(1, 5))["map"]) == {"weights"}
+    assert set(analysis.map_diversity(some_model("llama"), random_tokens(1, 5))["map"]) == {"weights"}
 
 
 @pytest.mark.parametrize("variant", ["all_branches", "grouped", "grouped_query_attention"])
@@ -207,7 +205,7 @@ def test_ablation_ends_with_an_exception_and_refuses_what_is_not_there():
         (model, {"branch": "gate"}, "got 'gate'"),
         (tiny_model("post_only"), {"branch": "pre"}, "no branch 'pre'"),
         (tiny_model("plain_gated_transformer"), {}, "must compose"),
-        (other_model("llama"), {}, "must compose"),
+        (some_model("llama"), {}, "must compose"),
     ):
         with pytest.raises(ValueError, match=message), ablated(wrong, **arguments):
             pass
@@ -241,5 +239,7 @@ def test_the_table_of_what_matters_holds_losses_without_a_branch():
     assert row.standard_error.item() > 0
     padded = {"input_ids": torch.cat((texts[0].new_zeros(1, 4), texts[0]), dim=1)}
     padded["attention_mask"] = (torch.arange(13) >= 4).long()[None]
+    with pytest.raises(ValueError, match="longer texts"):
+        analysis.what_matters(model, [5])
     losses = [analysis.what_matters(model, inputs, 0, ["all"]).loss.item() for inputs in (padded, texts[0])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
