@@ -221,6 +221,7 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
     strongest = max(float(found.lending.clone().fill_diagonal_(0.0).max()) for found in statistics.values())
 
     def draw(figure: Figure) -> None:
+        figure.set_layout_engine("compressed")
         axes = figure.subplots(len(kinds), len(numbers), squeeze=False)
         for line, kind in zip(axes, kinds):
             for axis, layer in zip(line, numbers):
@@ -229,8 +230,10 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
                 )
                 axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
                 axis.locator_params(integer=True)
-        figure.supxlabel("Head that takes")
-        figure.supylabel("Head that lends")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("Head that lends")
+        for axis in axes[-1]:
+            axis.set_xlabel("Head that takes")
         figure.colorbar(image, ax=axes, label="Share")
 
     parts = []
@@ -259,12 +262,16 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
 def _attention_section(output: Path, recording: Recording) -> str:
     labels, parts = recording.tokens[0][-MOST_TOKENS:], []
     titles = dict(zip(recording.maps, ("before composition", "after composition")))
+    note = (
+        "after the softmax of composed scores: before their own composition and after it, where they are signed and "
+        "need not sum to one."
+    )
     if len(titles) == 1:
-        titles = {"weights": "this model composes nothing"}
+        titles, note = {"weights": "softmax"}, "of a model that composes nothing."
     for layer in recording["weights"]:
         cut = {name: recording[name][layer][0, :, -MOST_TOKENS:, -MOST_TOKENS:] for name in titles}
         lines, columns = _grid(cut)
-        size = 2.2 * columns + 0.8, 2.2 * lines + 0.8
+        size = 2.2 * columns + 0.8, 2.4 * lines + 0.8
         _drawn(output, f"attention_layer{layer}", size, _heads(cut, labels, titles))
         figures = []
         for head in range(len(recording.heads)):
@@ -278,12 +285,8 @@ def _attention_section(output: Path, recording: Recording) -> str:
         parts.append(
             f'<details{is_open}><summary>Layer {layer}</summary><div class="pairs">{"".join(figures)}</div></details>'
         )
-    note = (
-        f"Weights between the last {len(labels)} tokens, queries down and keys across, after the softmax of composed "
-        "scores: before their own composition and after it, where they are signed and need not sum to one. Every map "
-        "has a scale of its own."
-    )
-    return _section("Attention", note, *parts)
+    note = f"Weights between the last {len(labels)} tokens, queries down and keys across, {note}"
+    return _section("Attention", f"{note} Every map has a scale of its own.", *parts)
 
 
 def _heads(maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str]) -> Callable[[Figure], None]:
@@ -293,6 +296,7 @@ def _heads(maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str
         from matplotlib.colors import LinearSegmentedColormap
 
         colours = LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
+        figure.set_layout_engine("compressed")
         axes = figure.subplots(*_grid(maps), squeeze=False)
         for axis in axes.flat:
             axis.set_axis_off()
