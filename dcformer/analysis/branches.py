@@ -71,7 +71,8 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
         weights (`ComposeWeights`): The layer's factors before the softmax for scores, after it for weights.
 
     Returns:
-        By branch, "own_head" first, which is `attention`: (batch, heads, query, key) in float64.
+        By branch, "own_head" first, which is `attention`: (batch, heads, query, key) in float64, zeros for a branch
+        that the layer lacks.
     """
     attention = in_float64(attention)
     weights = map_tensors(weights, lambda tensor, place: in_float64(tensor))
@@ -142,9 +143,9 @@ def ablated(
     """
     Within the block the model composes without these branches; a layer without "all" is plain attention.
 
-    It holds for everything that runs the model, with a cache or without: `generate`, `dcformer.eval`, training. The
-    factors of keys lie in the cache, so a cache is to be filled within the block, too. Compiled models run uncompiled
-    meanwhile.
+    It holds for everything that runs the model, with a cache or without: `generate`, `dcformer.eval`, training with its
+    backward passes. The factors of keys lie in the cache, so a cache is to be filled within the block, too. Compiled
+    models run uncompiled meanwhile.
 
     Args:
         model: A DCFormer or DCPythia that composes its heads.

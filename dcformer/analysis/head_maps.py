@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dcmha import ComposeSide, ComposeWeights, compose
+from ..dcmha import ComposeSide, ComposeWeights, compose, map_tensors
 from ..modeling_dcformer import at_least_float32
 from .branches import compose_layers
 from .recording import forwards, watch
@@ -33,13 +33,12 @@ def head_maps(weights: ComposeWeights, query: int | Tensor, key: int | Tensor, b
     rows, queries, keys = torch.broadcast_tensors(rows, queries, keys)
 
     def of_pairs(side: ComposeSide | None, places: Tensor) -> ComposeSide | None:
-        return (
-            None if side is None else ComposeSide(factors=at_least_float32(side.factors[rows, :, places]).unsqueeze(2))
-        )
+        return None if side is None else ComposeSide(factors=side.factors[rows, :, places].unsqueeze(2))
 
+    weights = map_tensors(weights, lambda tensor, place: at_least_float32(tensor))
     picked = weights._replace(query=of_pairs(weights.query, queries), key=of_pairs(weights.key, keys))
     sides = [side.factors for side in (picked.query, picked.key) if side is not None]
-    like = sides[0] if sides else at_least_float32(weights.static)
+    like = sides[0] if sides else weights.static
     heads = like.shape[1] if sides else weights.groups * like.shape[1]
     # What comes out if one head alone attends, with 1, is that head's row.
     maps = [

@@ -95,7 +95,8 @@ def test_statistics_of_head_maps_are_means_over_pairs():
     torch.testing.assert_close(found.singular_values, sum(map(torch.linalg.svdvals, maps)) / len(pairs))
     ranks = [math.exp(-sum(p * math.log(p) for p in (s / s.sum()).tolist())) for s in map(torch.linalg.svdvals, maps)]
     assert found.effective_rank == pytest.approx(sum(ranks) / len(pairs))
-    assert analysis.head_map_statistics(model, ids, pairs=9)[0, "weights"].pairs == 9
+    in_16_bits = tiny_model("all_branches").bfloat16()
+    assert analysis.head_map_statistics(in_16_bits, ids, pairs=9)[0, "weights"].pairs == 9
     assert analysis.effective_rank(torch.tensor([[1.0] * 4, [1.0, 0, 0, 0]])).tolist() == pytest.approx([4, 1])
 
 
