@@ -57,7 +57,7 @@ claim:
 	@$(STUDY).report
 
 claim-code:
-	@$(STUDY).run rates code
+	@$(STUDY).run rates heads code
 
 claim-prose:
 	@$(STUDY).run ablation windows prose

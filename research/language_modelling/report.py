@@ -33,6 +33,12 @@ ROWS_OF_TABLE_10 = {
     "3to1_query_wise": "windows in 3 of 4 layers, query-wise only",
     "transformer_1to1": "windows in 2 of 4 layers, no composition",
 }
+HEADS = {
+    "transformer_small": "Transformer++, 3 heads of 32",
+    "transformer_of_16": "Transformer++, 6 heads of 16",
+    "dcformer_small": "DCFormer++, 6 heads of 16",
+    "dcformer_of_32": "DCFormer++, 3 heads of 32",
+}
 _RESAMPLES = 10_000
 
 
@@ -51,6 +57,8 @@ def read_pairs(folder: Path) -> pd.DataFrame:
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
             rows.append(row | {"loss": run["test"]["loss"], "curve": run["curve"], "test": run["test"]})
+    if not rows:
+        raise ValueError(f"{str(folder)!r} has no results of the pairs; run python -m research.language_modelling.run.")
     return pd.DataFrame(rows)
 
 
@@ -125,7 +133,7 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
             row[f"parameters, {name}"] = f"{first.loc[model, 'parameters'] / 1e6:.2f} million"
             row[f"loss, {name}"] = f"{wide[model].mean():.3f}"
         row["difference"] = with_interval(difference, "+")
-        row["of a further seed"] = f"{low:+.3f} to {high:+.3f}"
+        row["of a further seed"] = "" if math.isnan(low) else f"{low:+.3f} to {high:+.3f}"
         row["operations, ratio"] = f"{first.loc['dcformer', 'flops'] / first.loc['transformer', 'flops']:.2f}"
         row["seconds, ratio"] = f"{seconds['dcformer'] / seconds['transformer']:.2f}"
         rows.append(row)
@@ -152,6 +160,23 @@ def rates_table(results: dict[str, Any]) -> pd.DataFrame:
         model, rate = run["variant"].split("_")
         rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = f"{run['training']['evaluation_loss']:.3f}"
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("rate").reset_index()
+
+
+def heads_table(folder: Path) -> pd.DataFrame:
+    """Test losses of the smallest models on code with either size of heads, by seed."""
+    found: dict[str, dict[int, float]] = {name: {} for name in HEADS}
+    for sweep in ("code", "heads"):
+        for run in (read_results(folder, sweep) or {"runs": []})["runs"]:
+            if run["variant"] in HEADS:
+                found[run["variant"]][run["seed"]] = run["test"]["loss"]
+    rows = [
+        {
+            "model": HEADS[name],
+            "loss by seed": ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(by_seed.items())),
+        }
+        for name, by_seed in found.items()
+    ]
+    return pd.DataFrame(rows)
 
 
 def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
@@ -276,6 +301,7 @@ def main() -> None:
     for size in dict.fromkeys(pairs["size"]):
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
+    tables["Heads, small, code"] = heads_table(folder)
     if rates := read_results(folder, "rates"):
         tables["Learning rates, evaluation loss"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):

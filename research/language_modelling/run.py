@@ -1,6 +1,6 @@
 """Train the sweeps of the study, or resume them, and record their results; the text must have been prepared.
 
-python -m research.language_modelling.run                                  # all five, a night of two CPU cores
+python -m research.language_modelling.run                                  # all of them, days of two CPU cores
 python -m research.language_modelling.run code --set sweep.seeds=[7]       # some, here with a seed of your own
 """
 
@@ -18,4 +18,4 @@ def score(recipe: Recipe, model_folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main(__doc__, Path(__file__).parent, ("rates", "code", "prose", "ablation", "windows"), score)
+    main(__doc__, Path(__file__).parent, ("rates", "heads", "code", "prose", "ablation", "windows"), score)

@@ -1,0 +1,79 @@
+"""The study of language modelling: its text, its classes of tokens, the cost of equal loss, and its report."""
+
+import json
+import shutil
+import sys
+
+import pandas as pd
+import pytest
+
+from research.language_modelling import report
+from research.language_modelling.breakdown import LENGTH, classified_parts
+from research.language_modelling.prepare import prepare, train_tokenizer
+
+
+TEXT = "int total = first + second;\nreturn total + 42; /* second */\n"
+
+
+def rows_of(file):
+    return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_text_is_divided_by_its_hash_and_nothing_is_there_twice(tmp_path):
+    (tmp_path / "text" / "below").mkdir(parents=True)
+    for number in range(200):
+        (tmp_path / "text" / f"{number}.c").write_text(f"int number_{number};\n" + TEXT * 5)
+    shutil.copy(tmp_path / "text" / "7.c", tmp_path / "text" / "below" / "copy.c")
+    (tmp_path / "text" / "short.c").write_text(TEXT)
+    (tmp_path / "text" / "other.log").write_text(TEXT * 5)
+    found = []
+    for folder in ("first", "again"):
+        prepare("code", tmp_path / "text", tmp_path / folder)
+        found.append(
+            {name: rows_of(tmp_path / folder / "code" / f"{name}.jsonl") for name in ("train", "validation", "test")}
+        )
+    assert found[0] == found[1]
+    texts = [text for split in found[0].values() for text in split]
+    assert len(texts) == len(set(texts)) == 200 and len(found[0]["train"]) > 150
+    with pytest.raises(ValueError, match="too few documents"):
+        prepare("prose", tmp_path / "text", tmp_path / "nothing")
+
+
+def test_tokens_are_classed_by_their_word_and_whether_the_part_has_had_it():
+    tokenizer = train_tokenizer([TEXT] * 3)
+    text = TEXT + "x" * LENGTH + " total"
+    parts = list(classified_parts(text, tokenizer, frozenset({"int", "return"})))
+    assert [token for part in parts for token, _ in part] == tokenizer(text)["input_ids"]
+    words = [(tokenizer.decode([token]).strip(), kind) for token, kind in parts[0]]
+    kinds = {}
+    for word, kind in words:
+        kinds.setdefault(word, []).append(kind)
+    assert kinds["total"] == ["new word", "repeated word"] and kinds["second"] == ["new word", "repeated word"]
+    assert kinds["int"] == kinds["return"] == ["frequent word"] and kinds["4"] == ["number"]
+    assert kinds[";"] == ["punctuation"] * 2
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.8])
+def test_the_cost_of_equal_loss_is_found_from_laws_of_a_known_ratio(ratio):
+    rows = []
+    for size, flops in (("small", 1e12), ("middle", 4e12), ("large", 2e13)):
+        for model, factor, more in (("transformer", 1.0, 1.0), ("dcformer", ratio, 1.1)):
+            cost = flops * more
+            row = {"size": size, "model": model, "flops": cost, "loss": 30 * (factor * cost) ** -0.08}
+            rows += [row | {"seed": seed} for seed in range(3)]
+    found = report.compute_ratios(pd.DataFrame(rows), "flops")
+    assert list(found.index) == ["small", "middle", "large", "all"]
+    for column in found:
+        assert list(found[column]) == pytest.approx([ratio] * 4)
+    noisy = pd.DataFrame(rows)
+    noisy["loss"] *= 1 + 0.005 * noisy["seed"]
+    spread = report.compute_ratios(noisy, "flops").loc["all"]
+    assert spread["low"] < spread["high"] and spread["low"] <= ratio + 1e-6
+
+
+def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, capsys):
+    for file in report.RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path)])
+    report.main()
+    assert "## Pairs" in capsys.readouterr().out and (tmp_path / "curves.png").is_file()
