@@ -309,6 +309,8 @@ def main() -> None:
             tables[name.capitalize()] = rows_table(results, names, reference)
             plot_rows(results, names, reference, folder / f"{name}.png")
     for title, table in tables.items():
+        if len(table) == 0:  # as the fit over sizes is with one size
+            continue
         print(f"## {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n")
     plot_curves(pairs, folder / "curves.png")
     if pairs.groupby("text")["size"].nunique().max() > 1:
