@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from dcformer.common.plotting import draw_grid, draw_rows, picture
 from dcformer.eval import compare_seeds, seed_interval
@@ -268,6 +269,8 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
                     label = f"{MODELS[model]}, {size}"
                     panel.plot(spent, losses, color=COLOURS[model], linestyle=sizes[size], label=label)
                 panel.set_xscale("log")
+                panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                panel.xaxis.set_minor_formatter(NullFormatter())
                 panel.set_xlabel(title)
                 draw_grid(panel)
             row[0].set_ylabel(f"evaluation loss on {text}\n(nats per token)")
