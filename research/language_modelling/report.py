@@ -235,7 +235,7 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
                 panel.plot(costs, np.exp(intercept + slope * np.log(costs)), linewidth=1.2, **style)
                 panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4)
             panel.set_xscale("log")
-            panel.set_title(f"English {text}" if text == "prose" else "Python code", fontsize=10)
+            panel.set_title(f"English {text}" if text == "prose" else text.capitalize(), fontsize=10)
             panel.set_xlabel("training operations")
             draw_grid(panel)
         panels[0].set_ylabel("loss on test text (nats per token)")
@@ -249,7 +249,7 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
         last.axvline(1, color="black", linewidth=0.8)
         last.set_yticks(range(len(texts)), texts)
         last.set_ylim(len(texts) - 0.3, -0.9)
-        last.set_title("Transformer++ operations for the same loss,\nDCFormer++ = 1", fontsize=10)
+        last.set_title("operations of Transformer++\nfor the loss of DCFormer++", fontsize=10)
         last.legend(frameon=False, loc="lower right", fontsize=8)
         draw_grid(last, "x")
 
