@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import dcformer  # noqa: F401  registers the models
 
 LENGTH = 256  # tokens of a part of a document, as in training
 FREQUENT_WORDS = 100
-POSITIONS = (1, 4, 16, 64, 256)  # the first token of a part is not predicted
+POSITIONS = (4, 16, 64, 256)  # ends of ranges; the first token of a part is not predicted
 CLASSES = ("frequent word", "repeated word", "new word", "number", "punctuation", "white space")
 _PIECES = re.compile(r"(?P<word>[^\W\d]\w*)|(?P<number>\d+)|(?P<white_space>\s+)|(?P<punctuation>.)", re.DOTALL)
 _BATCH = 32
@@ -54,18 +55,18 @@ def breakdown(model_folder: Path, data: Path) -> dict[str, Any]:
         losses = cross_entropy(logits[:, :-1].transpose(1, 2).float().cpu(), input_ids[:, 1:], reduction="none")
         for part, row in zip(batch, losses.tolist()):
             for position, ((_, kind), loss) in enumerate(zip(part[1:], row), start=1):
-                end = next(end for end in POSITIONS[1:] if position < end)
+                end = next(end for end in POSITIONS if position < end)
                 for sums, name in ((classes, kind), (positions, f"below {end}")):
                     tokens, total = sums.get(name, (0, 0.0))
                     sums[name] = tokens + 1, total + loss
     tokens, total = (sum(values) for values in zip(*classes.values()))
-    bits = total / sum(map(len, texts)) / torch.log(torch.tensor(2.0)).item()
+    bits = total / sum(map(len, texts)) / math.log(2)
     return {
         "loss": total / tokens,
         "tokens": tokens,
         "bits_per_character": bits,
         "classes": {name: classes[name] for name in CLASSES if name in classes},
-        "positions": dict(sorted(positions.items(), key=lambda item: int(item[0].split()[1]))),
+        "positions": {name: positions[name] for name in (f"below {end}" for end in POSITIONS) if name in positions},
     }
 
 

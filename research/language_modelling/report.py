@@ -165,26 +165,30 @@ def rates_table(results: dict[str, Any]) -> pd.DataFrame:
 
 def heads_table(folder: Path) -> pd.DataFrame:
     """Test losses of the smallest models on code with either size of heads, by seed."""
-    found: dict[str, dict[int, float]] = {name: {} for name in HEADS}
+    found: dict[str, dict[int, float]] = {}
     for sweep in ("code", "heads"):
-        for run in (read_results(folder, sweep) or {"runs": []})["runs"]:
-            if run["variant"] in HEADS:
-                found[run["variant"]][run["seed"]] = run["test"]["loss"]
+        found |= losses_of(read_results(folder, sweep) or {"runs": []})
     rows = [
         {
-            "model": HEADS[name],
-            "loss by seed": ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(by_seed.items())),
+            "model": label,
+            "loss by seed": ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(found.get(name, {}).items())),
         }
-        for name, by_seed in found.items()
+        for name, label in HEADS.items()
     ]
     return pd.DataFrame(rows)
 
 
-def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
-    """Variants by their mean loss, with their differences to one of them, corrected for their number by Holm's rule."""
+def losses_of(results: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Variant -> seed -> test loss."""
     losses: dict[str, dict[int, float]] = {}
     for run in results["runs"]:
         losses.setdefault(run["variant"], {})[run["seed"]] = run["test"]["loss"]
+    return losses
+
+
+def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
+    """Variants by their mean loss, with their differences to one of them, corrected for their number by Holm's rule."""
+    losses = losses_of(results)
     compared = {
         item.first: item for item in compare_seeds(losses, [(name, reference) for name in losses if name != reference])
     }
@@ -280,9 +284,7 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
 
 def plot_rows(results: dict[str, Any], names: dict[str, str], reference: str, path: Path) -> None:
     """Test loss of every variant: the seeds as circles, their mean as a diamond, a line at the one compared with."""
-    groups: dict[str, list[float]] = {}
-    for run in results["runs"]:
-        groups.setdefault(run["variant"], []).append(run["test"]["loss"])
+    groups = {name: list(by_seed.values()) for name, by_seed in losses_of(results).items()}
     ordered = sorted(groups, key=lambda name: sum(groups[name]) / len(groups[name]))
     with picture(path, (8.0, 1.2 + 0.32 * len(ordered)), "train") as figure:
         axis = figure.subplots()
