@@ -198,7 +198,8 @@ def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -
         row[f"over {names[reference]}"] = row["corrected p"] = ""
         if name in compared:
             item = compared[name]
-            low, high = item.difference - item.simultaneous, item.difference + item.simultaneous
+            half = item.simultaneous_half_width
+            low, high = item.difference - half, item.difference + half
             row[f"over {names[reference]}"] = f"{item.difference:+.3f} ({low:+.3f} to {high:+.3f})"
             row["corrected p"] = f"{item.corrected_p:.3f}"
         rows.append(row | {"published perplexity": f"{published[name]:.2f}" if name in published else ""})
