@@ -17,7 +17,7 @@ from ..modeling_dcformer import DCFormerAttention
 from .branches import BRANCHES, OWN_HEAD, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
-from .picture import NEGATIVE, POSITIVE, heat_map, label
+from .picture import NEGATIVE, POSITIVE, head_graph, heat_map, label
 from .recording import Recording, attention_layers, chosen, record
 
 
@@ -241,7 +241,8 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
         found = statistics[layer, kind]
         heads = [f"head {number}" for number in range(len(found.lending))]
         others = found.lending.clone().fill_diagonal_(0.0)
-        drawn = heat_map(others, heads, heads, f"Layer {layer}, who lends to whom", strongest)
+        title = f"Layer {layer}, who lends to whom"
+        drawn = heat_map(others, heads, heads, title, strongest) + head_graph(found.lending, title, strongest)
         largest, smallest = found.singular_values[[0, -1]].tolist()
         caption = (
             f"Heads take {found.borrowed.min():.0%} to {found.borrowed.max():.0%} from others. Effective rank "
@@ -254,7 +255,8 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
     _drawn(output, "lending", (2.2 * len(numbers) + 1, 2.2 * len(kinds) + 0.6), draw)
     note = (
         "The matrices of equation 8 over pairs of tokens: from which heads (rows) a head (column) takes, as the mean "
-        "share of absolute values. What a head keeps of its own, the diagonal, is left out; one scale for all."
+        "share of absolute values. What a head keeps of its own, the diagonal, is left out; one scale for all. Arrows "
+        "lead to every head from the three of which it takes most."
     )
     return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>')
 

@@ -75,8 +75,8 @@ def answers(url):
 
 
 @pytest.fixture(scope="module")
-def generator():
-    return TextGenerator(load_model("dcformer-tiny", dtype="float32", device="cpu"), max_new_tokens=NEW_TOKENS)
+def loaded():
+    return load_model("dcformer-tiny", dtype="float32", device="cpu")
 
 
 def ask(served, prompt, **options):
@@ -85,15 +85,15 @@ def ask(served, prompt, **options):
     )
 
 
-def test_a_completion_is_what_generate_writes_streamed_or_not(served, generator):
-    for prompt, expected in zip(PROMPTS, generator.generate(PROMPTS)):
+def test_a_completion_is_what_generate_writes_streamed_or_not(served, loaded):
+    for prompt, expected in zip(PROMPTS, TextGenerator(loaded, max_new_tokens=NEW_TOKENS).generate(PROMPTS)):
         # Servers differ in whether a text ends with the token that ends it.
         assert ask(served, prompt).choices[0].text.strip() == expected.text.strip() != ""
         pieces = [chunk.choices[0].text or "" for chunk in ask(served, prompt, stream=True) if chunk.choices]
         assert "".join(pieces).strip() == expected.text.strip()
 
 
-def test_the_address_is_said_and_the_example_of_the_page_answered(served, generator, capsys):
+def test_the_address_is_said_and_the_example_of_the_page_answered(served, loaded, capsys):
     assert (
         f"Starting {served.engine}: dcformer-tiny will be at http://127.0.0.1:{served.port}/v1"
         in served.log.read_text()
@@ -101,7 +101,7 @@ def test_the_address_is_said_and_the_example_of_the_page_answered(served, genera
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python server\n(.*?)^```", page, re.S | re.M)
     exec(example.replace(":8000", f":{served.port}"), {})
-    (expected,) = generator.generate([PROMPTS[0]], max_new_tokens=8)
+    (expected,) = TextGenerator(loaded, max_new_tokens=8).generate([PROMPTS[0]])
     assert capsys.readouterr().out == f"{expected.text.strip()}\n"
 
 
