@@ -6,8 +6,11 @@ import sys
 
 import pandas as pd
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from research.language_modelling import report
+from dcformer import pretrained_path
+from dcformer.analysis import ablated, record
+from research.language_modelling import inside, report
 from research.language_modelling.breakdown import LENGTH, classified_parts
 from research.language_modelling.prepare import prepare, train_tokenizer
 
@@ -91,3 +94,37 @@ def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):
     assert table["over no composition"][0].startswith("-0.098 (-0.10") and table["over no composition"][2] == ""
     report.plot_rows(results, report.ROWS_OF_TABLE_9, "none", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").is_file()
+
+
+def test_attention_on_copied_words_and_losses_without_a_branch_or_a_head(tmp_path):
+    folder = pretrained_path("dcformer-tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lines = [f"first_{number} = second_{number} + first_{number};\n" for number in range(150)]
+    parts = inside.whole_parts(["".join(lines), TEXT * 40], tokenizer, 4)
+    attention = inside.attention_on_copied(model, parts).set_index(["map", "layer", "head"]).attention
+    sums, count = {}, 0
+    for part in parts:
+        recording = record(model, [token for token, _ in part], list(inside.MAPS))
+        for place, (token, kind) in enumerate(part[1:]):
+            earlier = [key for key in range(place + 1) if part[key][0] == token]
+            if kind != "repeated word" or not earlier:
+                continue
+            count += 1
+            for name in inside.MAPS:
+                for layer, value in recording[name].items():
+                    for head in range(6):
+                        found = value[0, head, place, earlier].sum().item()
+                        sums[name, layer, head] = sums.get((name, layer, head), 0.0) + found
+    assert count > 20
+    for place, total in sums.items():
+        assert attention[place] == pytest.approx(total / count, abs=1e-4)
+
+    losses = inside.rises(model, parts)
+    inside.draw(attention.reset_index(), losses, tmp_path / "inside.png")
+    found = losses.set_index(["layer", "without", "class"])
+    before = inside.token_losses(model, parts)
+    with ablated(model, 1, "query_gate"):
+        difference = inside.token_losses(model, parts) - before
+    mean = difference[inside.of_kind(parts, "new word")].mean().item()
+    assert found.rise[1, "query_gate", "new word"] == pytest.approx(mean, abs=1e-4)
+    assert found.rise[3, "head 1", "repeated word"] != found.rise[3, "head 2", "repeated word"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import functools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def breakdown(model_folder: Path, data: Path) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    texts, frequent = _texts(data / "test.jsonl"), frequent_words(data / "validation.jsonl")
+    texts, frequent = texts_of(data / "test.jsonl"), frequent_words(texts_of(data / "validation.jsonl"))
     parts = [part for text in texts for part in classified_parts(text, tokenizer, frequent)]
     parts.sort(key=len)
     classes, positions = ({} for _ in range(2))
@@ -92,14 +91,13 @@ def classified_parts(text: str, tokenizer, frequent: frozenset[str]) -> Iterator
         yield part
 
 
-@functools.cache
-def frequent_words(file: Path) -> frozenset[str]:
-    """The most frequent words of the documents of a file."""
+def frequent_words(texts: Iterable[str]) -> frozenset[str]:
+    """The most frequent words of these documents."""
     counts = collections.Counter(
-        piece[0] for text in _texts(file) for piece in _PIECES.finditer(text) if piece.lastgroup == "word"
+        piece[0] for text in texts for piece in _PIECES.finditer(text) if piece.lastgroup == "word"
     )
     return frozenset(word for word, _ in counts.most_common(FREQUENT_WORDS))
 
 
-def _texts(file: Path) -> list[str]:
+def texts_of(file: Path) -> list[str]:
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
