@@ -218,6 +218,8 @@ class DCFormerAttention(nn.Module):
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
             attention_interface = composed_attention_forward
+            if "flash" in (name := str(self.config._attn_implementation)) or "flex" in name:
+                raise ValueError(f"Maps are not computed with attn_implementation={name!r}; use sdpa.")
             kwargs["observe"] = lambda name, attention: getattr(self, name)(attention)
             is_first = attention_mask is None and 1 < query.shape[2] < key.shape[2]
             if is_first and self.config._attn_implementation == "sdpa":

@@ -68,6 +68,10 @@ def test_what_cannot_be_recorded_is_refused():
         record(model, ids, ["weights"])["scores"]
     with pytest.raises(ValueError, match="composes no heads"):
         record(tiny_model("plain_gated_transformer"), ids, ["factors"])
+    plain = tiny_model("plain_gated_transformer")
+    plain.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention'; use sdpa"):
+        record(plain, ids)
 
 
 @pytest.mark.parametrize("variant", ["all_branches", "grouped", "gates_only", "talking_heads", "key_wise"])
