@@ -136,6 +136,10 @@ setup(
     cmdclass={"build_ext": BuildLibraries},
     entry_points={
         "console_scripts": ["dcformer = dcformer_command:main"],
+        "transformer_lens.architectures": [
+            f"{family}ForCausalLM = dcformer.analysis.transformer_lens:DCFormerAdapter"
+            for family in ("DCFormer", "DCPythia")
+        ],
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
     python_requires=">=3.10",
