@@ -31,6 +31,7 @@ def run_example(capsys):
     """A function that runs the page's example of a package, after the page's first, and returns all its names."""
 
     def run(package):
+        pytest.importorskip(package, reason=f"{package} is not installed")
         names = {}
         exec(re.search(r"^```python\n(.*?)^```", PAGE, re.S | re.M).group(1), names)
         examples = re.findall(r"^```python tools\n(.*?)^```\n(?:\n```text tools\n(.*?)^```)?", PAGE, re.S | re.M)
@@ -73,8 +74,9 @@ def test_the_bridge_computes_a_map_for_its_hook_alone_and_lets_it_change():
     for name in ATTENTION_MAPS:
         point = getattr(bridge.blocks[1].attn, f"hook_{name}")
         point.forward = lambda attention, name=name: computed.append(name) or attention
-    bridge.run_with_cache(ids, names_filter=["blocks.0.attn.hook_weights", "blocks.1.attn.hook_z"])
-    assert computed == []
+    name = "blocks.0.attn.hook_weights"
+    _, cache = bridge.run_with_cache(ids, names_filter=[name, "blocks.1.attn.hook_z"], pos_slice=-1)
+    assert computed == [] and cache[name].shape == (1, 4, 1, 21)  # of the last query
     for name in ATTENTION_MAPS:
         hooks = [(f"blocks.1.attn.hook_{name}", lambda attention, hook: 1.5 * attention)]
         assert (bridge.run_with_hooks(ids, fwd_hooks=hooks) - before).abs().max() > 1e-2
@@ -83,15 +85,14 @@ def test_the_bridge_computes_a_map_for_its_hook_alone_and_lets_it_change():
 
 
 def test_transformer_lens_boots_a_folder(run_example):
-    pytest.importorskip("transformer_lens", reason="TransformerLens is not installed")
     names = run_example("transformer_lens")
     ids = names["tokenizer"](names["text"], return_tensors="pt")["input_ids"]
     expected = names["model"].float()(ids).logits
     torch.testing.assert_close(names["logits"], expected, atol=1e-5, rtol=0)
+    assert torch.equal(names["bridge"](ids), expected)  # to the last bit while no map is computed
 
 
 def test_nnsight_reads_the_maps_and_changes_them(run_example):
-    pytest.importorskip("nnsight", reason="nnsight is not installed")
     names = run_example("nnsight")
     model, traced, text, found = names["model"], names["traced"], names["text"], {}
     expected = record(model, text, tokenizer=names["tokenizer"])
@@ -110,7 +111,6 @@ def test_nnsight_reads_the_maps_and_changes_them(run_example):
 
 
 def test_circuitsvis_is_given_signed_weights_on_a_symmetric_scale(run_example):
-    pytest.importorskip("circuitsvis", reason="circuitsvis is not installed")
     names = run_example("circuitsvis")
     given = json.loads(re.search(r"AttentionHeads,\s+({.*})\s+\)", names["page"].local_src).group(1))
     weights = names["recording"]["composed_weights"][1][0]
@@ -120,7 +120,6 @@ def test_circuitsvis_is_given_signed_weights_on_a_symmetric_scale(run_example):
 
 
 def test_bertviz_is_given_opacities(run_example):
-    pytest.importorskip("bertviz", reason="BertViz is not installed")
     names = run_example("bertviz")
     start = names["page"].data.index('{"attention"')
     (given,) = json.JSONDecoder().raw_decode(names["page"].data, start)[0]["attention"]
