@@ -22,7 +22,14 @@ EXTRAS = {
     "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
     "demo": ["gradio>=6", "matplotlib"],
-    "analysis": ["pandas", "matplotlib"],
+    "analysis": [
+        "pandas",
+        "matplotlib",
+        "transformer-lens>=4.3,<5",
+        "nnsight>=0.8",
+        "circuitsvis>=1.43",
+        "bertviz>=1.4",
+    ],
     "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pandas", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
@@ -59,6 +66,10 @@ EXTRAS = {
         "optimum-quanto>=0.2.7",
         "pillow",
         "scikit-learn",
+        "transformer-lens>=4.3,<5",
+        "nnsight>=0.8",
+        "circuitsvis>=1.43",
+        "bertviz>=1.4",
         "gradio>=6",
         "playwright",
         "furo",
@@ -136,6 +147,10 @@ setup(
     cmdclass={"build_ext": BuildLibraries},
     entry_points={
         "console_scripts": ["dcformer = dcformer_command:main"],
+        "transformer_lens.architectures": [
+            f"{family}ForCausalLM = dcformer.analysis.transformer_lens:DCFormerAdapter"
+            for family in ("DCFormer", "DCPythia")
+        ],
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
     python_requires=">=3.10",

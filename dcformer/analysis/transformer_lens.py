@@ -1,0 +1,64 @@
+"""How the bridge of TransformerLens wraps our models: its hooks and its cache see the four maps of every layer."""
+
+from functools import partial
+
+from torch import nn
+
+from ..common.optional import import_optional
+from ..modeling_dcformer import ATTENTION_MAPS
+
+
+_MISSING = "The bridge needs TransformerLens: pip install 'dcformer[analysis]'."
+bridge = import_optional("transformer_lens.model_bridge", _MISSING)
+factory = import_optional("transformer_lens.factories.architecture_adapter_factory", _MISSING)
+components = bridge.generalized_components
+
+
+class DCFormerAttentionBridge(bridge.AttentionBridge):
+    """An attention layer with a hook point for each map: `hook_scores`, `hook_composed_scores` and so on."""
+
+    supports_split_qkv_fork = False
+
+    def set_original_component(self, original_component: nn.Module) -> None:
+        """Put hook points in the place of the maps' modules, where the layer looks for hooks before it computes any."""
+        super().set_original_component(original_component)
+        for name in ATTENTION_MAPS:
+            point = components.base.HookPoint()
+            point.pos_dim = -2
+            setattr(original_component, name, point)
+            setattr(self, f"hook_{name}", point)
+        # Other models have these names: the scores that the softmax is given, and the weights that mix the values.
+        self.hook_attn_scores, self.hook_pattern = self.hook_composed_scores, self.hook_composed_weights
+
+
+class DCFormerAdapter(bridge.ArchitectureAdapter):
+    """What TransformerLens calls the modules of DCFormer and DCPythia, which compute as they do alone."""
+
+    supports_compatibility_mode = False  # it folds norms into projections, but compose weights read the norms too
+    supports_hf_output_attentions = False
+
+    def prepare_model(self, hf_model: nn.Module) -> None:
+        """Map the modules of this model; its configuration says which there are."""
+        config = hf_model.config
+        config.output_attentions = False  # the bridge asks every forward for them, and they are a map
+        self.cfg.normalization_type = "RMS" if config.norm_type == "rms_norm" else "LN"
+        self.cfg.default_prepend_bos = False
+        norm = partial(bridge.NormalizationBridge, config=self.cfg, use_native_layernorm_autograd=True)
+        output = {"o": bridge.LinearBridge("o_proj")}
+        modules = {
+            "ln1": norm("input_layernorm"),
+            "attn": DCFormerAttentionBridge("self_attn", self.cfg, submodules=output, fused_qkv=True),
+            "ln2": norm("post_attention_layernorm"),
+            "mlp": self._gated_mlp() if config.mlp_type == "gated" else self._ungated_mlp(),
+        }
+        blocks = components.DelegatedAttentionBlockBridge("model.layers", submodules=modules)
+        if config.parallel_residual:
+            del blocks.hook_aliases["hook_resid_mid"]
+        self.component_mapping = {"embed": bridge.EmbeddingBridge("model.embed_tokens"), "blocks": blocks}
+        self.component_mapping |= {"ln_final": norm("model.norm"), "unembed": bridge.UnembeddingBridge("lm_head")}
+        # Only now: a rotary attention would have hook points of rotated queries and keys, which nothing calls.
+        self.cfg.positional_embedding_type = "rotary" if config.position_embedding_type == "rope" else "standard"
+
+
+# `boot_transformers` of TransformerLens 4.3 looks for the architecture here before it loads entry points.
+factory.SUPPORTED_ARCHITECTURES |= dict.fromkeys(("DCFormerForCausalLM", "DCPythiaForCausalLM"), DCFormerAdapter)
