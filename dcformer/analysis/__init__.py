@@ -4,12 +4,11 @@ from .branches import BRANCHES, ablated, branch_shares, branch_terms, branches_o
 from .diversity import effective_heads, head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, effective_rank, head_map_statistics, head_maps
 from .picture import heat_map
-from .recording import AXES, Recording, forwards, record, watch
+from .recording import Recording, forwards, record, watch
 from .report import analyse
 
 
 __all__ = [
-    "AXES",
     "BRANCHES",
     "HeadMapStatistics",
     "Recording",

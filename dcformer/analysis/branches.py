@@ -39,12 +39,6 @@ def branches_of(compose: DCFormerCompose) -> list[str]:
     return (["static"] if compose.static_weight is not None else []) + found
 
 
-def has_branch(compose: DCFormerCompose, name: str) -> bool:
-    """Whether a layer has a branch, or one of several by the names of [`ablated`]."""
-    has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in compose.stages
-    return has_stage and not set(_ABLATIONS[name]).isdisjoint(branches_of(compose))
-
-
 def without(weights: Weights, branches: Collection[str]) -> Weights:
     """The same weights, of the same shapes, with these branches at zero."""
 
@@ -167,7 +161,8 @@ def ablated(
     with contextlib.ExitStack() as stack:
         for layer in chosen(layers, len(modules), "layers"):
             for name in names:
-                if not has_branch(modules[layer], name):
+                has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in modules[layer].stages
+                if not has_stage or set(_ABLATIONS[name]).isdisjoint(branches_of(modules[layer])):
                     raise ValueError(f"Layer {layer} has no branch {name!r}, but {branches_of(modules[layer])}.")
             handle = modules[layer].register_forward_hook(
                 lambda module, args, output: tuple(without(*each) for each in zip(output, off))

@@ -1,9 +1,8 @@
-"""Signed heat maps and graphs as SVG: blue above zero, orange below, which every eye tells apart, grey out of sight."""
+"""Signed heat maps as SVG: blue above zero, orange below, which every eye tells apart, and grey out of sight."""
 
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 POSITIVE, NEGATIVE, HIDDEN = "#2970e6", "#eb6112", "#9aa0a6"
 _LONGEST_LABEL = 14
 _WIDEST_CELL = 28  # pixels
-_ARROWS_OF_A_HEAD = 3
 
 
 def heat_map(
@@ -59,48 +57,6 @@ def heat_map(
     return (
         f'<svg role="img" aria-label="{html.escape(title)}" viewBox="{view}" style="{style}" font-size=".8" '
         f'fill="currentColor">{"".join([*cells, frame, *texts])}</svg>'
-    )
-
-
-def head_graph(lending: Tensor, title: str, strongest: float) -> str:
-    """
-    An SVG element of heads on a circle, each with arrows from the three heads of which it takes most.
-
-    Args:
-        lending (`Tensor`): (heads, heads) [from, to], shares; the diagonal is left out.
-        title: What is drawn, for those who do not see it.
-        strongest: Share of the broadest arrow.
-    """
-    count = len(lending)
-    angles = [2 * math.pi * head / count for head in range(count)]
-    size = min(0.7 * math.pi / count, 0.2)  # radius of a head's disc, where the circle's is 1
-    arrows, discs = [], []
-    for taker, angle in enumerate(angles):
-        x, y = math.sin(angle), -math.cos(angle)
-        shares = lending[:, taker].clone()
-        shares[taker] = 0
-        for share, lender in zip(*(each.tolist() for each in shares.topk(min(_ARROWS_OF_A_HEAD, count - 1)))):
-            start = math.sin(angles[lender]), -math.cos(angles[lender])
-            bend = 0.3 * (x + start[0]), 0.3 * (y + start[1])
-            along = math.hypot(x - bend[0], y - bend[1])
-            end = (x - (x - bend[0]) * 1.5 * size / along, y - (y - bend[1]) * 1.5 * size / along)  # short of the disc
-            width = 0.5 * size * share / strongest
-            arrows.append(
-                f'<path d="M{start[0]:.3f} {start[1]:.3f}Q{bend[0]:.3f} {bend[1]:.3f} {end[0]:.3f} {end[1]:.3f}" '
-                f'fill="none" stroke="{POSITIVE}" stroke-opacity=".7" stroke-width="{width:.4f}" '
-                f'marker-end="url(#arrow)"><title>head {lender} lends to head {taker}: {share:.3f}</title></path>'
-            )
-        discs.append(
-            f'<circle cx="{x:.3f}" cy="{y:.3f}" r="{size:.3f}" fill="white" stroke="currentColor" stroke-width=".01"/>'
-            f'<text x="{x:.3f}" y="{y + 0.35 * size:.3f}" text-anchor="middle">{taker}</text>'
-        )
-    marker = (
-        '<marker id="arrow" viewBox="0 0 4 4" refX="0" refY="2" markerWidth="3" markerHeight="3" orient="auto">'
-        f'<path d="M0 0L4 2L0 4" fill="{POSITIVE}"/></marker>'
-    )
-    return (
-        f'<svg role="img" aria-label="{html.escape(title)}" viewBox="-1.25 -1.25 2.5 2.5" font-size="{size:.3f}" '
-        f'style="max-width: 320px">{marker}{"".join([*arrows, *discs])}</svg>'
     )
 
 

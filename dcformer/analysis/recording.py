@@ -15,7 +15,6 @@ from ..modeling_dcformer import ATTENTION_MAPS, DCFormerAttention
 
 
 MAPS = (*ATTENTION_MAPS, "factors")
-AXES = ("batch", "head", "query", "key")
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Recording:
     The maps of one forward pass, on the CPU; `recording["weights"][3]` is that of layer 3.
 
     Attributes:
-        maps: By name, then by layer: tensors with the axes of `AXES`, of the chosen heads. "factors" are the two
+        maps: By name, then by layer: (batch, head, query, key), of the chosen heads. "factors" are the two
             [`ComposeWeights`] of a layer instead, before and after the softmax, of all heads.
         heads: Numbers of the heads along the second axis.
         tokens: The texts of the tokens of each row, or their ids as text if no tokenizer was given.

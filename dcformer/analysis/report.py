@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from ..modeling_dcformer import DCFormerAttention
 from .branches import BRANCHES, OWN_HEAD, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
-from .picture import NEGATIVE, POSITIVE, head_graph, heat_map, label
+from .picture import NEGATIVE, POSITIVE, heat_map, label
 from .recording import Recording, attention_layers, chosen, record
 
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -87,11 +88,7 @@ def analyse(
     drawn_layers = chosen(layers, count, "layers")
     composes = isinstance(attention_layers(model)[0], DCFormerAttention) and model.config.composes_heads
     steps = 2 + 3 * composes
-
-    def report(what: str, done: int, total: int = 1) -> None:
-        if progress is not None:
-            progress(what, done, total)
-
+    report = progress or (lambda *_: None)
     report("Recording maps", 0, steps)
     maps = ["weights", "composed_weights"] if composes else ["weights"]
     recording = record(model, texts[0], maps, layers=drawn_layers, tokenizer=tokenizer)
@@ -218,31 +215,41 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
     numbers = sorted({layer for layer, _ in places})
 
     # What a head keeps would outshine what it takes.
-    strongest = max(float(found.lending.clone().fill_diagonal_(0.0).max()) for found in statistics.values())
+    lent = {place: found.lending.clone().fill_diagonal_(0.0) for place, found in statistics.items()}
+    strongest = max(float(shares.max()) for shares in lent.values())
 
-    def draw(figure: Figure) -> None:
+    def axes_of(figure: Figure) -> Iterator[tuple[Axes, Tensor]]:
         figure.set_layout_engine("compressed")
-        axes = figure.subplots(len(kinds), len(numbers), squeeze=False)
-        for line, kind in zip(axes, kinds):
+        for line, kind in zip(figure.subplots(len(kinds), len(numbers), squeeze=False), kinds):
             for axis, layer in zip(line, numbers):
-                image = axis.imshow(
-                    statistics[layer, kind].lending.clone().fill_diagonal_(0.0), cmap="Blues", vmin=0, vmax=strongest
-                )
                 axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
-                axis.locator_params(integer=True)
-        for axis in axes[:, 0]:
-            axis.set_ylabel("Head that lends")
-        for axis in axes[-1]:
-            axis.set_xlabel("Head that takes")
-        figure.colorbar(image, ax=axes, label="Share")
+                yield axis, lent[layer, kind]
+
+    def draw_matrices(figure: Figure) -> None:
+        for axis, shares in axes_of(figure):
+            image = axis.imshow(shares, cmap="Blues", vmin=0, vmax=strongest)
+            axis.locator_params(integer=True)
+            axis.label_outer()
+        figure.colorbar(image, ax=figure.axes, label="Share that a head (across) takes from a head (down)")
+
+    def draw_graphs(figure: Figure) -> None:
+        for axis, shares in axes_of(figure):
+            angles = torch.arange(len(shares)) * 2 * math.pi / len(shares)
+            points = torch.stack((angles.sin(), angles.cos()), dim=1).tolist()
+            for taker, (x, y) in enumerate(points):
+                axis.text(x, y, str(taker), ha="center", va="center")
+                for share, lender in zip(*(each.tolist() for each in shares[:, taker].topk(min(3, len(shares) - 1)))):
+                    look = {"color": POSITIVE, "alpha": 0.7, "shrinkA": 8, "shrinkB": 8, "arrowstyle": "-|>"}
+                    look |= {"linewidth": 4 * share / strongest, "connectionstyle": "arc3,rad=.15"}
+                    axis.annotate("", (x, y), points[lender], arrowprops=look)
+            axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
+            axis.set_axis_off()
 
     parts = []
     for layer, kind in places:
         found = statistics[layer, kind]
         heads = [f"head {number}" for number in range(len(found.lending))]
-        others = found.lending.clone().fill_diagonal_(0.0)
-        title = f"Layer {layer}, who lends to whom"
-        drawn = heat_map(others, heads, heads, title, strongest) + head_graph(found.lending, title, strongest)
+        drawn = heat_map(lent[layer, kind], heads, heads, f"Layer {layer}, who lends to whom", strongest)
         largest, smallest = found.singular_values[[0, -1]].tolist()
         caption = (
             f"Heads take {found.borrowed.min():.0%} to {found.borrowed.max():.0%} from others. Effective rank "
@@ -252,13 +259,15 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
         parts.append(
             f"<figure><h4>Layer {layer}, {_STAGES[kind]}</h4>{drawn}<figcaption>{caption}</figcaption></figure>"
         )
-    _drawn(output, "lending", (2.2 * len(numbers) + 1, 2.2 * len(kinds) + 0.6), draw)
+    size = 2.2 * len(numbers) + 1, 2.2 * len(kinds) + 0.6
+    _drawn(output, "lending", size, draw_matrices)
+    graphs = _drawn(output, "lending_graph", size, draw_graphs)
     note = (
         "The matrices of equation 8 over pairs of tokens: from which heads (rows) a head (column) takes, as the mean "
         "share of absolute values. What a head keeps of its own, the diagonal, is left out; one scale for all. Arrows "
         "lead to every head from the three of which it takes most."
     )
-    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>')
+    return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>', graphs)
 
 
 def _attention_section(output: Path, recording: Recording) -> str:
