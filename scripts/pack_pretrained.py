@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 FOLDER = Path(__file__).parents[1] / "dcformer" / "pretrained"
-VARIANTS = {"dcformer-tiny": "dcformer_small", "transformer-tiny": "transformer_small"}
+VARIANTS = {"dcformer-tiny": "dcformer_middle", "transformer-tiny": "transformer_middle"}
 
 
 def pack_model(source: str | Path, destination: str | Path) -> None:

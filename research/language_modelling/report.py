@@ -76,30 +76,35 @@ def compute_ratios(pairs: pd.DataFrame, axis: str) -> pd.DataFrame:
 
     For each model a line is fitted through the sizes: logarithm of the mean loss on that of the cost. At the cost of
     DCFormer++ of a size, its line gives a loss, and the baseline's line the cost of that loss. Seeds are drawn with
-    replacement 10,000 times for the intervals, the same seeds for both models of a size.
+    replacement 10,000 times for the intervals, the same for both models of a size.
 
     Args:
         pairs: Rows of one text, as of `read_pairs`.
         axis: `"flops"` or `"seconds"`.
 
     Returns:
-        A row per size and one of their geometric mean, `all`: `ratio`, `low` and `high` (2.5 and 97.5 %).
+        A row per size and one of their geometric mean, `all`: `ratio`, `low` and `high` (2.5 and 97.5 %; NaN with fewer
+        than two seeds of a size).
     """
-    sizes = list(dict.fromkeys(pairs["size"]))
-    generator, seeds = np.random.default_rng(0), sorted(set(pairs["seed"]))
-    drawn = generator.integers(len(seeds), size=(_RESAMPLES, len(sizes), len(seeds)))
-    drawn[0] = np.arange(len(seeds))  # the first sample is the seeds themselves
-    cost, loss = {}, {}
-    for model, rows in pairs.groupby("model"):
-        costs, losses = (rows.pivot(index="size", columns="seed", values=key).loc[sizes] for key in (axis, "loss"))
-        cost[model] = np.log(costs.mean(axis=1).to_numpy())  # (sizes,)
-        chosen = np.take_along_axis(losses.to_numpy()[None], drawn, axis=2)  # (samples, sizes, seeds)
-        loss[model] = np.log(chosen.mean(axis=2))
-    own, base = (_line(cost[model], loss[model]) for model in ("dcformer", "transformer"))
-    level = own[0] + own[1] * cost["dcformer"]  # (samples, sizes)
-    logarithms = (level - base[0]) / base[1] - cost["dcformer"]
+    generator = np.random.default_rng(0)
+    cost: dict[str, list[float]] = {model: [] for model in MODELS}
+    loss: dict[str, list[np.ndarray]] = {model: [] for model in MODELS}
+    sizes, fewest = dict(iter(pairs.groupby("size", sort=False))), np.inf
+    for rows in sizes.values():
+        losses = rows.pivot(index="seed", columns="model", values="loss")
+        drawn = generator.integers(len(losses), size=(_RESAMPLES, len(losses)))
+        drawn[0] = np.arange(len(losses))  # the first sample is the seeds themselves
+        for model in MODELS:
+            cost[model].append(np.log(rows.loc[rows["model"] == model, axis].mean()))
+            loss[model].append(np.log(losses[model].to_numpy()[drawn].mean(axis=1)))  # (samples,)
+        fewest = min(fewest, len(losses))
+    own_cost, base_cost = (np.array(cost[model]) for model in ("dcformer", "transformer"))  # (sizes,)
+    own = _line(own_cost, np.stack(loss["dcformer"], axis=1))
+    base = _line(base_cost, np.stack(loss["transformer"], axis=1))
+    level = own[0] + own[1] * own_cost  # (samples, sizes)
+    logarithms = (level - base[0]) / base[1] - own_cost
     ratios = np.exp(np.concatenate([logarithms, logarithms.mean(axis=1, keepdims=True)], axis=1))
-    low, high = np.percentile(ratios, [2.5, 97.5], axis=0)
+    low, high = np.percentile(ratios, [2.5, 97.5], axis=0) if fewest > 1 else np.full((2, len(sizes) + 1), np.nan)
     return pd.DataFrame({"ratio": ratios[0], "low": low, "high": high}, index=[*sizes, "all"])
 
 
@@ -149,9 +154,13 @@ def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
             continue
         found = {axis: compute_ratios(group, axis) for axis in ("flops", "seconds")}
         for size in found["flops"].index:
-            cells = {axis: "{:.2f} ({:.2f} to {:.2f})".format(*ratios.loc[size]) for axis, ratios in found.items()}
+            cells = {axis: _ratio(*ratios.loc[size]) for axis, ratios in found.items()}
             rows.append({"text": text, "at the cost of": size} | cells)
     return pd.DataFrame(rows).rename(columns={"flops": "operations"})
+
+
+def _ratio(ratio: float, low: float, high: float) -> str:
+    return f"{ratio:.2f}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
 
 
 def rates_table(results: dict[str, Any]) -> pd.DataFrame:
@@ -239,24 +248,34 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
                 style = {"color": COLOURS[model], "label": MODELS[model]}
                 panel.plot(costs, np.exp(intercept + slope * np.log(costs)), linewidth=1.2, **style)
                 panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4)
-            panel.set_xscale("log")
+            _scale_costs(panel)
             panel.set_title(f"English {text}" if text == "prose" else text.capitalize(), fontsize=10)
             panel.set_xlabel("training operations")
             draw_grid(panel)
         panels[0].set_ylabel("loss on test text (nats per token)")
         panels[0].legend(frameon=False)
         last.axvspan(*PUBLISHED_RATIO, color="0.85", label="the paper, from 405 million\nparameters: 1.7 to 2.0")
-        for place, text in enumerate(texts):
-            row = compute_ratios(pairs[pairs["text"] == text], "flops").loc["all"]
-            spread = [[row["ratio"] - row["low"]], [row["high"] - row["ratio"]]]
-            last.errorbar(row["ratio"], place, xerr=spread, fmt="D", color=COLOURS["dcformer"], capsize=3)
-            last.annotate(f"{row['ratio']:.2f}", (row["ratio"], place), (0, 8), textcoords="offset points", ha="center")
+        found = {text: compute_ratios(pairs[pairs["text"] == text], "flops") for text in texts}
+        ratios = pd.concat(found).drop(index="all", level=1)
+        places = range(len(ratios))
+        spread = (ratios["ratio"] - ratios["low"], ratios["high"] - ratios["ratio"])
+        last.errorbar(ratios["ratio"], places, xerr=spread, fmt="D", color=COLOURS["dcformer"], capsize=3)
+        for place, ratio in zip(places, ratios["ratio"]):
+            last.annotate(f"{ratio:.2f}", (ratio, place), (0, 8), textcoords="offset points", ha="center")
         last.axvline(1, color="black", linewidth=0.8)
-        last.set_yticks(range(len(texts)), texts)
-        last.set_ylim(len(texts) - 0.3, -0.9)
+        last.set_xlim(left=0.9)
+        last.set_yticks(places, [", ".join(each) for each in ratios.index])
+        last.set_ylim(len(ratios) - 0.1, -0.9)
         last.set_title("operations of Transformer++\nfor the loss of DCFormer++", fontsize=10)
         last.legend(frameon=False, loc="lower right", fontsize=8)
         draw_grid(last, "x")
+
+
+def _scale_costs(panel: Any) -> None:
+    """A logarithmic axis across, with labels that do not touch."""
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_minor_formatter(NullFormatter())
 
 
 def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
@@ -266,18 +285,19 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
     with picture(path, (10.0, 3.4 * len(texts) + 0.8), "train") as figure:
         panels = figure.subplots(len(texts), 2, sharey="row", squeeze=False)
         for text, row in zip(texts, panels):
+            halfway: list[float] = []
             for panel, axis, title in zip(row, ("flops", "seconds"), ("training operations", "seconds of one core")):
                 for (size, model), group in pairs[pairs["text"] == text].groupby(["size", "model"], sort=False):
                     spent, losses = (
                         np.mean([curve[key] for curve in group["curve"]], axis=0) for key in (axis, "loss")
                     )
                     label = f"{MODELS[model]}, {size}"
+                    halfway.append(losses[len(losses) // 2])
                     panel.plot(spent, losses, color=COLOURS[model], linestyle=sizes[size], label=label)
-                panel.set_xscale("log")
-                panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                panel.xaxis.set_minor_formatter(NullFormatter())
+                _scale_costs(panel)
                 panel.set_xlabel(title)
                 draw_grid(panel)
+            row[0].set_ylim(top=1.1 * max(halfway))
             row[0].set_ylabel(f"evaluation loss on {text}\n(nats per token)")
         handles = panels[0][0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside lower center", ncols=len(sizes), frameon=False)

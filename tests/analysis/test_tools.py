@@ -88,7 +88,7 @@ def test_transformer_lens_boots_a_folder(run_example):
     names = run_example("transformer_lens")
     ids = names["tokenizer"](names["text"], return_tensors="pt")["input_ids"]
     expected = names["model"].float()(ids).logits
-    torch.testing.assert_close(names["logits"], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(names["logits"], expected, atol=1e-5, rtol=1e-6)  # maps are computed by other sums
     assert torch.equal(names["bridge"](ids), expected)  # to the last bit while no map is computed
 
 
