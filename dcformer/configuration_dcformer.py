@@ -322,13 +322,9 @@ class DCFormerConfig(PreTrainedConfig):
                 f"layer_types must name one of {', '.join(sorted(allowed))} for each of the {self.num_hidden_layers} "
                 f"layers (sliding_window={self.sliding_window}), got {self.layer_types}."
             )
-        if self.compose_layers is not None and not {*range(self.num_hidden_layers)}.issuperset(
-            self.compose_layers or [-1]
-        ):
-            raise ValueError(
-                f"compose_layers must name layers from 0 to {self.num_hidden_layers - 1}, at least one, got "
-                f"{self.compose_layers}; None stands for all."
-            )
+        if (layers := self.compose_layers) is not None and not {*range(self.num_hidden_layers)} >= {*(layers or [-1])}:
+            last = self.num_hidden_layers - 1
+            raise ValueError(f"compose_layers must be None for all, or name layers from 0 to {last}, got {layers}.")
         if self.position_embedding_type == "rope":
             self._validate_rotary_sizes()
 

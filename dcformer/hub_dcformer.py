@@ -150,12 +150,7 @@ class ComposingModel(PreTrainedModel):
             self._weight_conversions = read
 
     def freeze_all_but_composition(self) -> None:
-        """
-        Leave a gradient to the parameters of the composition alone.
-
-        Raises:
-            ValueError: if the model composes nothing.
-        """
+        """Leave a gradient to the parameters of the composition alone; ValueError if the model composes nothing."""
         if not any(".compose." in name for name, _ in self.named_parameters()):
             raise ValueError("The model composes no heads, so nothing would be trained; switch composition on.")
         for name, parameter in self.named_parameters():
@@ -163,20 +158,15 @@ class ComposingModel(PreTrainedModel):
 
     def save_composition(self, path: str | os.PathLike) -> None:
         """
-        Write the parameters of the composition alone as a safetensors file, whose header has the fields of the
-        configuration that they fit. `dcformer convert upcycle SRC DST --composition PATH` joins them with the weights
-        of the model that this one was upcycled from.
-
-        Raises:
-            ValueError: if there are none under their own names.
+        Write the parameters of the composition alone as a safetensors file, for the option `--composition` of `dcformer
+        convert upcycle`; ValueError if there are none under their own names.
         """
-        own = {name: values for name, values in self.named_parameters() if COMPOSITION.search(name)}
+        own = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
         if not own:
             raise ValueError("There is no composition to save; of a PEFT model call merge_and_unload() first.")
         values = self.config.to_dict()
         fields = {name: values[name] for name in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
-        metadata = {"format": "pt", "composition": json.dumps(fields), "source": self.name_or_path}
-        save_file({name: values.detach().cpu().contiguous() for name, values in own.items()}, path, metadata)
+        save_file(own, path, {"composition": json.dumps(fields), "source": self.name_or_path})
 
 
 def _pad_vocabulary(model: PreTrainedModel) -> None:

@@ -108,25 +108,19 @@ def upcycle(
     tokenizer: Tokenizer = None,
     with_code: WithCode = False,
     max_shard_size: ShardSize = "2GB",
-    verify: Annotated[
-        bool, typer.Option(help="Refuse NaN and infinity, and compare the logits of SRC and DST.")
-    ] = True,
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True,
     tolerance: Annotated[float, typer.Option(help="Largest difference of a logit, as a share of the largest.")] = 1e-5,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """
-    Write a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model as a DCFormer of the same function.
-
-    Its composition is the identity until it is trained. SRC is a folder, a name on the Hub, or a .gguf file in one.
-    """
+    """Write a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf) as a DCFormer that learns on."""
     _convert("upcycle", **{**locals(), "layers": None if layers is None else _numbers(layers)})
 
 
 def _numbers(text: str) -> list[int]:
     """0,2-5 as 0, 2, 3, 4, 5."""
-    ranges = [part.partition("-") for part in text.split(",")]
-    return [number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)]
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
 
 @convert_app.command("to-maxtext")

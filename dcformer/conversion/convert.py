@@ -192,9 +192,8 @@ def write_model(
         if with_code:
             _save_code(plan, folder)
         plan.config.save_pretrained(folder)
-        if plan.generation is None:
-            GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
-        else:
+        GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
+        if plan.generation is not None:
             shutil.copyfile(plan.generation, folder / plan.generation.name)
         if loaded_tokenizer is not None:
             loaded_tokenizer.save_pretrained(folder)

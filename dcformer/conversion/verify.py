@@ -150,11 +150,6 @@ def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Te
     return tokens, logits
 
 
-def sample_tokens(vocab_size: int) -> Tensor:
-    """The ids (2, 32) on which two models are compared, drawn with a fixed seed."""
-    return torch.randint(vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
-
-
 def verify_folder(
     folder: Path, reference: tuple[Tensor, Tensor] | None = None, tolerance: float = LOGIT_TOLERANCE
 ) -> dict[str, str]:
@@ -299,7 +294,8 @@ def compare(
     if result.missing or result.shapes:
         result.note = "the tensors are not the same"
         return result
-    tokens = sample_tokens(plans[0].config.vocab_size) if tokens is None else tokens
+    if tokens is None:
+        tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     logits, notes = [], []
     for plan, where in zip(plans, (result.a, result.b)):
         try:

@@ -206,9 +206,7 @@ def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> 
     checkpoints.write_final(checkpoint, output / "final")
     write_training_card(output / "final", recipe, records)
     if recipe.training.trainable == "compose":
-        model = AutoModelForCausalLM.from_pretrained(output / "final")
-        model.name_or_path = recipe.model.get("pretrained") or ""  # what the parameters are for
-        model.save_composition(output / COMPOSITION_FILE)
+        AutoModelForCausalLM.from_pretrained(output / "final").save_composition(output / COMPOSITION_FILE)
     checkpoints.write_log(output, records)
     try:
         plot_losses(records, output / "losses.png")
