@@ -138,6 +138,7 @@ class DCFormerConfig(PreTrainedConfig):
         compose_low_rank, compose_gate (`bool`, default to `True`): Low-rank projections (branches 2 and 4) and gates
             (branches 3 and 5).
         compose_static (`bool`, defaults to `False`): Static projection (branch 1); alone it is Talking-Heads attention.
+        compose_layers (`list[int]`, *optional*): The layers whose heads are composed, from 0. None: all.
 
     With every composition switched off the model is a plain multi-head Transformer and runs through sdpa or
     FlashAttention.
@@ -214,6 +215,7 @@ class DCFormerConfig(PreTrainedConfig):
     compose_low_rank: bool = True
     compose_gate: bool = True
     compose_static: bool = False
+    compose_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if type(self).__module__ == __name__ and not __name__.startswith("transformers_modules"):
@@ -252,9 +254,13 @@ class DCFormerConfig(PreTrainedConfig):
         dynamic = (self.compose_query or self.compose_key) and (self.compose_low_rank or self.compose_gate)
         return (self.compose_pre or self.compose_post) and (dynamic or self.compose_static)
 
+    def composes_layer(self, layer_idx: int) -> bool:
+        """Whether the heads of one layer are composed."""
+        return self.composes_heads and (self.compose_layers is None or layer_idx in self.compose_layers)
+
     @property
     def compose_cache_channels(self) -> tuple[int, int]:
-        """Channels for compose weights in a cached key row and in a cached value row, per key/value head."""
+        """Channels for compose weights in a key row and a value row that a composing layer caches, per such head."""
         numbers = 0
         if self.compose_key:
             numbers = 2 * self.compose_rank * self.compose_low_rank + self.compose_gate
@@ -316,6 +322,9 @@ class DCFormerConfig(PreTrainedConfig):
                 f"layer_types must name one of {', '.join(sorted(allowed))} for each of the {self.num_hidden_layers} "
                 f"layers (sliding_window={self.sliding_window}), got {self.layer_types}."
             )
+        if (layers := self.compose_layers) is not None and not {*range(self.num_hidden_layers)} >= {*(layers or [-1])}:
+            last = self.num_hidden_layers - 1
+            raise ValueError(f"compose_layers must be None for all, or name layers from 0 to {last}, got {layers}.")
         if self.position_embedding_type == "rope":
             self._validate_rotary_sizes()
 

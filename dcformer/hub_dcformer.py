@@ -1,10 +1,12 @@
 """Checkpoints of composing models: the authors' parameter names in both directions, and what a load must find."""
 
+import json
 import os
 import re
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 
@@ -26,6 +28,9 @@ _SHARED_NAMES = {
     ".ffn_norm.": ".post_attention_layernorm.",
     ".feed_forward.w2.": ".mlp.down_proj.",
 }
+# Parameters of a composition, and the fields of a configuration that a composition must fit besides its own.
+COMPOSITION = re.compile(r"\.compose\.\w+_weight$")
+COMPOSED_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 # By model type; and the output layer, which is outside the decoder.
 AUTHORS_NAMES = {
     "dcformer": {
@@ -143,6 +148,25 @@ class ComposingModel(PreTrainedModel):
             super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
         finally:
             self._weight_conversions = read
+
+    def freeze_all_but_composition(self) -> None:
+        """Leave a gradient to the parameters of the composition alone; ValueError if the model composes nothing."""
+        if not any(".compose." in name for name, _ in self.named_parameters()):
+            raise ValueError("The model composes no heads, so nothing would be trained; switch composition on.")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(".compose." in name)
+
+    def save_composition(self, path: str | os.PathLike) -> None:
+        """
+        Write the parameters of the composition alone as a safetensors file, for the option `--composition` of `dcformer
+        convert upcycle`; ValueError if there are none under their own names.
+        """
+        own = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
+        if not own:
+            raise ValueError("There is no composition to save; of a PEFT model call merge_and_unload() first.")
+        values = self.config.to_dict()
+        fields = {name: values[name] for name in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
+        save_file(own, path, {"composition": json.dumps(fields), "source": self.name_or_path})
 
 
 def _pad_vocabulary(model: PreTrainedModel) -> None:

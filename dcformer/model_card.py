@@ -98,6 +98,7 @@ def shape_table(config: Any, parameters: int) -> str:
     parts |= {"low_rank": "low-rank", "gate": "gates", "static": "static"}
     composed = ", ".join(name for part, name in parts.items() if getattr(config, f"compose_{part}"))
     groups = f", {config.compose_groups} groups of heads" if config.compose_groups > 1 else ""
+    some = "" if config.compose_layers is None else f", in {len(config.compose_layers)} layers"
     heads = config.num_key_value_heads
     key_value = f", {heads} key/value heads" * (heads != config.num_attention_heads)
     sliding, layers = config.layer_types.count("sliding_attention"), config.num_hidden_layers
@@ -107,7 +108,7 @@ def shape_table(config: Any, parameters: int) -> str:
         "layers": layers,
         "width": f"{config.hidden_size}, MLP {config.intermediate_size}",
         "attention": f"{config.num_attention_heads} heads of {config.head_dim} channels{key_value}",
-        "composition": f"rank {config.compose_rank}{groups}: {composed}" if config.composes_heads else "none",
+        "composition": f"rank {config.compose_rank}{groups}{some}: {composed}" if config.composes_heads else "none",
         "a layer sees": seen if sliding else "all tokens in every layer",
         "vocabulary": f"{config.vocab_size:,} tokens",
         "longest input": f"{config.max_position_embeddings:,} tokens",

@@ -193,7 +193,7 @@ class DCFormerAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
-        self.compose = make_compose(config)
+        self.compose = make_compose(config) if config.composes_layer(layer_idx) else None
         # For hooks: each is given its map, (batch, heads, query, key), and returns what goes on. While none of them has
         # a hook, the maps are not computed.
         for name in ATTENTION_MAPS:
@@ -211,7 +211,7 @@ class DCFormerAttention(nn.Module):
             key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
         eager: Callable = eager_attention_forward
-        if self.compose is not None:
+        if self.config.composes_heads:  # as the masks are made for, also in a layer that composes nothing itself
             eager = composed_attention_forward
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
@@ -573,8 +573,8 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
     """
     extra = dict(zip(("keys", "values"), config.compose_cache_channels))
     widest = config.head_dim + max(extra.values())
-    for layer in cache.layers:
-        if not layer.is_initialized or layer.keys.dim() != 4:
+    for layer_idx, layer in enumerate(cache.layers):
+        if not config.composes_layer(layer_idx) or not layer.is_initialized or layer.keys.dim() != 4:
             continue
         for name, channels in extra.items():
             rows = getattr(layer, name)  # (batch, key/value heads, key, channels)

@@ -61,6 +61,7 @@ VARIANTS = {
     "wide_heads": {"head_dim": 12},
     "grouped_query_attention": {"num_key_value_heads": 2},
     "no_qk_norm_with_biases": {"qk_norm": False, "attention_bias": True, "mlp_bias": True},
+    "one_layer": {"compose_layers": [1]},
     "tanh_gelu": {"compose_activation": "gelu_pytorch_tanh"},
 }
 

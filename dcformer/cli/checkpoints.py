@@ -95,6 +95,34 @@ def convert_torch(
     _convert("convert_torch", **locals())
 
 
+@convert_app.command("upcycle")
+def upcycle(
+    source: Source,
+    destination: Target,
+    rank: Annotated[int | None, typer.Option(help="Rank of the composition.", show_default="2")] = None,
+    groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers that compose, as 0,2-5.", show_default="all")] = None,
+    composition: Annotated[str | None, typer.Option(help="A trained composition, a file of save_composition.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the drawn parameters.")] = 0,
+    dtype: Dtype = "keep",
+    tokenizer: Tokenizer = None,
+    with_code: WithCode = False,
+    max_shard_size: ShardSize = "2GB",
+    verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True,
+    tolerance: Annotated[float, typer.Option(help="Largest difference of a logit, as a share of the largest.")] = 1e-5,
+    force: Force = False,
+    debug: Debug = False,
+) -> None:
+    """Write a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf) as a DCFormer that learns on."""
+    _convert("upcycle", **{**locals(), "layers": None if layers is None else _numbers(layers)})
+
+
+def _numbers(text: str) -> list[int]:
+    """0,2-5 as 0, 2, 3, 4, 5."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+
+
 @convert_app.command("to-maxtext")
 def convert_to_maxtext(
     source: Source,

@@ -6,6 +6,7 @@ mapping.py, plan.py               which array becomes which parameter: the table
 arrays.py, orbax.py, stores.py    reading: safetensors, torch, NumPy; orbax and zarr; local folders and buckets
 convert.py, writer.py, destination.py, report.py   a plan as a Transformers folder
 to_maxtext.py                     the way back
+upcycle.py                        pretrained models of other families, with a composition to be learned
 verify.py                         hashes, logits, and whether two checkpoints are the same model
 """
 
@@ -16,6 +17,7 @@ from .inspection import Inspection, detect_format, inspect_checkpoint
 from .plan import Part, Plan, complete
 from .report import ConversionReport
 from .to_maxtext import MaxTextReport, convert_to_maxtext
+from .upcycle import upcycle
 from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
@@ -40,6 +42,7 @@ __all__ = [
     "dtype_name",
     "inspect_checkpoint",
     "open_weights",
+    "upcycle",
     "verify_hashes",
     "write_model",
 ]

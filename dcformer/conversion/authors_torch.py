@@ -55,7 +55,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
             offset, words = part_offset(_PARTS[letter], sizes), f"as its {_PARTS[letter]} part"
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
         else:
-            parameter = _our_name(name, _NAMES[config.model_type])
+            parameter = our_name(name, _NAMES[config.model_type])
             words = words if parameter == name else "renamed"
             if array.shape != shapes.get(parameter, array.shape):
                 raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
@@ -72,7 +72,9 @@ def local_folder(source: str | os.PathLike) -> Path:
     """The folder itself, or the download of a name on the Hub."""
     if Path(source).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return Path(source)
-    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "tokenizer*"]))
+    return Path(
+        snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "*.jinja", "tokenizer*"])
+    )
 
 
 def read_config(path: Path) -> DCFormerConfig:
@@ -86,7 +88,7 @@ def read_config(path: Path) -> DCFormerConfig:
     return (DCPythiaConfig if model_type == "dcpythia" else DCFormerConfig).from_dict(values)
 
 
-def _our_name(name: str, table: dict[str, str]) -> str:
+def our_name(name: str, table: dict[str, str]) -> str:
     """Our name of one of the authors' parameters; a name of ours stays."""
     for old, new in table.items():
         if not old.startswith("."):

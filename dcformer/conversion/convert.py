@@ -129,7 +129,7 @@ def write_model(
     target: Destination,
     *,
     max_shard_size: str | int = "2GB",
-    tokenizer: str | os.PathLike | None = None,
+    tokenizer: str | os.PathLike | PreTrainedTokenizerBase | None = None,
     with_code: bool = False,
     verify: bool = True,
     reference_logits: str | os.PathLike | None = None,
@@ -146,7 +146,7 @@ def write_model(
         plan: From [`complete`].
         target: Where to write.
         max_shard_size (defaults to `"2GB"`): Largest size of a weights file; memory grows with it.
-        tokenizer (*optional*): Folder or `tokenizer.json` to save with the model.
+        tokenizer (*optional*): Folder, `tokenizer.json` or tokenizer to save with the model.
         with_code (defaults to `False`): Write the Python files of the model too, so that the folder loads with
             `trust_remote_code=True` where dcformer is not installed.
         verify (defaults to `True`): Refuse weights that hold NaN or infinity, and run a short forward.
@@ -165,7 +165,8 @@ def write_model(
     started = time.monotonic()
     shard_bytes = max_shard_size if isinstance(max_shard_size, int) else convert_file_size_to_int(max_shard_size)
     reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
-    loaded_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+    is_path = isinstance(tokenizer, str | os.PathLike)
+    loaded_tokenizer: Any = load_tokenizer(tokenizer) if is_path else tokenizer  # type: ignore[arg-type]
     if loaded_tokenizer is not None:
         _take_special_tokens(plan, loaded_tokenizer)
     plan.config.architectures = [model_class(plan.config).__name__]
@@ -192,12 +193,16 @@ def write_model(
             _save_code(plan, folder)
         plan.config.save_pretrained(folder)
         GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
+        if plan.generation is not None:
+            shutil.copyfile(plan.generation, folder / plan.generation.name)
         if loaded_tokenizer is not None:
             loaded_tokenizer.save_pretrained(folder)
         if (index := writer.index()) is not None:
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         if verify or reference is not None:
             report.verification |= verify_folder(folder, reference, tolerance)
+        if verify and plan.check is not None:
+            report.verification |= plan.check(folder)
         write_model_card(folder, target.path.name, plan, report)
         report.save(folder)
     report.seconds = time.monotonic() - started

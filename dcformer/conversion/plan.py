@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ class Plan:
         unused: Source arrays that the model has no use for but that are kept in [`UNUSED_FILE`].
         origins: Where each value of the configuration comes from.
         training: Values of the run's training YAML, for the model card.
+        generation: File with the source's settings for `generate`, if they are to be copied.
+        check: Further check of the finished folder; returns its results by name, raises ValueError if it fails.
         parameters: Shape and dtype of every parameter, by name; [`complete`] fills it in.
     """
 
@@ -123,6 +126,8 @@ class Plan:
     unused: list[str] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
+    generation: Path | None = None
+    check: Callable[[Path], dict[str, str]] | None = None
     parameters: dict[str, Parameter] = field(default_factory=dict)
 
     def source_bytes(self, names: Iterable[str]) -> int:

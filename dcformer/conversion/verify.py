@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..common.files import file_digest
 from ..configuration_dcformer import DCFormerConfig
@@ -180,20 +181,25 @@ class NotFiniteError(ValueError):
     """A model that computes NaN or infinity."""
 
 
-@torch.no_grad()
 def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Logits in float32 of a model that never holds more than one weight."""
+    """Logits in float32 of a model of ours that never holds more than one weight."""
     model = meta_model(config)
     if model.model.rotary_emb is not None:
         model.model.rotary_emb.to_empty(device="cpu")
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+    return run_streamed(model, read, tokens)
+
+
+@torch.no_grad()
+def run_streamed(model: PreTrainedModel, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
+    """Logits in float32 of any language model whose weights are on the meta device and read one by one."""
+    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
     for prefix, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
             _stream(module, {name: tied.get(f"{prefix}.{name}", f"{prefix}.{name}") for name in names}, read)
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(model.base_model.layers):
         layer.register_forward_hook(_finite_check(f"The output of layer {index}"))
-    model.lm_head.register_forward_hook(_finite_check("A logit"))
+    model.get_output_embeddings().register_forward_hook(_finite_check("A logit"))
     return model(tokens, use_cache=False).logits
 
 

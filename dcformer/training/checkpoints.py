@@ -6,6 +6,7 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/checkpoint-<step>/...              as transformers.Trainer writes them
     <output>/checkpoint-<step>/complete.json    step, loss and seconds; written last, after all others are on the disk
     <output>/log.jsonl                          a record per line: loss, learning rate, throughput, evaluation
+    <output>/composition.safetensors            what was trained, of a run with training.trainable: compose
     <output>/losses.png                         curves
     <output>/final/                             the trained model, with its tokenizer
 """
@@ -23,6 +24,7 @@ from ..common.files import write_atomically
 
 
 LOCK_FILE, RECIPE_FILE, LOG_FILE = ".lock", "recipe.yaml", "log.jsonl"
+COMPOSITION_FILE = "composition.safetensors"
 MARKER = "complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py")

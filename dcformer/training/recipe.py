@@ -88,6 +88,7 @@ class TrainingRecipe:
     batch_tokens: int  #: tokens in one optimiser step, over all processes and accumulated passes
     tokens: int | None = None  #: length of the run, rounded up to whole steps; either this or `max_steps`
     max_steps: int | None = None  #: length of the run in optimiser steps
+    trainable: Literal["all", "compose"] = "all"  #: parameters that are trained: all, or those of composition alone
     per_device_batch_size: int = 1  #: rows in one forward pass on one device
     optimizer: Literal["adamw", "muon"] = "adamw"  #: Muon is for the matrices of layers, AdamW for all else
     muon_learning_rate: float | None = None  #: highest learning rate of Muon; 0.02 is usual

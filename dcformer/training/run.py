@@ -18,7 +18,7 @@ from ..common.files import file_lock, write_atomically
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import load_tokenizer
 from . import checkpoints
-from .checkpoints import LOCK_FILE, RECIPE_FILE
+from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
 from .data import build_datasets
 from .recipe import HEAD_TASKS, Recipe, build_config, first_difference, load_recipe
 from .summary import plot_losses, write_training_card
@@ -180,6 +180,8 @@ def _build_model(recipe: Recipe, tokenizer) -> torch.nn.Module:
             for name, parameter in model.named_parameters():
                 if name.endswith((".o_proj.weight", ".down_proj.weight")):
                     torch.nn.init.normal_(parameter, std=deviation)
+    if recipe.training.trainable == "compose":
+        model.freeze_all_but_composition()
     if recipe.training.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
@@ -203,6 +205,8 @@ def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> 
     output = Path(recipe.output)
     checkpoints.write_final(checkpoint, output / "final")
     write_training_card(output / "final", recipe, records)
+    if recipe.training.trainable == "compose":
+        AutoModelForCausalLM.from_pretrained(output / "final").save_composition(output / COMPOSITION_FILE)
     checkpoints.write_log(output, records)
     try:
         plot_losses(records, output / "losses.png")

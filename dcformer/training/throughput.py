@@ -49,9 +49,9 @@ def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     projections = hidden * (query_size + 2 * key_value_size) + query_size * hidden
     mlp = (3 if config.mlp_type == "gated" else 2) * hidden * config.intermediate_size
     mlp += hidden * (config.mlp_gate_dim or 0)
-    compose_weights, compose_pair = _compose_flops(config)
     forward = 2 * hidden * config.vocab_size
-    for layer_type in config.layer_types:
+    for layer_idx, layer_type in enumerate(config.layer_types):
+        compose_weights, compose_pair = _compose_flops(config) if config.composes_layer(layer_idx) else (0, 0)
         window = config.sliding_window if layer_type == "sliding_attention" else None
         pairs = visible_pairs(sequence_length, window) / sequence_length
         forward += 2 * (projections + mlp) + compose_weights + pairs * (2 * 2 * query_size + compose_pair)
@@ -66,8 +66,6 @@ def visible_pairs(length: int, sliding_window: int | None) -> int:
 
 def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
     """Forward operations of a layer's compositions: per token, to make the weights; per pair, to mix all heads."""
-    if not config.composes_heads:
-        return 0, 0
     heads, rank = config.num_attention_heads, config.compose_rank
     group_heads = heads // config.compose_groups
     places = config.compose_pre + config.compose_post

@@ -75,6 +75,7 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
             cache_dtype not in _CACHE_DTYPES,
             f"kv_cache_dtype={cache_dtype!r} would quantise the factors of composition too; use 'auto'.",
         ),
+        (config.compose_layers is not None, f"compose_layers={config.compose_layers} is not served; use generate()."),
         (vllm_config.speculative_config is not None, "speculative_config is not supported with composed attention."),
         (vllm_config.kv_transfer_config is not None, "kv_transfer_config is not supported with composed attention."),
         *((size > 1, f"{name}={size} would part the heads' scores; use 1.") for name, size in context_ranks.items()),

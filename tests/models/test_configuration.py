@@ -120,6 +120,7 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
         ({"sliding_window": 1}, ["sliding_window", "at least 2", "got 1"]),
         ({"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, ["layer_types", "sliding_window=None"]),
         ({"compose_groups": 3}, ["compose_groups", "num_attention_heads (4)", "got 3"]),
+        ({"compose_layers": [2]}, ["compose_layers", "from 0 to 1", "got [2]"]),
         ({"compose_rank": 0}, ["compose_rank", "at least 1", "got 0"]),
         ({"layer_types": ["full_attention", "chunked"]}, ["layer_types", "sliding_attention", "'chunked'"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),

@@ -1,0 +1,257 @@
+"""Pretrained Transformers of other families as DCFormers of the same function, with a composition yet to be learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from ..compose_dcformer import make_compose
+from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
+from ..model_card import known_origin
+from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
+from .authors_torch import local_folder, our_name, read_config
+from .convert import write_model
+from .destination import Destination
+from .mapping import axis_sizes, part_offset
+from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
+from .report import ConversionReport
+from .verify import logit_difference, run_streamed, streamed_logits
+
+
+# What a family has besides the fields of its configuration, most of which have our names.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "mistral", "smollm3")},
+    "qwen2": {"attention_bias": True},  # that of o_proj, which Qwen 2 lacks, is zero
+    "qwen3": {"qk_norm": True},
+    "gpt_neox": {"mlp_bias": True},
+}
+_RENAMED = {"rms_norm_eps": "norm_eps", "layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel_residual"}
+# Fields that change the function and have no counterpart, with the values besides None that change nothing.
+_NEUTRAL: dict[str, int | None] = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "hidden_dropout"), 0),
+    **dict.fromkeys(("attention_multiplier", "quantization_config")),
+}
+_NEOX_NAMES = {
+    "gpt_neox.embed_in.": "model.embed_tokens.",
+    "gpt_neox.final_layer_norm.": "model.norm.",
+    "gpt_neox.": "model.",
+    "embed_out.": "lm_head.",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.",
+    ".dense_h_to_4h.": ".up_proj.",
+    ".dense_4h_to_h.": ".down_proj.",
+}
+_TABLES = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.(masked_)?bias$")  # of old files
+_QKV = re.compile(r"(model\.layers\.\d+)\.self_attn\.(?:([qkv])_proj|query_key_value)\.(weight|bias)")
+_PARTS = {"q": "query", "k": "key", "v": "value"}
+
+
+def upcycle(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    *,
+    rank: int | None = None,
+    groups: int | None = None,
+    layers: Sequence[int] | None = None,
+    composition: str | os.PathLike | None = None,
+    seed: int = 0,
+    dtype: str = "keep",
+    tolerance: float = 1e-5,
+    force: bool = False,
+    **options: Any,
+) -> ConversionReport:
+    """
+    Write a Llama, Mistral, Qwen 2, Qwen 3, SmolLM 2 or 3, or GPT-NeoX model as a DCFormer (DCPythia) with the same
+    function, whose composition is the identity until it is trained.
+
+    Args:
+        source: Folder of safetensors or torch files, name on the Hub, or `FOLDER_OR_NAME/FILE.gguf`. Its tokenizer and
+            settings for `generate` come along.
+        rank, groups (*optional*): `compose_rank` and `compose_groups` of the configuration; `None`: its defaults.
+        layers (*optional*): Layers whose heads are composed, from 0; `None`: all.
+        composition (*optional*): File of `save_composition`, whose parameters and settings are taken instead.
+        seed (defaults to 0): Of the parameters that do not start at zero.
+        tolerance (defaults to 1e-5): Largest difference from the source's logits in float32, as a share of the largest
+            logit. The source's weights are rounded to `dtype` for it, and a composition from a file is switched off.
+        destination, dtype, force, options: As of [`convert_maxtext`], and so is what is returned.
+
+    Raises:
+        ValueError: for a model without an exact counterpart, naming the fields; if the logits differ; if the
+            composition belongs to a model of another shape; and as of [`convert_maxtext`].
+
+    Source: sections 3 and 4 of the paper; upcycling is not in it.
+    """
+    target = Destination(destination, source, force)
+    folder, file = os.path.split(source) if str(source).endswith(".gguf") else (str(local_folder(source)), "")
+    config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
+    _refuse_inexact(config, source)
+    arrays = _open_gguf(folder, file) if file else open_weights(folder)
+    if options.get("tokenizer") is None and file:
+        options["tokenizer"] = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    elif options.get("tokenizer") is None and any(Path(folder).glob("tokenizer*")):
+        options["tokenizer"] = folder
+
+    chosen = {"compose_rank": rank, "compose_groups": groups, "compose_layers": layers and sorted(layers)}
+    settings = {name: value for name, value in chosen.items() if value is not None}
+    trained: dict[str, SourceArray] = {}
+    if composition is not None:
+        if settings:
+            raise ValueError(f"The composition {str(composition)!r} has settings of its own; leave out {[*settings]}.")
+        trained, settings = _open_composition(Path(composition), config)
+    values = _config_values(config)
+    ours = (DCPythiaConfig if config.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
+    where = {"format": f"{config.model_type} of Transformers", "location": str(source), "step": None, "seed": seed}
+    where |= dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
+    files = {Path(array.where) for array in (*arrays.values(), *trained.values())}
+    plan = Plan(ours, {}, where, file_stamps(path for path in files if path.exists()))
+    plan.origins = [Origin(name, value, "source") for name, value in sorted(values.items())]
+    plan.origins += [Origin(name, value, "composition") for name, value in sorted(settings.items())]
+    plan.generation = next(Path(folder).glob("generation_config.json"), None)
+    _fill(plan, config, arrays, trained, seed)
+    complete(plan, dtype)
+    known = {"source": config, "arrays": arrays, "dtype": dtype, "composed": composition is None}
+    plan.check = functools.partial(_check, tolerance=tolerance, **known)
+    return write_model(plan, target, **options)
+
+
+def _open_gguf(folder: str, file: str) -> dict[str, SourceArray]:
+    """The weights of a GGUF file, as Transformers makes them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    where = os.path.join(folder, file)
+    return {name: _array(name, where, w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
+
+
+def _array(name: str, where: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> SourceArray:
+    return SourceArray(name, where, tuple(shape), dtype, tuple(shape), lambda slices: make().to(dtype)[slices])
+
+
+def _refuse_inexact(config: PreTrainedConfig, source: str | os.PathLike) -> None:
+    """Raise ValueError with every field that no DCFormer of the same function has."""
+    inner = config.get_text_config()
+    values = {name: getattr(inner, name, None) for name in _NEUTRAL}
+    reasons = [f"{name}={value!r}" for name, value in values.items() if value not in (None, _NEUTRAL[name])]
+    if not all(rotated := getattr(inner, "no_rope_layers", None) or []):
+        reasons.append(f"no_rope_layers={rotated!r}")
+    if config.model_type not in _FAMILIES:
+        reasons.insert(0, f"model_type={config.model_type!r}")
+    if reasons:
+        raise ValueError(
+            f"No DCFormer computes exactly what {str(source)!r} does, because of {', '.join(reasons)}; upcycle a model "
+            f"of one of the types {', '.join(_FAMILIES)} without such fields."
+        )
+
+
+def _config_values(source: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a DCFormer's configuration that another family's configuration gives, by name."""
+    theirs = {field.name for field in dataclasses.fields(source)} | {"head_dim"}
+    named = dict.fromkeys(DCFormerConfig.__annotations__.keys() & theirs) | _RENAMED
+    values = {named[name] or name: getattr(source, name, None) for name in sorted(named.keys() & theirs)}
+    values = {"qk_norm": False, "qk_norm_eps": values["norm_eps"], "sliding_window": None} | values
+    if source.model_type == "mistral" and values["sliding_window"] is not None:
+        values["layer_types"] = ["sliding_attention"] * values["num_hidden_layers"]
+    return values | _FAMILIES[source.model_type]
+
+
+def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str, SourceArray], seed: int) -> None:
+    """Put every array of the source in its place, and for the composition those of a file or drawn ones."""
+
+    def take(parameter: str, array: SourceArray, *part: Any) -> None:
+        plan.arrays[array.name] = array
+        plan.parts[parameter].append(Part(array.name, *(part or (array.whole, tuple(range(len(array.shape)))))))
+
+    for array in arrays.values():
+        name = our_name(array.name, _NEOX_NAMES)
+        if _TABLES.search(name):
+            plan.ignored[array.name] = "table computed from the configuration"
+        elif name == "lm_head.weight" and plan.config.tie_word_embeddings:
+            plan.ignored[array.name] = "the embedding, which the output layer shares"
+        elif match := _QKV.fullmatch(name):
+            _take_qkv(take, plan.config, array, *match.groups())
+        else:
+            take(name, array)
+    dtype = next(iter(plan.arrays.values())).dtype
+    for name, shape in parameter_shapes(plan.config).items():
+        if name in trained:
+            take(name, trained[name])
+        elif COMPOSITION.search(name) and not trained:
+            take(name, _array(name, "drawn", shape, dtype, functools.partial(_drawn, plan.config, name, seed)))
+        elif name.endswith(".o_proj.bias") and source.model_type == "qwen2":
+            take(name, _array(name, "zero", shape, dtype, functools.partial(torch.zeros, shape)))
+
+
+def _take_qkv(take: Callable, config: DCFormerConfig, array: SourceArray, layer: str, letter: str, kind: str) -> None:
+    """The parts of a projection of queries, keys or values, or (GPT-NeoX) of all three, which alternate by head."""
+    sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
+    parameter = f"{layer}.self_attn.qkv_proj.{kind}"
+    if letter is not None:
+        axes = tuple(range(len(array.shape)))
+        take(parameter, array, array.whole, axes, part_offset(_PARTS[letter], sizes), f"as its {_PARTS[letter]} part")
+        return
+    shape = (sizes["head"], 3, sizes["channel"], *array.shape[1:])
+    by_head = dataclasses.replace(array, shape=shape, load=lambda slices: array.read().view(shape)[slices])
+    for index, name in enumerate(_PARTS.values()):
+        region = tuple((index, index + 1) if axis == 1 else (0, size) for axis, size in enumerate(shape))
+        take(parameter, by_head, region, (0, *range(2, len(shape))), part_offset(name, sizes), f"as its {name} part")
+
+
+def _drawn(config: DCFormerConfig, name: str, seed: int) -> Tensor:
+    """A parameter of a composition that starts as identity, the same whenever it is read."""
+    _, _, layer, *_, kind = name.split(".")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * config.num_hidden_layers + int(layer))
+        compose: Any = make_compose(config)
+        compose.reset_parameters(identity=True)
+    return compose.get_parameter(kind).detach()
+
+
+def _open_composition(path: Path, source: PreTrainedConfig) -> tuple[dict[str, SourceArray], dict[str, Any]]:
+    """The parameters of a file of `save_composition`, and the fields of the configuration that they are made by."""
+    with safe_open(path, framework="pt") as file:
+        fields = json.loads((file.metadata() or {}).get("composition", "{}"))
+    for name in COMPOSED_SHAPE:
+        if (size := fields.pop(name, None)) != (needed := getattr(source, name)):
+            raise ValueError(f"{str(path)!r} must be the composition of a model with {name}={needed}, got {size}.")
+    return {array.name: array for array in open_safetensors(path)}, fields
+
+
+def _check(
+    folder: Path, source: PreTrainedConfig, arrays: dict[str, SourceArray], dtype: str, tolerance: float, composed: bool
+) -> dict[str, str]:
+    """Compare the logits of source and result, neither of which is ever in memory as a whole."""
+    config, weights = read_config(folder / "config.json"), open_weights(folder)
+    if not composed:
+        config = type(config).from_dict({**config.to_dict(), "compose_pre": False, "compose_post": False})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(source, dtype=torch.float32, attn_implementation="eager").eval()
+    base = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(source)  # its tables are no parameters
+    # Names in files and in the class may differ, but not as ours.
+    by_name = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
+
+    def read(name: str) -> Tensor:
+        values = by_name[our_name(name, _NEOX_NAMES)].read()
+        return values if dtype == "keep" else values.to(DTYPES[dtype])
+
+    tokens = torch.linspace(0, config.vocab_size - 1, 32).long().unsqueeze(0)
+    expected = run_streamed(model, read, tokens)
+    difference = logit_difference(expected, streamed_logits(config, lambda name: weights[name].read(), tokens))
+    if not difference.max_abs <= (allowed := tolerance * expected.abs().max().item()):
+        raise ValueError(
+            f"The logits differ from those of the source: {difference}; allowed is {allowed:.3g}. The source does "
+            "something that has no counterpart here, or give a larger tolerance."
+        )
+    return {"logits of the source" + ("" if composed else ", without composition"): str(difference)}
