@@ -4,9 +4,16 @@ python examples/demo.py                                   # a minute on two CPU 
 python examples/demo.py FOLDER "Once upon a time" ...     # a model folder and prompts of your own
 """
 
+# ruff: noqa: E402
 import argparse
+import logging
 import time
 from pathlib import Path
+
+
+# torchao says at its import what it lacks without a GPU.
+for library in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(library).setLevel(logging.ERROR)
 
 import numpy
 import torch
@@ -14,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 import dcformer
 
@@ -72,7 +79,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", help="Folder of another model to write with; nothing is compared then.")
     parser.add_argument("prompts", nargs="*", help="Prompts to use in place of those of the demo.")
     arguments = parser.parse_args()
-    logging.disable_progress_bar()
+    disable_progress_bar()
     console = Console(highlight=False)
     names = [arguments.folder] if arguments.folder else MODELS
     folders = {name: arguments.folder or dcformer.pretrained_path(name) for name in names}

@@ -6,13 +6,15 @@ import sys
 
 import pandas as pd
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dcformer import pretrained_path
 from dcformer.analysis import ablated, record
 from research.language_modelling import inside, report
 from research.language_modelling.breakdown import LENGTH, classified_parts
 from research.language_modelling.prepare import prepare, train_tokenizer
+from research.upcycling import run as upcycling
 
 
 TEXT = "int total = first + second;\nreturn total + 42; /* second */\n"
@@ -128,3 +130,32 @@ def test_attention_on_copied_words_and_losses_without_a_branch_or_a_head(tmp_pat
     mean = difference[inside.of_kind(parts, "new word")].mean().item()
     assert found.rise[1, "query_gate", "new word"] == pytest.approx(mean, abs=1e-4)
     assert found.rise[3, "head 1", "repeated word"] != found.rise[3, "head 2", "repeated word"]
+
+
+def test_the_methods_of_the_upcycling_study_train_as_many_parameters_from_the_same_function(tmp_path):
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+    source = LlamaForCausalLM(LlamaConfig(vocab_size=97, **shape)).eval()
+    source.save_pretrained(tmp_path / "source")
+    ids = torch.arange(97)[None, : upcycling.LENGTH]
+    sizes, budget = {}, 0
+    for method in upcycling.RANKS:
+        model = upcycling.make_model(str(tmp_path / "source"), method, budget, seed=0)
+        assert upcycling.block_losses(model, ids) == pytest.approx(upcycling.block_losses(source, ids), abs=1e-5)
+        sizes[method] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        budget = budget or sizes[method]
+    assert all(size == pytest.approx(budget, rel=0.1) for size in sizes.values())
+
+    runs = [
+        {
+            "method": method,
+            "rate": 1e-3,
+            "seed": seed,
+            "parameters": 9,
+            "test": [level, level + 0.2, level + 0.1 * seed],
+        }
+        for method, level in (("composition", 1.0), ("LoRA", 1.1))
+        for seed in (0, 1, upcycling.SWEEP_SEED)
+    ]
+    table = upcycling.table(runs, [1.5, 1.7, 1.55]).set_index("method")
+    assert table.loc["composition", "loss over LoRA"].startswith("-0.1000 (-0.1000")
+    assert table.loc["LoRA", "loss over the untouched model"].startswith("-0.4000")

@@ -1,0 +1,153 @@
+"""What composition brings to a pretrained model: trained alone, LoRA alone, and both, with equally many parameters.
+
+python -m research.upcycling.run SOURCE --data runs/language-modelling/data/code      # hours of a CPU
+
+Every method has the same text and three learning rates, of which the one with the lowest validation loss (seed 100) is
+used for the other seeds. Finished runs are kept in the file of results and not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
+
+from dcformer.conversion import upcycle
+from dcformer.eval import seed_interval
+
+
+LENGTH = 512
+RATES = (3e-4, 1e-3, 3e-3)
+SWEEP_SEED = 100
+RANKS = {"composition": 2, "LoRA": None, "both": 1}  # of the composition
+
+
+def blocks(file: Path, tokenizer: Any, count: int) -> torch.Tensor:
+    """The first tokens of documents, one after another: (count, LENGTH)."""
+    ids: list[int] = []
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            ids += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            if len(ids) >= count * LENGTH:
+                return torch.tensor(ids[: count * LENGTH]).view(count, LENGTH)
+    raise ValueError(f"{str(file)!r} has {len(ids)} tokens, but {count * LENGTH} are needed; give more text.")
+
+
+def composition_size(model: Any) -> int:
+    return sum(weight.numel() for name, weight in model.named_parameters() if ".compose." in name)
+
+
+def make_model(source: str, method: str, budget: int, seed: int) -> Any:
+    """A model whose trained parameters are those of the method, as near to `budget` as LoRA's rank allows."""
+    with tempfile.TemporaryDirectory() as folder:
+        upcycle(source, Path(folder, "model"), rank=RANKS[method], seed=seed, verify=False)
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"), dtype=torch.float32)
+    if method == "composition":
+        model.freeze_all_but_composition()
+        return model
+    linear = [module for name, module in model.named_modules() if name.endswith((".qkv_proj", ".o_proj"))]
+    per_rank = sum(module.in_features + module.out_features for module in linear)
+    own = composition_size(model) if method == "both" else 0
+    rank = max(round((budget - own) / per_rank), 1)
+    kept = {"modules_to_save": ["compose"]} if method == "both" else {}
+    return get_peft_model(
+        model,
+        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["qkv_proj", "o_proj"], task_type="CAUSAL_LM", **kept),
+    )
+
+
+@torch.no_grad()
+def block_losses(model: Any, ids: torch.Tensor) -> list[float]:
+    """Mean loss of each block, in nats per token."""
+    model.eval()
+    losses = []
+    for block in ids.to(model.device):
+        logits = model(input_ids=block[None]).logits[0, :-1]  # (LENGTH - 1, vocabulary)
+        losses.append(cross_entropy(logits.float(), block[1:]).item())
+    return losses
+
+
+def train(model: Any, ids: torch.Tensor, rate: float, seed: int) -> None:
+    """One pass over the blocks, in an order by the seed, by Transformers' trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"learning_rate": rate, "warmup_steps": 0.05, "lr_scheduler_type": "cosine", "weight_decay": 0.0}
+        options |= {"num_train_epochs": 1, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
+        arguments = TrainingArguments(folder, seed=seed, data_seed=seed, logging_steps=10, **options)
+        rows = [{"input_ids": block, "labels": block} for block in ids]
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+
+
+def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
+    """Perplexity on the test text, and the difference in loss from the untouched model and from LoRA by block."""
+    rows = []
+    final = [run for run in results if run["seed"] != SWEEP_SEED]
+    means = {method: pd.DataFrame([run["test"] for run in final if run["method"] == method]).mean() for method in RANKS}
+    for method in RANKS:
+        runs = [run for run in final if run["method"] == method]
+        if not runs:
+            continue
+        row = {"method": method, "parameters": f"{runs[0]['parameters']:,}", "rate": f"{runs[0]['rate']:g}"}
+        row["test perplexity by seed"] = ", ".join(f"{math.exp(pd.Series(run['test']).mean()):.3f}" for run in runs)
+        for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means["LoRA"])):
+            mean, half = seed_interval(list(means[method] - other))
+            row[f"loss over {name}"] = (
+                "" if method == name else f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
+            )
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="folder or name on the Hub of a pretrained model, or a .gguf file")
+    parser.add_argument("--data", type=Path, required=True, help="folder with train, validation and test.jsonl")
+    parser.add_argument("--tokens", type=int, default=204_800, help="tokens that every run is trained on")
+    parser.add_argument("--sweep-tokens", type=int, default=51_200, help="tokens of the runs that choose the rate")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--methods", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        upcycle(arguments.source, Path(folder, "model"))
+        untouched = AutoModelForCausalLM.from_pretrained(Path(folder, "model"), dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(Path(folder, "model"))
+    budget = composition_size(untouched)
+    texts = {name: blocks(arguments.data / f"{name}.jsonl", tokenizer, 64) for name in ("validation", "test")}
+    found = json.loads(arguments.results.read_text()) if arguments.results.is_file() else {"runs": []}
+    if "before" not in found:
+        found["before"] = block_losses(untouched, texts["test"])
+
+    def run(method: str, rate: float, seed: int, tokens: int) -> dict[str, Any]:
+        known = {"method": method, "rate": rate, "seed": seed, "tokens": tokens}
+        for earlier in found["runs"]:
+            if known.items() <= earlier.items():
+                return earlier
+        set_seed(seed)
+        model = make_model(arguments.source, method, budget, seed)
+        train(model, blocks(arguments.data / "train.jsonl", tokenizer, tokens // LENGTH), rate, seed)
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        losses = {name: block_losses(model, ids) for name, ids in texts.items()}
+        found["runs"].append(known | {"parameters": trained} | losses)
+        arguments.results.write_text(json.dumps(found, indent=1) + "\n")
+        return found["runs"][-1]
+
+    for method in arguments.methods:
+        sweep = [run(method, rate, SWEEP_SEED, arguments.sweep_tokens) for rate in RATES]
+        best = min(sweep, key=lambda each: sum(each["validation"]))["rate"]
+        for seed in arguments.seeds:
+            run(method, best, seed, arguments.tokens)
+    print(f"Untouched: perplexity {math.exp(sum(found['before']) / len(found['before'])):.3f}")
+    print(table(found["runs"], found["before"]).to_markdown(index=False))
+
+
+if __name__ == "__main__":
+    main()
