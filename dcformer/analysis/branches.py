@@ -176,7 +176,7 @@ def compose_layers(model: Any) -> list[DCFormerCompose]:
     """The composition of every layer; ValueError for a model that composes nothing."""
     modules = [getattr(attention, "compose", None) for attention in attention_layers(model)]
     if not all(isinstance(module, DCFormerCompose) for module in modules):
-        raise ValueError(f"model must compose its heads, and this {model.config.model_type} model does not.")
+        raise ValueError(f"model must compose heads in every layer, and this {model.config.model_type} does not.")
     return modules  # type: ignore[return-value]
 
 
