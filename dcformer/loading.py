@@ -97,8 +97,7 @@ def find_model(
     name = os.fspath(name)
     path = find_model_folder(name)
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    if looks_like_path(path) and not Path(path, "config.json").is_file():
-        raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no config.json in it.")
+    refuse_without_model(path)
     config = AutoConfig.from_pretrained(path, **options)
     own_classes = getattr(config, "auto_map", None) or {}
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_classes:
@@ -158,6 +157,12 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.empty(0, device=device)
     return torch.device(device)
+
+
+def refuse_without_model(path: str, file: str = "config.json") -> None:
+    """Raise FileNotFoundError if this is a path, not a name on the Hub, and no folder that holds the file."""
+    if looks_like_path(path) and not Path(path, file).is_file():
+        raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no {file} in it.")
 
 
 def looks_like_path(name: str | os.PathLike) -> bool:

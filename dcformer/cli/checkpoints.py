@@ -95,13 +95,21 @@ def convert_torch(
     _convert("convert_torch", **locals())
 
 
+def _numbers(text: str) -> list[int]:
+    """0,2-5 as 0, 2, 3, 4, 5; ValueError, from which the command makes a sentence, for anything else."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+
+
 @convert_app.command("upcycle")
 def upcycle(
     source: Source,
     destination: Target,
     rank: Annotated[int | None, typer.Option(help="Rank of the composition.", show_default="2")] = None,
     groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers that compose, as 0,2-5.", show_default="all")] = None,
+    layers: Annotated[
+        Any, typer.Option(parser=_numbers, metavar="0,2-5", help="Layers that compose.", show_default="all")
+    ] = None,
     composition: Annotated[str | None, typer.Option(help="A trained composition, a file of save_composition.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the drawn parameters.")] = 0,
     dtype: Dtype = "keep",
@@ -114,13 +122,7 @@ def upcycle(
     debug: Debug = False,
 ) -> None:
     """Write a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf) as a DCFormer that learns on."""
-    _convert("upcycle", **{**locals(), "layers": None if layers is None else _numbers(layers)})
-
-
-def _numbers(text: str) -> list[int]:
-    """0,2-5 as 0, 2, 3, 4, 5."""
-    ends = [part.partition("-") for part in text.split(",")]
-    return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
+    _convert("upcycle", **locals())
 
 
 @convert_app.command("to-maxtext")

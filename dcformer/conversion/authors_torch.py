@@ -27,7 +27,7 @@ _IGNORED = {
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$": "table computed from the configuration",
 }
 _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
-_PARTS = {"q": "query", "k": "key", "v": "value"}
+PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
 def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
@@ -52,7 +52,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
         if match := _SPLIT.fullmatch(name):
             layer, letter, kind = match.groups()
             sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
-            offset, words = part_offset(_PARTS[letter], sizes), f"as its {_PARTS[letter]} part"
+            offset, words = part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part"
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
         else:
             parameter = our_name(name, _NAMES[config.model_type])
@@ -89,7 +89,7 @@ def read_config(path: Path) -> DCFormerConfig:
 
 
 def our_name(name: str, table: dict[str, str]) -> str:
-    """Our name of one of the authors' parameters; a name of ours stays."""
+    """Our name of a parameter that has another in some family's files, by a table of parts; a name of ours stays."""
     for old, new in table.items():
         if not old.startswith("."):
             name = new + name[len(old) :] if name.startswith(old) else name

@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..compose_dcformer import make_compose
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
+from ..loading import refuse_without_model
 from ..model_card import known_origin
 from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
-from .authors_torch import local_folder, our_name, read_config
+from .authors_torch import PARTS, local_folder, our_name, read_config
 from .convert import write_model
 from .destination import Destination
 from .mapping import axis_sizes, part_offset
@@ -57,7 +58,6 @@ _NEOX_NAMES = {
 }
 _TABLES = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.(masked_)?bias$")  # of old files
 _QKV = re.compile(r"(model\.layers\.\d+)\.self_attn\.(?:([qkv])_proj|query_key_value)\.(weight|bias)")
-_PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
 def upcycle(
@@ -90,6 +90,7 @@ def upcycle(
         destination, dtype, force, options: As of [`convert_maxtext`], and so is what is returned.
 
     Raises:
+        FileNotFoundError: for a folder without a model, or without the .gguf file.
         ValueError: for a model without an exact counterpart, naming the fields; if the logits differ; if the
             composition belongs to a model of another shape; and as of [`convert_maxtext`].
 
@@ -97,6 +98,8 @@ def upcycle(
     """
     target = Destination(destination, source, force)
     folder, file = os.path.split(source) if str(source).endswith(".gguf") else (str(local_folder(source)), "")
+    folder = folder or "."
+    refuse_without_model(folder, file or "config.json")
     config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
     _refuse_inexact(config, source)
     arrays = _open_gguf(folder, file) if file else open_weights(folder)
@@ -199,11 +202,11 @@ def _take_qkv(take: Callable, config: DCFormerConfig, array: SourceArray, layer:
     parameter = f"{layer}.self_attn.qkv_proj.{kind}"
     if letter is not None:
         axes = tuple(range(len(array.shape)))
-        take(parameter, array, array.whole, axes, part_offset(_PARTS[letter], sizes), f"as its {_PARTS[letter]} part")
+        take(parameter, array, array.whole, axes, part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part")
         return
     shape = (sizes["head"], 3, sizes["channel"], *array.shape[1:])
     by_head = dataclasses.replace(array, shape=shape, load=lambda slices: array.read().view(shape)[slices])
-    for index, name in enumerate(_PARTS.values()):
+    for index, name in enumerate(PARTS.values()):
         region = tuple((index, index + 1) if axis == 1 else (0, size) for axis, size in enumerate(shape))
         take(parameter, by_head, region, (0, *range(2, len(shape))), part_offset(name, sizes), f"as its {name} part")
 

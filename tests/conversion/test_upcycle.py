@@ -156,6 +156,17 @@ def test_generation_settings_dtype_and_code_come_along_and_logits_are_compared(l
         upcycle(llama[1], tmp_path / "strict", tolerance=0.0)
 
 
+def test_wrong_paths_and_layers_are_refused_in_a_sentence(llama, tmp_path):
+    for source, missing in ((tmp_path / "none", "config.json"), (tmp_path / "none" / "weights.gguf", "weights.gguf")):
+        with pytest.raises(FileNotFoundError, match=f"there is no {missing} in it"):
+            upcycle(source, tmp_path / "model")
+    command = ["convert", "upcycle", str(llama[1]), str(tmp_path / "model"), "--layers"]
+    wrong = CliRunner().invoke(app, [*command, "0,x"])
+    assert wrong.exit_code == 2 and "--layers" in wrong.stderr and "'x'" in wrong.stderr
+    assert CliRunner().invoke(app, [*command, "0,1-2"], catch_exceptions=False).exit_code == 0
+    assert AutoConfig.from_pretrained(tmp_path / "model").compose_layers == [0, 1, 2]
+
+
 REFUSED = {
     "model_type='gemma2', attn_logit_softcapping=50.0, final_logit_softcapping=30.0": {},
     "model_type='cohere', logit_scale=0.0625": {},
