@@ -124,9 +124,9 @@ def test_attention_on_copied_words_and_losses_without_a_branch_or_a_head(tmp_pat
     losses = inside.rises(model, parts)
     inside.draw(attention.reset_index(), losses, tmp_path / "inside.png")
     found = losses.set_index(["layer", "without", "class"])
-    before = inside.token_losses(model, parts)
+    before = inside.losses_of(model, parts)
     with ablated(model, 1, "query_gate"):
-        difference = inside.token_losses(model, parts) - before
+        difference = inside.losses_of(model, parts) - before
     mean = difference[inside.of_kind(parts, "new word")].mean().item()
     assert found.rise[1, "query_gate", "new word"] == pytest.approx(mean, abs=1e-4)
     assert found.rise[3, "head 1", "repeated word"] != found.rise[3, "head 2", "repeated word"]

@@ -49,10 +49,7 @@ def breakdown(model_folder: Path, data: Path) -> dict[str, Any]:
     for start in range(0, len(parts), _BATCH):
         batch = parts[start : start + _BATCH]
         input_ids = pad_sequence([torch.tensor([token for token, _ in part]) for part in batch], batch_first=True)
-        with torch.inference_mode():
-            logits = model(input_ids=input_ids.to(model.device)).logits  # (batch, positions, vocabulary)
-        losses = cross_entropy(logits[:, :-1].transpose(1, 2).float().cpu(), input_ids[:, 1:], reduction="none")
-        for part, row in zip(batch, losses.tolist()):
+        for part, row in zip(batch, token_losses(model, input_ids).tolist()):
             for position, ((_, kind), loss) in enumerate(zip(part[1:], row), start=1):
                 end = next(end for end in POSITIONS if position < end)
                 for sums, name in ((classes, kind), (positions, f"below {end}")):
@@ -67,6 +64,13 @@ def breakdown(model_folder: Path, data: Path) -> dict[str, Any]:
         "classes": {name: classes[name] for name in CLASSES if name in classes},
         "positions": {name: positions[name] for name in (f"below {end}" for end in POSITIONS) if name in positions},
     }
+
+
+@torch.no_grad()
+def token_losses(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Loss in nats of every token but the first of each row, on the CPU: (rows, tokens - 1)."""
+    logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits[:, :-1]  # (rows, tokens, vocabulary)
+    return cross_entropy(logits.transpose(1, 2).float().cpu(), input_ids[:, 1:], reduction="none")
 
 
 def classified_parts(text: str, tokenizer, frequent: frozenset[str]) -> Iterator[list[tuple[int, str]]]:

@@ -16,15 +16,13 @@ import numpy
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dcformer import pretrained_path
 from dcformer.analysis import ablated, watch
 from dcformer.analysis.branches import branches_of, compose_layers
 from dcformer.common.plotting import draw_grid, picture
+from dcformer.loading import load_model
 
-from .breakdown import LENGTH, classified_parts, frequent_words
+from .breakdown import LENGTH, classified_parts, frequent_words, token_losses
 
 
 KINDS = ("repeated word", "new word")
@@ -82,15 +80,9 @@ def attention_on_copied(model: Any, parts: Sequence[Part]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "map", "attention"])
 
 
-@torch.no_grad()
-def token_losses(model: Any, parts: Sequence[Part]) -> Tensor:
+def losses_of(model: Any, parts: Sequence[Part]) -> Tensor:
     """Loss in nats of every token but the first of each part: (parts, LENGTH - 1)."""
-    losses = []
-    for start in range(0, len(parts), _BATCH):
-        ids = ids_of(parts[start : start + _BATCH])
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # (parts, LENGTH - 1, vocabulary)
-        losses.append(cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none"))
-    return torch.cat(losses)
+    return torch.cat([token_losses(model, ids) for ids in ids_of(parts).split(_BATCH)])
 
 
 def without_share_of(model: Any, layer: int, head: int) -> AbstractContextManager:
@@ -123,12 +115,12 @@ def rises(model: Any, parts: Sequence[Part]) -> pd.DataFrame:
             (layer, f"head {head}", without_share_of(model, layer, head))
             for head in range(model.config.num_attention_heads)
         ]
-    before = token_losses(model, parts)
+    before = losses_of(model, parts)
     masks = {kind: of_kind(parts, kind) for kind in KINDS}
     rows = []
     for layer, name, case in cases:
         with case:
-            difference = token_losses(model, parts) - before
+            difference = losses_of(model, parts) - before
         for kind, mask in masks.items():
             total, tokens = (difference * mask).sum(1).double(), mask.sum(1)  # (parts,)
             rise = total.sum() / tokens.sum()
@@ -171,17 +163,16 @@ def draw(attention: pd.DataFrame, losses: pd.DataFrame, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="dcformer-tiny", help="a bundled model or a folder")
+    parser.add_argument("--model", default="dcformer-tiny", help="a bundled model, a folder, or a name on the Hub")
     parser.add_argument("--text", type=Path, default=Path(numpy.get_include()), help="folder with .h files")
     parser.add_argument("--parts", type=int, default=128, help="parts of 256 tokens to read")
     parser.add_argument("--output", type=Path, default=Path("inside"), help="folder for tables and the picture")
     arguments = parser.parse_args()
-    folder = arguments.model if Path(arguments.model).is_dir() else pretrained_path(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded = load_model(arguments.model, device="cpu", dtype="float32")
     texts = [file.read_text(encoding="utf-8") for file in sorted(arguments.text.rglob("*.h"))]
-    parts = whole_parts(texts, AutoTokenizer.from_pretrained(folder), arguments.parts)
+    parts = whole_parts(texts, loaded.tokenizer, arguments.parts)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    attention, losses = attention_on_copied(model, parts), rises(model, parts)
+    attention, losses = attention_on_copied(loaded.model, parts), rises(loaded.model, parts)
     attention.to_csv(arguments.output / "attention_on_copied.csv", index=False)
     losses.to_csv(arguments.output / "rises.csv", index=False)
     draw(attention, losses, arguments.output / "inside.png")

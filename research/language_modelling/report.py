@@ -169,7 +169,7 @@ def rates_table(results: dict[str, Any]) -> pd.DataFrame:
     for run in results["runs"]:
         model, rate = run["variant"].split("_")
         rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = f"{run['training']['evaluation_loss']:.3f}"
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("rate").reset_index()
+    return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
 
 
 def heads_table(folder: Path) -> pd.DataFrame:

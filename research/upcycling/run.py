@@ -18,11 +18,12 @@ from typing import Any
 import pandas as pd
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from dcformer.conversion import upcycle
 from dcformer.eval import seed_interval
+
+from ..language_modelling.breakdown import token_losses
 
 
 LENGTH = 512
@@ -65,15 +66,10 @@ def make_model(source: str, method: str, budget: int, seed: int) -> Any:
     )
 
 
-@torch.no_grad()
 def block_losses(model: Any, ids: torch.Tensor) -> list[float]:
     """Mean loss of each block, in nats per token."""
     model.eval()
-    losses = []
-    for block in ids.to(model.device):
-        logits = model(input_ids=block[None]).logits[0, :-1]  # (LENGTH - 1, vocabulary)
-        losses.append(cross_entropy(logits.float(), block[1:]).item())
-    return losses
+    return [token_losses(model, block).mean().item() for block in ids.split(1)]
 
 
 def train(model: Any, ids: torch.Tensor, rate: float, seed: int) -> None:
@@ -122,6 +118,8 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(Path(folder, "model"))
     budget = composition_size(untouched)
     texts = {name: blocks(arguments.data / f"{name}.jsonl", tokenizer, 64) for name in ("validation", "test")}
+    longest = max(arguments.tokens, arguments.sweep_tokens) // LENGTH
+    training = blocks(arguments.data / "train.jsonl", tokenizer, longest)
     found = json.loads(arguments.results.read_text()) if arguments.results.is_file() else {"runs": []}
     if "before" not in found:
         found["before"] = block_losses(untouched, texts["test"])
@@ -133,7 +131,7 @@ def main() -> None:
                 return earlier
         set_seed(seed)
         model = make_model(arguments.source, method, budget, seed)
-        train(model, blocks(arguments.data / "train.jsonl", tokenizer, tokens // LENGTH), rate, seed)
+        train(model, training[: tokens // LENGTH], rate, seed)
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         losses = {name: block_losses(model, ids) for name, ids in texts.items()}
         found["runs"].append(known | {"parameters": trained} | losses)
