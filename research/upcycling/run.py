@@ -3,7 +3,8 @@
 python -m research.upcycling.run SOURCE --data runs/language-modelling/data/code      # hours of a CPU
 
 Every method has the same text and three learning rates, of which the one with the lowest validation loss (seed 100) is
-used for the other seeds. Finished runs are kept in the file of results and not repeated.
+used for the other seeds. Finished runs are kept in the file of results and not repeated; processes that are given
+different methods may share that file.
 """
 
 from __future__ import annotations
@@ -77,9 +78,16 @@ def train(model: Any, ids: torch.Tensor, rate: float, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = {"learning_rate": rate, "warmup_steps": 0.05, "lr_scheduler_type": "cosine", "weight_decay": 0.0}
         options |= {"num_train_epochs": 1, "per_device_train_batch_size": 4, "report_to": "none", "save_strategy": "no"}
+        # Autocast: parameters, their gradients and the optimizer's moments stay in float32.
+        options |= {"bf16": True, "use_cpu": not torch.cuda.is_available()}
         arguments = TrainingArguments(folder, seed=seed, data_seed=seed, logging_steps=10, **options)
         rows = [{"input_ids": block, "labels": block} for block in ids]
         Trainer(model=model, args=arguments, train_dataset=rows).train()
+
+
+def recorded(results: Path) -> dict[str, Any]:
+    """What the file of results holds: the losses of the untouched model, and a list of runs."""
+    return json.loads(results.read_text()) if results.is_file() else {"runs": []}
 
 
 def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
@@ -106,8 +114,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder or name on the Hub of a pretrained model, or a .gguf file")
     parser.add_argument("--data", type=Path, required=True, help="folder with train, validation and test.jsonl")
-    parser.add_argument("--tokens", type=int, default=204_800, help="tokens that every run is trained on")
-    parser.add_argument("--sweep-tokens", type=int, default=51_200, help="tokens of the runs that choose the rate")
+    parser.add_argument("--tokens", type=int, default=102_400, help="tokens that every run is trained on")
+    parser.add_argument("--sweep-tokens", type=int, default=40_960, help="tokens of the runs that choose the rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--methods", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.json")
@@ -117,32 +125,36 @@ def main() -> None:
         untouched = AutoModelForCausalLM.from_pretrained(Path(folder, "model"), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(Path(folder, "model"))
     budget = composition_size(untouched)
-    texts = {name: blocks(arguments.data / f"{name}.jsonl", tokenizer, 64) for name in ("validation", "test")}
+    counts = {"validation": 32, "test": 64}
+    texts = {name: blocks(arguments.data / f"{name}.jsonl", tokenizer, count) for name, count in counts.items()}
     longest = max(arguments.tokens, arguments.sweep_tokens) // LENGTH
     training = blocks(arguments.data / "train.jsonl", tokenizer, longest)
-    found = json.loads(arguments.results.read_text()) if arguments.results.is_file() else {"runs": []}
+    found = recorded(arguments.results)
     if "before" not in found:
         found["before"] = block_losses(untouched, texts["test"])
+        arguments.results.write_text(json.dumps(found, indent=1) + "\n")
 
-    def run(method: str, rate: float, seed: int, tokens: int) -> dict[str, Any]:
+    def run(method: str, rate: float, seed: int, tokens: int, split: str) -> dict[str, Any]:
         known = {"method": method, "rate": rate, "seed": seed, "tokens": tokens}
-        for earlier in found["runs"]:
+        for earlier in recorded(arguments.results)["runs"]:
             if known.items() <= earlier.items():
                 return earlier
         set_seed(seed)
         model = make_model(arguments.source, method, budget, seed)
         train(model, training[: tokens // LENGTH], rate, seed)
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        losses = {name: block_losses(model, ids) for name, ids in texts.items()}
-        found["runs"].append(known | {"parameters": trained} | losses)
+        result = known | {"parameters": trained, split: block_losses(model, texts[split])}
+        found = recorded(arguments.results)
+        found["runs"].append(result)
         arguments.results.write_text(json.dumps(found, indent=1) + "\n")
-        return found["runs"][-1]
+        return result
 
     for method in arguments.methods:
-        sweep = [run(method, rate, SWEEP_SEED, arguments.sweep_tokens) for rate in RATES]
+        sweep = [run(method, rate, SWEEP_SEED, arguments.sweep_tokens, "validation") for rate in RATES]
         best = min(sweep, key=lambda each: sum(each["validation"]))["rate"]
         for seed in arguments.seeds:
-            run(method, best, seed, arguments.tokens)
+            run(method, best, seed, arguments.tokens, "test")
+    found = recorded(arguments.results)
     print(f"Untouched: perplexity {math.exp(sum(found['before']) / len(found['before'])):.3f}")
     print(table(found["runs"], found["before"]).to_markdown(index=False))
 
