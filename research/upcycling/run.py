@@ -90,18 +90,22 @@ def recorded(results: Path) -> dict[str, Any]:
     return json.loads(results.read_text()) if results.is_file() else {"runs": []}
 
 
+def best_rate(runs: list[dict[str, Any]], method: str) -> float:
+    sweep = [run for run in runs if run["method"] == method and run["seed"] == SWEEP_SEED]
+    return min(sweep, key=lambda run: sum(run["validation"]))["rate"]
+
+
 def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
     """Perplexity on the test text, and the difference in loss from the untouched model and from LoRA by block."""
-    rows = []
-    final = [run for run in results if run["seed"] != SWEEP_SEED]
-    means = {method: pd.DataFrame([run["test"] for run in final if run["method"] == method]).mean() for method in RANKS}
-    for method in RANKS:
-        runs = [run for run in final if run["method"] == method]
-        if not runs:
-            continue
+    rows, final = [], {}
+    for method in dict.fromkeys(run["method"] for run in results if run["seed"] != SWEEP_SEED):
+        known = {"method": method, "rate": best_rate(results, method)}
+        final[method] = [run for run in results if known.items() <= run.items() and run["seed"] != SWEEP_SEED]
+    means = {method: pd.DataFrame([run["test"] for run in runs]).mean() for method, runs in final.items()}
+    for method, runs in final.items():
         row = {"method": method, "parameters": f"{runs[0]['parameters']:,}", "rate": f"{runs[0]['rate']:g}"}
         row["test perplexity by seed"] = ", ".join(f"{math.exp(pd.Series(run['test']).mean()):.3f}" for run in runs)
-        for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means["LoRA"])):
+        for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means.get("LoRA", math.nan))):
             mean, half = seed_interval(list(means[method] - other))
             row[f"loss over {name}"] = (
                 "" if method == name else f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
@@ -150,8 +154,9 @@ def main() -> None:
         return result
 
     for method in arguments.methods:
-        sweep = [run(method, rate, SWEEP_SEED, arguments.sweep_tokens, "validation") for rate in RATES]
-        best = min(sweep, key=lambda each: sum(each["validation"]))["rate"]
+        for rate in RATES:
+            run(method, rate, SWEEP_SEED, arguments.sweep_tokens, "validation")
+        best = best_rate(recorded(arguments.results)["runs"], method)
         for seed in arguments.seeds:
             run(method, best, seed, arguments.tokens, "test")
     found = recorded(arguments.results)
