@@ -164,12 +164,16 @@ def _ratio(ratio: float, low: float, high: float) -> str:
 
 
 def rates_table(results: dict[str, Any]) -> pd.DataFrame:
-    """Evaluation losses by learning rate and model."""
-    rows = {}
-    for run in results["runs"]:
-        model, rate = run["variant"].split("_")
-        rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = f"{run['training']['evaluation_loss']:.3f}"
+    """Test losses by learning rate and model, and by seed."""
+    rows: dict[str, dict[str, str]] = {}
+    for name, losses in losses_of(results).items():
+        model, rate = name.split("_")
+        rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = by_seed(losses)
     return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
+
+
+def by_seed(losses: dict[int, float]) -> str:
+    return ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(losses.items()))
 
 
 def heads_table(folder: Path) -> pd.DataFrame:
@@ -177,13 +181,7 @@ def heads_table(folder: Path) -> pd.DataFrame:
     found: dict[str, dict[int, float]] = {}
     for sweep in ("code", "heads"):
         found |= losses_of(read_results(folder, sweep) or {"runs": []})
-    rows = [
-        {
-            "model": label,
-            "loss by seed": ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(found.get(name, {}).items())),
-        }
-        for name, label in HEADS.items()
-    ]
+    rows = [{"model": label, "loss by seed": by_seed(found.get(name, {}))} for name, label in HEADS.items()]
     return pd.DataFrame(rows)
 
 
@@ -329,7 +327,7 @@ def main() -> None:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     tables["Heads, small, code"] = heads_table(folder)
     if rates := read_results(folder, "rates"):
-        tables["Learning rates, evaluation loss"] = rates_table(rates)
+        tables["Learning rates, small, code"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
         if results := read_results(folder, name):
             tables[name.capitalize()] = rows_table(results, names, reference)
