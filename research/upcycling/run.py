@@ -100,7 +100,8 @@ def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
     rows, final = [], {}
     for method in dict.fromkeys(run["method"] for run in results if run["seed"] != SWEEP_SEED):
         known = {"method": method, "rate": best_rate(results, method)}
-        final[method] = [run for run in results if known.items() <= run.items() and run["seed"] != SWEEP_SEED]
+        if runs := [run for run in results if known.items() <= run.items() and run["seed"] != SWEEP_SEED]:
+            final[method] = runs
     means = {method: pd.DataFrame([run["test"] for run in runs]).mean() for method, runs in final.items()}
     for method, runs in final.items():
         row = {"method": method, "parameters": f"{runs[0]['parameters']:,}", "rate": f"{runs[0]['rate']:g}"}
@@ -119,7 +120,6 @@ def main() -> None:
     parser.add_argument("source", help="folder or name on the Hub of a pretrained model, or a .gguf file")
     parser.add_argument("--data", type=Path, required=True, help="folder with train, validation and test.jsonl")
     parser.add_argument("--tokens", type=int, default=102_400, help="tokens that every run is trained on")
-    parser.add_argument("--sweep-tokens", type=int, default=40_960, help="tokens of the runs that choose the rate")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--methods", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.json")
@@ -131,34 +131,31 @@ def main() -> None:
     budget = composition_size(untouched)
     counts = {"validation": 32, "test": 64}
     texts = {name: blocks(arguments.data / f"{name}.jsonl", tokenizer, count) for name, count in counts.items()}
-    longest = max(arguments.tokens, arguments.sweep_tokens) // LENGTH
-    training = blocks(arguments.data / "train.jsonl", tokenizer, longest)
+    training = blocks(arguments.data / "train.jsonl", tokenizer, arguments.tokens // LENGTH)
     found = recorded(arguments.results)
     if "before" not in found:
         found["before"] = block_losses(untouched, texts["test"])
         arguments.results.write_text(json.dumps(found, indent=1) + "\n")
 
-    def run(method: str, rate: float, seed: int, tokens: int, split: str) -> dict[str, Any]:
-        known = {"method": method, "rate": rate, "seed": seed, "tokens": tokens}
-        for earlier in recorded(arguments.results)["runs"]:
-            if known.items() <= earlier.items():
-                return earlier
+    def run(method: str, rate: float, seed: int, split: str) -> None:
+        known = {"method": method, "rate": rate, "seed": seed, "tokens": arguments.tokens}
+        if any(known.items() <= earlier.items() for earlier in recorded(arguments.results)["runs"]):
+            return
         set_seed(seed)
         model = make_model(arguments.source, method, budget, seed)
-        train(model, training[: tokens // LENGTH], rate, seed)
+        train(model, training, rate, seed)
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         result = known | {"parameters": trained, split: block_losses(model, texts[split])}
         found = recorded(arguments.results)
         found["runs"].append(result)
         arguments.results.write_text(json.dumps(found, indent=1) + "\n")
-        return result
 
     for method in arguments.methods:
         for rate in RATES:
-            run(method, rate, SWEEP_SEED, arguments.sweep_tokens, "validation")
+            run(method, rate, SWEEP_SEED, "validation")
         best = best_rate(recorded(arguments.results)["runs"], method)
         for seed in arguments.seeds:
-            run(method, best, seed, arguments.tokens, "test")
+            run(method, best, seed, "test")
     found = recorded(arguments.results)
     print(f"Untouched: perplexity {math.exp(sum(found['before']) / len(found['before'])):.3f}")
     print(table(found["runs"], found["before"]).to_markdown(index=False))
