@@ -90,23 +90,24 @@ def recorded(results: Path) -> dict[str, Any]:
     return json.loads(results.read_text()) if results.is_file() else {"runs": []}
 
 
-def best_rate(runs: list[dict[str, Any]], method: str) -> float:
-    sweep = [run for run in runs if run["method"] == method and run["seed"] == SWEEP_SEED]
-    return min(sweep, key=lambda run: sum(run["validation"]))["rate"]
+def best_rates(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Method -> the rate with the lowest validation loss."""
+    sweep = [run for run in runs if run["seed"] == SWEEP_SEED]
+    return {run["method"]: run["rate"] for run in sorted(sweep, key=lambda run: -sum(run["validation"]))}
 
 
 def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
     """Perplexity on the test text, and the difference in loss from the untouched model and from LoRA by block."""
-    rows, final = [], {}
-    for method in dict.fromkeys(run["method"] for run in results if run["seed"] != SWEEP_SEED):
-        known = {"method": method, "rate": best_rate(results, method)}
-        if runs := [run for run in results if known.items() <= run.items() and run["seed"] != SWEEP_SEED]:
-            final[method] = runs
-    means = {method: pd.DataFrame([run["test"] for run in runs]).mean() for method, runs in final.items()}
-    for method, runs in final.items():
+    rows, rates = [], best_rates(results)
+    final = [run for run in results if run["seed"] != SWEEP_SEED and run["rate"] == rates.get(run["method"])]
+    means = {method: pd.DataFrame([run["test"] for run in final if run["method"] == method]).mean() for method in RANKS}
+    for method in RANKS:
+        runs = [run for run in final if run["method"] == method]
+        if not runs:
+            continue
         row = {"method": method, "parameters": f"{runs[0]['parameters']:,}", "rate": f"{runs[0]['rate']:g}"}
         row["test perplexity by seed"] = ", ".join(f"{math.exp(pd.Series(run['test']).mean()):.3f}" for run in runs)
-        for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means.get("LoRA", math.nan))):
+        for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means["LoRA"])):
             mean, half = seed_interval(list(means[method] - other))
             row[f"loss over {name}"] = (
                 "" if method == name else f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
@@ -153,7 +154,7 @@ def main() -> None:
     for method in arguments.methods:
         for rate in RATES:
             run(method, rate, SWEEP_SEED, "validation")
-        best = best_rate(recorded(arguments.results)["runs"], method)
+        best = best_rates(recorded(arguments.results)["runs"])[method]
         for seed in arguments.seeds:
             run(method, best, seed, "test")
     found = recorded(arguments.results)
