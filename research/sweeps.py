@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,19 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
 
     Args:
         recipe: The recipe.
-        results_file: JSON to write; `references` of the file that is there stay, as the evaluation documents do.
+        results_file: JSON to write; its other runs stay, and its `references`, as the evaluation documents do.
         measure: Called once with the recipe and the folder of a run's model; what it returns is the run's `test`.
 
     Returns:
         What was written: `recipe`, `runs`, `failures`, and `references` if there are any.
+
+    Raises:
+        ValueError: if the file has runs of other settings, before anything is trained.
     """
+    before = json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
+    names = {run["variant"] for run in before["runs"]}
+    if names and _settings(Recipe.from_mapping(before["recipe"]), names) != _settings(recipe, names):
+        raise ValueError(f"The runs in {str(results_file)!r} have other settings; move it, or give another --results.")
     results = run_sweep(recipe)
     for run in results["runs"]:
         folder = Path(recipe.output, run["variant"], f"seed-{run['seed']}")
@@ -49,12 +56,19 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             if not measured.is_file():
                 measured.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
             run["test"] = json.loads(measured.read_text(encoding="utf-8"))
-    if results_file.is_file():
-        before = json.loads(results_file.read_text(encoding="utf-8"))
-        results |= {key: before[key] for key in ("references",) if key in before}
+    new = {(run["variant"], run["seed"]) for run in results["runs"]}
+    kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in new]
+    results["runs"] = kept + results["runs"]
+    results |= {key: before[key] for key in ("references",) if key in before}
     results_file.parent.mkdir(exist_ok=True)
     results_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
+
+
+def _settings(recipe: Recipe, variants: Iterable[str]) -> dict[str, Any]:
+    """What decides the results of some variants, but for the seed."""
+    chosen = {name: recipe.sweep["variants"].get(name) for name in variants}
+    return {**recipe.to_mapping(), **dict.fromkeys(("name", "output", "seed", "sweep")), "variants": chosen}
 
 
 def evaluation_curve(log: Path) -> dict[str, list[float]]:

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from dcformer import pretrained_path
 from dcformer.analysis import ablated, record
+from dcformer.training import load_recipe
+from research import sweeps
 from research.language_modelling import inside, report
 from research.language_modelling.breakdown import LENGTH, classified_parts
 from research.language_modelling.prepare import prepare, train_tokenizer
@@ -82,6 +84,32 @@ def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path)])
     report.main()
     assert "## Pairs" in capsys.readouterr().out and (tmp_path / "curves.png").is_file()
+
+
+def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_path, monkeypatch):
+    def run_sweep(recipe):
+        runs = [
+            {"variant": "small", "seed": seed, "rate": recipe.training.learning_rate} for seed in recipe.sweep["seeds"]
+        ]
+        for seed in recipe.sweep["seeds"]:
+            log = tmp_path / "small" / f"seed-{seed}" / "log.jsonl"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.write_text('{"step": 1, "flops": 2.0, "seconds": 3.0, "eval_loss": 4.0}\n')
+        return {"recipe": recipe.to_mapping(), "runs": runs, "failures": []}
+
+    monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
+    (tmp_path / "recipe.yaml").write_text("model: {}\nsweep: {variants: {small: {}, large: {}}}\n")
+    settings = [f"output={tmp_path}", "data.source=text.txt", "tokenizer=tokenizer", "data.sequence_length=8"]
+    settings += ["training.batch_tokens=64", "training.max_steps=1", "training.learning_rate=0.1"]
+    file = tmp_path / "results.json"
+    for seeds in ([0, 1], [1, 7]):
+        sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, f"sweep.seeds={seeds}"]), file)
+    found = json.loads(file.read_text())["runs"]
+    assert [run["seed"] for run in found] == [0, 1, 7] and found[2]["curve"]["loss"] == [4.0]
+    with pytest.raises(ValueError, match="other settings"):
+        other = [*settings[:-1], "training.learning_rate=0.2", "sweep.seeds=[8]"]
+        sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), other), file)
+    assert json.loads(file.read_text())["runs"] == found
 
 
 def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):
