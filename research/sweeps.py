@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dcformer.experiments import run_sweep
-from dcformer.training import Recipe, load_recipe
+from dcformer.training import Recipe, first_difference, load_recipe
 
 
 Measure = Callable[[Recipe, Path], Any]
@@ -44,9 +44,16 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
         ValueError: if the file has runs of other settings, before anything is trained.
     """
     before = json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
-    names = {run["variant"] for run in before["runs"]}
-    if names and _settings(Recipe.from_mapping(before["recipe"]), names) != _settings(recipe, names):
-        raise ValueError(f"The runs in {str(results_file)!r} have other settings; move it, or give another --results.")
+    known = {run["variant"] for run in before["runs"]}
+    if known:
+        earlier = Recipe.from_mapping(before["recipe"])
+        new = recipe.sweep["variants"].keys() - known
+        others = {*earlier.sweep, *recipe.sweep} - {"variants"}  # what a sweep asks for decides no run
+        ignored = ("name", "output", "seed", *(f"sweep.{key}" for key in others))
+        if differs := first_difference(earlier, recipe, (*ignored, *(f"sweep.variants.{name}." for name in new))):
+            raise ValueError(
+                f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."
+            )
     results = run_sweep(recipe)
     for run in results["runs"]:
         folder = Path(recipe.output, run["variant"], f"seed-{run['seed']}")
@@ -56,19 +63,13 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             if not measured.is_file():
                 measured.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
             run["test"] = json.loads(measured.read_text(encoding="utf-8"))
-    new = {(run["variant"], run["seed"]) for run in results["runs"]}
-    kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in new]
+    done = {(run["variant"], run["seed"]) for run in results["runs"]}
+    kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in done]
     results["runs"] = kept + results["runs"]
     results |= {key: before[key] for key in ("references",) if key in before}
     results_file.parent.mkdir(exist_ok=True)
     results_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
-
-
-def _settings(recipe: Recipe, variants: Iterable[str]) -> dict[str, Any]:
-    """What decides the results of some variants, but for the seed."""
-    chosen = {name: recipe.sweep["variants"].get(name) for name in variants}
-    return {**recipe.to_mapping(), **dict.fromkeys(("name", "output", "seed", "sweep")), "variants": chosen}
 
 
 def evaluation_curve(log: Path) -> dict[str, list[float]]:
