@@ -43,7 +43,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
     Raises:
         ValueError: if the file has runs of other settings, before anything is trained.
     """
-    before = json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
+    before = _recorded(results_file)
     known = {run["variant"] for run in before["runs"]}
     if known:
         earlier = Recipe.from_mapping(before["recipe"])
@@ -63,6 +63,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             if not measured.is_file():
                 measured.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
             run["test"] = json.loads(measured.read_text(encoding="utf-8"))
+    before = _recorded(results_file)  # another process may have recorded runs meanwhile
     done = {(run["variant"], run["seed"]) for run in results["runs"]}
     kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in done]
     results["runs"] = kept + results["runs"]
@@ -70,6 +71,11 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
     results_file.parent.mkdir(exist_ok=True)
     results_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
+
+
+def _recorded(results_file: Path) -> dict[str, Any]:
+    """The results in a file, without runs where there is none."""
+    return json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
 
 
 def evaluation_curve(log: Path) -> dict[str, list[float]]:
