@@ -151,15 +151,18 @@ def main() -> None:
         found["runs"].append(result)
         arguments.results.write_text(json.dumps(found, indent=1) + "\n")
 
+    def comparable() -> list[dict[str, Any]]:
+        return [run for run in recorded(arguments.results)["runs"] if run["tokens"] == arguments.tokens]
+
     for method in arguments.methods:
         for rate in RATES:
             run(method, rate, SWEEP_SEED, "validation")
-        best = best_rates(recorded(arguments.results)["runs"])[method]
+        best = best_rates(comparable())[method]
         for seed in arguments.seeds:
             run(method, best, seed, "test")
-    found = recorded(arguments.results)
-    print(f"Untouched: perplexity {math.exp(sum(found['before']) / len(found['before'])):.3f}")
-    print(table(found["runs"], found["before"]).to_markdown(index=False))
+    before = recorded(arguments.results)["before"]
+    print(f"Untouched: perplexity {math.exp(sum(before) / len(before)):.3f}")
+    print(table(comparable(), before).to_markdown(index=False))
 
 
 if __name__ == "__main__":
