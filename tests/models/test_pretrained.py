@@ -35,8 +35,9 @@ def test_they_are_what_the_recipe_of_the_study_describes(models):
     variants = runpy.run_path(str(ROOT / "scripts/pack_pretrained.py"))["VARIANTS"]
     for name in NAMES:
         change = recipe.sweep["variants"][variants[name]].get("model", {})
-        for key, value in (recipe.model | change).items():
-            assert getattr(models[name].config, key) == value, key
+        described = dcformer.DCFormerConfig(**recipe.model | change)
+        for key in recipe.model | change:
+            assert getattr(models[name].config, key) == getattr(described, key), key
     composing, plain = (models[name].config.to_dict() for name in NAMES)
     different = {key for key in composing if composing[key] != plain.get(key)}
     # Each has heads of the size that suits it best.
