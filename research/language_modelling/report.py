@@ -164,11 +164,11 @@ def _ratio(ratio: float, low: float, high: float) -> str:
 
 
 def rates_table(results: dict[str, Any]) -> pd.DataFrame:
-    """Test losses by learning rate and model, and by seed."""
+    """Test losses by learning rate, with what else a variant's name says, and model, and by seed."""
     rows: dict[str, dict[str, str]] = {}
     for name, losses in losses_of(results).items():
-        model, rate = name.split("_")
-        rows.setdefault(f"{float(rate):g}", {})[MODELS[model]] = by_seed(losses)
+        model, rate, *more = name.split("_")
+        rows.setdefault(" ".join([f"{float(rate):g}", *more]), {})[MODELS[model]] = by_seed(losses)
     return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
 
 
