@@ -43,14 +43,14 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
     Raises:
         ValueError: if the file has runs of other settings, before anything is trained.
     """
-    before = _recorded(results_file)
+    before = recorded(results_file)
     known = {run["variant"] for run in before["runs"]}
     if known:
         earlier = Recipe.from_mapping(before["recipe"])
-        new = recipe.sweep["variants"].keys() - known
+        unknown = {*earlier.sweep["variants"], *recipe.sweep["variants"]} - known
         others = {*earlier.sweep, *recipe.sweep} - {"variants"}  # what a sweep asks for decides no run
         ignored = ("name", "output", "seed", *(f"sweep.{key}" for key in others))
-        if differs := first_difference(earlier, recipe, (*ignored, *(f"sweep.variants.{name}." for name in new))):
+        if differs := first_difference(earlier, recipe, (*ignored, *(f"sweep.variants.{name}." for name in unknown))):
             raise ValueError(
                 f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."
             )
@@ -63,7 +63,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             if not measured.is_file():
                 measured.write_text(json.dumps(measure(recipe, folder / "final")), encoding="utf-8")
             run["test"] = json.loads(measured.read_text(encoding="utf-8"))
-    before = _recorded(results_file)  # another process may have recorded runs meanwhile
+    before = recorded(results_file)  # another process may have recorded runs meanwhile
     done = {(run["variant"], run["seed"]) for run in results["runs"]}
     kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in done]
     results["runs"] = kept + results["runs"]
@@ -73,8 +73,8 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
     return results
 
 
-def _recorded(results_file: Path) -> dict[str, Any]:
-    """The results in a file, without runs where there is none."""
+def recorded(results_file: Path) -> dict[str, Any]:
+    """What a file of results holds; where there is none, no runs."""
     return json.loads(results_file.read_text(encoding="utf-8")) if results_file.is_file() else {"runs": []}
 
 

@@ -106,6 +106,8 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
         sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, f"sweep.seeds={seeds}"]), file)
     found = json.loads(file.read_text())["runs"]
     assert [run["seed"] for run in found] == [0, 1, 7] and found[2]["curve"]["loss"] == [4.0]
+    (tmp_path / "recipe.yaml").write_text("model: {}\nsweep: {variants: {small: {}}}\n")  # large has no runs
+    sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, "sweep.seeds=[7]"]), file)
     with pytest.raises(ValueError, match="other settings"):
         other = [*settings[:-1], "training.learning_rate=0.2", "sweep.seeds=[8]"]
         sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), other), file)

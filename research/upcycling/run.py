@@ -25,6 +25,7 @@ from dcformer.conversion import upcycle
 from dcformer.eval import seed_interval
 
 from ..language_modelling.breakdown import token_losses
+from ..sweeps import recorded
 
 
 LENGTH = 512
@@ -83,11 +84,6 @@ def train(model: Any, ids: torch.Tensor, rate: float, seed: int) -> None:
         arguments = TrainingArguments(folder, seed=seed, data_seed=seed, logging_steps=10, **options)
         rows = [{"input_ids": block, "labels": block} for block in ids]
         Trainer(model=model, args=arguments, train_dataset=rows).train()
-
-
-def recorded(results: Path) -> dict[str, Any]:
-    """What the file of results holds: the losses of the untouched model, and a list of runs."""
-    return json.loads(results.read_text()) if results.is_file() else {"runs": []}
 
 
 def best_rates(runs: list[dict[str, Any]]) -> dict[str, float]:
