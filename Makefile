@@ -57,7 +57,7 @@ claim:
 	@$(STUDY).report
 
 claim-code:
-	@$(STUDY).run rates heads code
+	@$(STUDY).run rates heads code rates_large
 
 claim-prose:
 	@$(STUDY).run ablation windows prose

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dcformer  # noqa: F401  registers the models
+
 
 FOLDER = Path(__file__).parents[1] / "dcformer" / "pretrained"
 VARIANTS = {"dcformer-tiny": "dcformer_middle", "transformer-tiny": "transformer_middle"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from dcformer.common.plotting import draw_grid, draw_rows, picture
 from dcformer.eval import compare_seeds, seed_interval
@@ -163,10 +163,10 @@ def _ratio(ratio: float, low: float, high: float) -> str:
     return f"{ratio:.2f}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
 
 
-def rates_table(results: dict[str, Any]) -> pd.DataFrame:
+def rates_table(found: dict[str, dict[int, float]]) -> pd.DataFrame:
     """Test losses by learning rate, with what else a variant's name says, and model, and by seed."""
     rows: dict[str, dict[str, str]] = {}
-    for name, losses in losses_of(results).items():
+    for name, losses in found.items():
         model, rate, *more = name.split("_")
         rows.setdefault(" ".join([f"{float(rate):g}", *more]), {})[MODELS[model]] = by_seed(losses)
     return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
@@ -270,9 +270,10 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
 
 
 def _scale_costs(panel: Any) -> None:
-    """A logarithmic axis across, with labels that do not touch."""
+    """A logarithmic axis across, with labels at 1, 2 and 5 that do not touch."""
     panel.set_xscale("log")
     panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(math.inf, math.inf)))
     panel.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -327,7 +328,11 @@ def main() -> None:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     tables["Heads, small, code"] = heads_table(folder)
     if rates := read_results(folder, "rates"):
-        tables["Learning rates, small, code"] = rates_table(rates)
+        tables["Learning rates, small, code"] = rates_table(losses_of(rates))
+    if rates := read_results(folder, "rates_large"):
+        code = losses_of(read_results(folder, "code") or {"runs": []})
+        recipes_own = {f"{model}_4e-3": code.get(f"{model}_large", {}) for model in MODELS}
+        tables["Learning rates, large, code"] = rates_table(losses_of(rates) | recipes_own)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
         if results := read_results(folder, name):
             tables[name.capitalize()] = rows_table(results, names, reference)

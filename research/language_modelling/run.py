@@ -18,4 +18,5 @@ def score(recipe: Recipe, model_folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main(__doc__, Path(__file__).parent, ("rates", "heads", "code", "prose", "ablation", "windows"), score)
+    sweeps = ("rates", "heads", "code", "rates_large", "prose", "ablation", "windows")
+    main(__doc__, Path(__file__).parent, sweeps, score)
