@@ -48,19 +48,21 @@ bench-gpu:
 	exit $$status
 
 # The study of language modelling (research/language_modelling): text, sweeps, tables and figures, on the GPU if there is
-# one. Stopped at any moment, the same command resumes. TEXT="--code FOLDER --prose FOLDER" takes files of your own. Two
-# processes of one thread each: models of this size gain nothing from a second one.
+# one. Stopped at any moment, the same command resumes. TEXT="--code FOLDER --prose FOLDER" takes files of your own. What is
+# measured goes to RESULTS, not to what is committed, which is of certain text. Two processes of one thread each: models of
+# this size gain nothing from a second one.
+RESULTS ?= runs/language-modelling/results
 STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.language_modelling
 claim:
 	@$(STUDY).prepare $(TEXT)
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-code claim-prose
-	@$(STUDY).report
+	@$(STUDY).report --results $(RESULTS)
 
 claim-code:
-	@$(STUDY).run rates heads code rates_large
+	@$(STUDY).run rates heads code rates_large --results $(RESULTS)
 
 claim-prose:
-	@$(STUDY).run ablation windows prose
+	@$(STUDY).run ablation windows prose --results $(RESULTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

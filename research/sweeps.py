@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcformer.common.files import file_digest
 from dcformer.experiments import run_sweep
 from dcformer.training import Recipe, first_difference, load_recipe
 
@@ -38,12 +39,14 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
         measure: Called once with the recipe and the folder of a run's model; what it returns is the run's `test`.
 
     Returns:
-        What was written: `recipe`, `runs`, `failures`, and `references` if there are any.
+        What was written: `recipe`, `runs`, `failures`, `references` if there are any, and `text_sha256`, the hash of a
+        file that the runs are trained on.
 
     Raises:
-        ValueError: if the file has runs of other settings, before anything is trained.
+        ValueError: if the file has runs of other settings or on other text, before anything is trained.
     """
-    before = recorded(results_file)
+    before, source = recorded(results_file), Path(recipe.data.source)
+    text = {"text_sha256": file_digest(source)} if source.is_file() else {}
     known = {run["variant"] for run in before["runs"]}
     if known:
         earlier = Recipe.from_mapping(before["recipe"])
@@ -54,7 +57,12 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             raise ValueError(
                 f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."
             )
-    results = run_sweep(recipe)
+        if text and before.get("text_sha256") not in (None, text["text_sha256"]):
+            raise ValueError(
+                f"The runs in {str(results_file)!r} were trained on another text than {str(source)!r}; give another "
+                "--results."
+            )
+    results = run_sweep(recipe) | text
     for run in results["runs"]:
         folder = Path(recipe.output, run["variant"], f"seed-{run['seed']}")
         run["curve"] = evaluation_curve(folder / "log.jsonl")
@@ -68,7 +76,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
     kept = [run for run in before["runs"] if (run["variant"], run["seed"]) not in done]
     results["runs"] = kept + results["runs"]
     results |= {key: before[key] for key in ("references",) if key in before}
-    results_file.parent.mkdir(exist_ok=True)
+    results_file.parent.mkdir(parents=True, exist_ok=True)
     results_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results
 

@@ -99,7 +99,9 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
 
     monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
     (tmp_path / "recipe.yaml").write_text("model: {}\nsweep: {variants: {small: {}, large: {}}}\n")
-    settings = [f"output={tmp_path}", "data.source=text.txt", "tokenizer=tokenizer", "data.sequence_length=8"]
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    settings = [f"output={tmp_path}", f"data.source={text}", "tokenizer=tokenizer", "data.sequence_length=8"]
     settings += ["training.batch_tokens=64", "training.max_steps=1", "training.learning_rate=0.1"]
     file = tmp_path / "results.json"
     for seeds in ([0, 1], [1, 7]):
@@ -111,6 +113,9 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
     with pytest.raises(ValueError, match="other settings"):
         other = [*settings[:-1], "training.learning_rate=0.2", "sweep.seeds=[8]"]
         sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), other), file)
+    text.write_text("another text")
+    with pytest.raises(ValueError, match=r"another text than .*text\.txt"):
+        sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, "sweep.seeds=[8]"]), file)
     assert json.loads(file.read_text())["runs"] == found
 
 
