@@ -57,7 +57,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
             raise ValueError(
                 f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."
             )
-        if text and before.get("text_sha256") not in (None, text["text_sha256"]):
+        if text and before.get("text_sha256") != text["text_sha256"]:
             raise ValueError(
                 f"The runs in {str(results_file)!r} were trained on another text than {str(source)!r}; give another "
                 "--results."

@@ -6,7 +6,6 @@ python -m research.language_modelling.report        # tables; figures go to resu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from dcformer.common.plotting import draw_grid, draw_rows, picture
 from dcformer.eval import compare_seeds, seed_interval
 
 from ..head_tasks.report import ROWS_OF_TABLE_9
+from ..sweeps import recorded
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,17 +43,11 @@ HEADS = {
 _RESAMPLES = 10_000
 
 
-def read_results(folder: Path, name: str) -> dict[str, Any] | None:
-    """The recorded results of a sweep; `None` if there are none."""
-    file = folder / f"{name}.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
 def read_pairs(folder: Path) -> pd.DataFrame:
     """A row per run of the pairs: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`."""
     rows = []
     for text in MARKERS:
-        for run in (read_results(folder, text) or {"runs": []})["runs"]:
+        for run in recorded(folder / f"{text}.json")["runs"]:
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
@@ -180,7 +174,7 @@ def heads_table(folder: Path) -> pd.DataFrame:
     """Test losses of the smallest models on code with either size of heads, by seed."""
     found: dict[str, dict[int, float]] = {}
     for sweep in ("code", "heads"):
-        found |= losses_of(read_results(folder, sweep) or {"runs": []})
+        found |= losses_of(recorded(folder / f"{sweep}.json"))
     rows = [{"model": label, "loss by seed": by_seed(found.get(name, {}))} for name, label in HEADS.items()]
     return pd.DataFrame(rows)
 
@@ -327,14 +321,14 @@ def main() -> None:
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     tables["Heads, small, code"] = heads_table(folder)
-    if rates := read_results(folder, "rates"):
-        tables["Learning rates, small, code"] = rates_table(losses_of(rates))
-    if rates := read_results(folder, "rates_large"):
-        code = losses_of(read_results(folder, "code") or {"runs": []})
+    if rates := losses_of(recorded(folder / "rates.json")):
+        tables["Learning rates, small, code"] = rates_table(rates)
+    if rates := losses_of(recorded(folder / "rates_large.json")):
+        code = losses_of(recorded(folder / "code.json"))
         recipes_own = {f"{model}_4e-3": code.get(f"{model}_large", {}) for model in MODELS}
-        tables["Learning rates, large, code"] = rates_table(losses_of(rates) | recipes_own)
+        tables["Learning rates, large, code"] = rates_table(rates | recipes_own)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
-        if results := read_results(folder, name):
+        if (results := recorded(folder / f"{name}.json"))["runs"]:
             tables[name.capitalize()] = rows_table(results, names, reference)
             plot_rows(results, names, reference, folder / f"{name}.png")
     for title, table in tables.items():
