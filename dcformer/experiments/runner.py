@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..common.files import file_lock, write_atomically
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
-from ..training import Recipe, first_difference, train
+from ..training import Recipe, first_difference, resolve_precision, train
 from .recipe import Run, SweepRecipe, plan_sweep
 from .report import plot_sweep, print_report
 
@@ -148,6 +148,7 @@ def _train_and_score(run: Run, sweep: SweepRecipe, resume: bool, on_progress: On
             "train_loss": trained["loss"],
             "evaluation_loss": trained["evaluation_loss"],
             "evaluation_accuracy": accuracies[-1] if accuracies else None,
+            "precision": resolve_precision(recipe.training.precision),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         },
         "evaluation": scores,

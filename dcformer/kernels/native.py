@@ -145,7 +145,7 @@ def _forward(given: Call, log_sums: Tensor | None = None) -> Tensor:
     dtype = query.dtype if query.dtype == given.query.dtype else torch.float32
     output = torch.empty(batch, queries, heads, value.shape[3], dtype=dtype).transpose(1, 2)
     in_16_bits = query.dtype == call.key.dtype == value.dtype == torch.bfloat16
-    if log_sums is None and queries > FEW_TOKENS and in_16_bits and _has_bfloat16_products():
+    if log_sums is None and queries > FEW_TOKENS and in_16_bits and has_bfloat16_products():
         _forward_in_bfloat16(call, output)
     else:
         _run("dcformer_forward", _fields(call, output=output, log_sums=log_sums))
@@ -373,7 +373,8 @@ def _instruction_set() -> str | None:
 
 
 @functools.cache
-def _has_bfloat16_products() -> bool:
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies in bfloat16, which others do by way of float32, many times slower."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

@@ -11,7 +11,7 @@ from .recipe import (
     packaged_recipes,
 )
 from .run import train
-from .throughput import flops_per_token, gpu_peak_flops, peak_flops, visible_pairs
+from .throughput import flops_per_token, gpu_peak_flops, peak_flops, resolve_precision, visible_pairs
 
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "merge_recipes",
     "packaged_recipes",
     "peak_flops",
+    "resolve_precision",
     "train",
     "visible_pairs",
 ]

@@ -102,7 +102,8 @@ class TrainingRecipe:
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.1  #: of matrices, embeddings and compose weights; norms and biases do not decay
     max_grad_norm: float = 1.0  #: gradients of a larger norm are scaled down to it
-    precision: Literal["bf16", "fp32"] = "fp32"  #: bf16 for autocast; parameters stay float32
+    #: bf16 for autocast, parameters stay float32; auto: bf16 where the GPU, or without one the CPU, multiplies in it
+    precision: Literal["bf16", "fp32", "auto"] = "fp32"
     gradient_checkpointing: bool = False  #: recompute layers in the backward pass
     compile: bool = False  #: use `torch.compile`
     logging_steps: int = 10  #: steps between records of the log; there is one before every checkpoint too

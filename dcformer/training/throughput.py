@@ -7,6 +7,7 @@ import time
 import torch
 
 from ..configuration_dcformer import DCFormerConfig
+from ..kernels.native import has_bfloat16_products
 
 
 # Dense matrix products in Tflop/s by the makers' data sheets: bfloat16 (with float32 sums), and TF32, which float32
@@ -81,6 +82,15 @@ def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
     if config.compose_static:
         per_pair += places * 2 * heads * group_heads
     return per_token, per_pair
+
+
+def resolve_precision(precision: str) -> str:
+    """`"auto"` as it is on this process's device: `"bf16"` or `"fp32"`; others as they are."""
+    if precision != "auto":
+        return precision
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if has_bfloat16_products() else "fp32"
 
 
 def peak_flops(precision: str) -> float | None:

@@ -22,7 +22,7 @@ from .checkpoints import LOG_FILE, mark_complete, remove_old, write_log
 from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
-from .throughput import TrainingClock, flops_per_token, peak_flops
+from .throughput import TrainingClock, flops_per_token, peak_flops, resolve_precision
 
 
 OnProgress = Callable[[int, int, dict[str, float]], None]
@@ -57,7 +57,7 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         lr_scheduler_kwargs={"min_lr_rate": training.final_learning_rate_ratio},
         warmup_steps=int(training.steps * training.warmup_ratio),
         max_grad_norm=training.max_grad_norm,
-        bf16=training.precision == "bf16",
+        bf16=resolve_precision(training.precision) == "bf16",
         torch_compile=training.compile,
         fsdp=True if training.fsdp else None,
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if training.fsdp else None,
@@ -190,7 +190,7 @@ class RecipeTrainer(Trainer):
             self.loss_since_log.zero_()
             speed = (step - last["step"]) * batch_tokens / max(self.clock.seconds - last["seconds"], 1e-9)
             logs["tokens_per_second"] = speed
-            if peak := peak_flops(self.recipe.training.precision):
+            if peak := peak_flops(resolve_precision(self.recipe.training.precision)):
                 logs["mfu"] = speed * self.flops_per_token / (peak * self.args.world_size)
         for key in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(key, 0.0)):

@@ -84,7 +84,7 @@ def test_products_in_bfloat16_are_as_exact_as_those_of_plain_attention(monkeypat
     visibility = Visibility(300, inputs.key.shape[2], **masks, padding=padding)
     visible = ~hidden_pairs(visibility, inputs.query.device)
     expected = composed_attention_reference(*inputs.to(torch.float64), attention_mask=visibility)
-    monkeypatch.setattr(native, "_has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
     with torch.no_grad():
         found = native_form(*inputs, attention_mask=visibility)
         key, value = (states.repeat_interleave(inputs.query.shape[1] // states.shape[1], 1) for states in inputs[1:3])

@@ -6,7 +6,7 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig
-from dcformer.training import flops_per_token, gpu_peak_flops, visible_pairs
+from dcformer.training import flops_per_token, gpu_peak_flops, throughput, visible_pairs
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,13 @@ def test_shares_of_table_2_are_met():
 def test_windows_spare_the_keys_outside_them():
     for window in (1, 3, 99, None):
         assert visible_pairs(10, window) == sum(min(query + 1, window or 10) for query in range(10))
+
+
+def test_automatic_precision_is_bf16_only_where_the_device_multiplies_in_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for on_cpu, expected in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(throughput, "has_bfloat16_products", lambda on_cpu=on_cpu: on_cpu)
+        assert [throughput.resolve_precision(name) for name in ("auto", "bf16", "fp32")] == [expected, "bf16", "fp32"]
 
 
 def test_gpus_are_known_by_their_names():
