@@ -56,6 +56,7 @@ STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.language_modelling
 claim:
 	@$(STUDY).prepare $(TEXT)
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-code claim-prose
+	@$(STUDY).speed --results $(RESULTS)
 	@$(STUDY).report --results $(RESULTS)
 
 claim-code:

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from dcformer import pretrained_path
 from dcformer.analysis import ablated, record
+from dcformer.bench.measure import Timing
 from dcformer.training import load_recipe
 from research import sweeps
-from research.language_modelling import inside, report
+from research.language_modelling import inside, report, speed
 from research.language_modelling.breakdown import LENGTH, classified_parts
 from research.language_modelling.prepare import prepare, train_tokenizer
 from research.upcycling import run as upcycling
@@ -84,6 +85,24 @@ def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path)])
     report.main()
     assert "## Pairs" in capsys.readouterr().out and (tmp_path / "curves.png").is_file()
+
+
+def test_seconds_of_the_pairs_are_those_of_steps_measured_in_turns(tmp_path, monkeypatch):
+    class OneStep:
+        def __init__(self, device, seconds):
+            pass
+
+        def __call__(self, steps):
+            steps["dcformer_small"]()
+            return {name: Timing(0.5, 0.25, 1) for name in steps}
+
+    monkeypatch.setattr(speed, "Timer", OneStep)
+    monkeypatch.setattr(sys, "argv", ["speed", "--results", str(tmp_path)])
+    speed.main()
+    shutil.copy(report.RESULTS / "code.json", tmp_path)
+    for _, run in report.read_pairs(tmp_path).iterrows():
+        assert run["seconds"] == pytest.approx(0.25 * run["tokens"] / 2048)
+        assert run["curve"]["seconds"][-1] == pytest.approx(run["seconds"], rel=0.01)
 
 
 def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_path, monkeypatch):

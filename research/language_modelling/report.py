@@ -6,6 +6,7 @@ python -m research.language_modelling.report        # tables; figures go to resu
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,14 +45,23 @@ _RESAMPLES = 10_000
 
 
 def read_pairs(folder: Path) -> pd.DataFrame:
-    """A row per run of the pairs: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`."""
+    """
+    A row per run of the pairs: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`. Seconds follow
+    from `speed.json`; those of a variant that it has not are what the run took.
+    """
     rows = []
+    speed = folder / "speed.json"
+    step_seconds = json.loads(speed.read_text(encoding="utf-8"))["seconds"] if speed.is_file() else {}
     for text in MARKERS:
         for run in recorded(folder / f"{text}.json")["runs"]:
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
-            rows.append(row | {"loss": run["test"]["loss"], "curve": run["curve"], "test": run["test"]})
+            if run["variant"] in step_seconds:
+                row["seconds"] = run["training"]["steps"] * step_seconds[run["variant"]]
+            scale = row["seconds"] / run["training"]["seconds"]
+            curve = run["curve"] | {"seconds": [scale * value for value in run["curve"]["seconds"]]}
+            rows.append(row | {"loss": run["test"]["loss"], "curve": curve, "test": run["test"]})
     if not rows:
         raise ValueError(f"{str(folder)!r} has no results of the pairs; run python -m research.language_modelling.run.")
     return pd.DataFrame(rows)
