@@ -1,6 +1,7 @@
 """Fast implementations of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
 
 from ..dcmha import register_implementation
+from .native import has_bfloat16_products
 from .native import register as register_native
 from .ops import set_workspace_bytes
 from .triton_form import triton_attention, why_not_automatic, why_not_triton
@@ -12,4 +13,4 @@ def register() -> None:
     register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)
 
 
-__all__ = ["register", "set_workspace_bytes"]
+__all__ = ["has_bfloat16_products", "register", "set_workspace_bytes"]

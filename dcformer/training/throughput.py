@@ -7,7 +7,7 @@ import time
 import torch
 
 from ..configuration_dcformer import DCFormerConfig
-from ..kernels.native import has_bfloat16_products
+from ..kernels import has_bfloat16_products
 
 
 # Dense matrix products in Tflop/s by the makers' data sheets: bfloat16 (with float32 sums), and TF32, which float32

@@ -36,10 +36,12 @@ ROWS_OF_TABLE_10 = {
     "transformer_1to1": "windows in 2 of 4 layers, no composition",
 }
 HEADS = {
-    "transformer_small": "Transformer++, 3 heads of 32",
-    "transformer_of_16": "Transformer++, 6 heads of 16",
-    "dcformer_small": "DCFormer++, 6 heads of 16",
-    "dcformer_of_32": "DCFormer++, 3 heads of 32",
+    "transformer_small": "Transformer++, small, heads of 32",
+    "transformer_of_16": "Transformer++, small, heads of 16",
+    "dcformer_small": "DCFormer++, small, heads of 32",
+    "dcformer_of_16": "DCFormer++, small, heads of 16",
+    "dcformer_middle": "DCFormer++, middle, heads of 32",
+    "dcformer_middle_of_16": "DCFormer++, middle, heads of 16",
 }
 _RESAMPLES = 10_000
 
@@ -181,7 +183,7 @@ def by_seed(losses: dict[int, float]) -> str:
 
 
 def heads_table(folder: Path) -> pd.DataFrame:
-    """Test losses of the smallest models on code with either size of heads, by seed."""
+    """Test losses on code with either size of heads, by seed."""
     found: dict[str, dict[int, float]] = {}
     for sweep in ("code", "heads"):
         found |= losses_of(recorded(folder / f"{sweep}.json"))
@@ -330,7 +332,7 @@ def main() -> None:
     for size in dict.fromkeys(pairs["size"]):
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
-    tables["Heads, small, code"] = heads_table(folder)
+    tables["Heads, code"] = heads_table(folder)
     if rates := losses_of(recorded(folder / "rates.json")):
         tables["Learning rates, small, code"] = rates_table(rates)
     if rates := losses_of(recorded(folder / "rates_large.json")):

@@ -40,11 +40,7 @@ def test_they_are_what_the_recipe_of_the_study_describes(models):
             assert getattr(models[name].config, key) == getattr(described, key), key
     composing, plain = (models[name].config.to_dict() for name in NAMES)
     different = {key for key in composing if composing[key] != plain.get(key)}
-    # Each has heads of the size that suits it best.
-    assert different - {"_name_or_path"} == {"compose_pre", "compose_post", "num_attention_heads"} | {
-        "num_key_value_heads",
-        "head_dim",
-    }
+    assert different - {"_name_or_path"} == {"compose_pre", "compose_post"}
 
 
 def test_composition_lowers_the_loss_of_text_that_neither_has_read(models):
