@@ -94,8 +94,10 @@ def resolve_precision(precision: str) -> str:
 
 
 def peak_flops(precision: str) -> float | None:
-    """As `gpu_peak_flops`, of this process's GPU; `None` without one."""
-    return gpu_peak_flops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+    """As `gpu_peak_flops`, of this process's GPU and with `"auto"` as another precision; `None` without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return gpu_peak_flops(torch.cuda.get_device_name(), resolve_precision(precision))
 
 
 def gpu_peak_flops(name: str, precision: str) -> float | None:

@@ -190,7 +190,7 @@ class RecipeTrainer(Trainer):
             self.loss_since_log.zero_()
             speed = (step - last["step"]) * batch_tokens / max(self.clock.seconds - last["seconds"], 1e-9)
             logs["tokens_per_second"] = speed
-            if peak := peak_flops(resolve_precision(self.recipe.training.precision)):
+            if peak := peak_flops(self.recipe.training.precision):
                 logs["mfu"] = speed * self.flops_per_token / (peak * self.args.world_size)
         for key in ("loss", "grad_norm", "eval_loss"):
             if not math.isfinite(logs.get(key, 0.0)):

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM
 from dcformer.bench.measure import Timer, device_name
 from dcformer.experiments import plan_sweep
 from dcformer.training import Recipe, load_recipe, resolve_precision
 from dcformer.training.optimizer import build_optimizer
+from dcformer.training.recipe import build_config
 
 from .prepare import VOCABULARY
 
@@ -28,7 +29,7 @@ FOLDER = Path(__file__).parent
 
 def training_step(recipe: Recipe, device: torch.device) -> Callable[[], None]:
     """A step on random tokens, in one pass, as `dcformer train` takes it."""
-    model = DCFormerForCausalLM(DCFormerConfig(vocab_size=VOCABULARY, **recipe.model)).to(device)
+    model = DCFormerForCausalLM(build_config(recipe.model, vocab_size=VOCABULARY)).to(device)
     optimizer, training = build_optimizer(model, recipe.training), recipe.training
     rows = training.batch_tokens // recipe.data.sequence_length
     tokens = torch.randint(VOCABULARY, (rows, recipe.data.sequence_length), device=device)  # (batch, length)
