@@ -82,9 +82,18 @@ def test_the_cost_of_equal_loss_is_found_from_laws_of_a_known_ratio(ratio):
 def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, capsys):
     for file in report.RESULTS.glob("*.json"):
         shutil.copy(file, tmp_path)
+    runs = [{"variant": "pre", "seed": seed, "test": {"loss": 1.9 + 0.01 * seed}} for seed in range(3)]
+    runs.append({"variant": "post", "seed": 0, "test": {"loss": 1.8}})
+    ablation = {"runs": runs, "recipe": {"sweep": {"published": {"pre": 11.54}}}}
+    (tmp_path / "ablation.json").write_text(json.dumps(ablation))
     monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path)])
     report.main()
-    assert "## Pairs" in capsys.readouterr().out and (tmp_path / "curves.png").is_file()
+    printed = capsys.readouterr().out
+    assert "## Pairs" in printed and (tmp_path / "curves.png").is_file()
+    rows = [line.split(" | ") for line in printed[printed.index("## Ablation") :].splitlines()[4:9]]
+    names = ["post", "rank_2", "pre", "none"]
+    assert [row[0][2:].strip() for row in rows[:4]] == [report.ROWS_OF_TABLE_9[name] for name in names]
+    assert not rows[0][2].strip() and "to" in rows[1][2] and "to" in rows[2][2]  # one seed has no interval
 
 
 def test_seconds_of_the_pairs_are_those_of_steps_measured_in_turns(tmp_path, monkeypatch):

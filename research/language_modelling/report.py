@@ -29,6 +29,7 @@ COLOURS = {"transformer": "#D55E00", "dcformer": "#0072B2"}
 MARKERS = {"code": "o", "prose": "s"}
 PUBLISHED_RATIO = (1.7, 2.0)  # compute of a Transformer that is as good, abstract of the paper
 ROWS_OF_TABLE_10 = {
+    "full": "no windows",
     "1to1": "windows in 2 of 4 layers",
     "3to1": "windows in 3 of 4 layers",
     "1to1_query_wise": "windows in 2 of 4 layers, query-wise only",
@@ -42,6 +43,11 @@ HEADS = {
     "dcformer_of_16": "DCFormer++, small, heads of 16",
     "dcformer_middle": "DCFormer++, middle, heads of 32",
     "dcformer_middle_of_16": "DCFormer++, middle, heads of 16",
+}
+# Rows of a table that are models of code.yaml: name of the row -> variant.
+OF_CODE = {
+    "ablation": {"none": "transformer_small", "rank_2": "dcformer_small"},
+    "windows": {"full": "dcformer_small"},
 }
 _RESAMPLES = 10_000
 
@@ -202,9 +208,9 @@ def losses_of(results: dict[str, Any]) -> dict[str, dict[int, float]]:
 def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
     """Variants by their mean loss, with their differences to one of them, corrected for their number by Holm's rule."""
     losses = losses_of(results)
-    compared = {
-        item.first: item for item in compare_seeds(losses, [(name, reference) for name in losses if name != reference])
-    }
+    seeds = losses[reference].keys()
+    others = [(name, reference) for name in losses if name != reference and len(seeds & losses[name].keys()) > 1]
+    compared = {item.first: item for item in compare_seeds(losses, others)}
     published, rows = results["recipe"]["sweep"]["published"], []
     for name in sorted(losses, key=lambda name: math.fsum(losses[name].values()) / len(losses[name])):
         row = {"variant": names[name], "loss": f"{math.fsum(losses[name].values()) / len(losses[name]):.3f}"}
@@ -333,14 +339,14 @@ def main() -> None:
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     tables["Heads, code"] = heads_table(folder)
-    if rates := losses_of(recorded(folder / "rates.json")):
-        tables["Learning rates, small, code"] = rates_table(rates)
-    if rates := losses_of(recorded(folder / "rates_large.json")):
-        code = losses_of(recorded(folder / "code.json"))
-        recipes_own = {f"{model}_4e-3": code.get(f"{model}_large", {}) for model in MODELS}
-        tables["Learning rates, large, code"] = rates_table(rates | recipes_own)
+    for name, size in (("rates", "small"), ("rates_large", "large")):
+        if rates := losses_of(recorded(folder / f"{name}.json")):
+            tables[f"Learning rates, {size}, code"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
         if (results := recorded(folder / f"{name}.json"))["runs"]:
+            for row, variant in OF_CODE[name].items():
+                same = (run for run in recorded(folder / "code.json")["runs"] if run["variant"] == variant)
+                results["runs"] += [run | {"variant": row} for run in same]
             tables[name.capitalize()] = rows_table(results, names, reference)
             plot_rows(results, names, reference, folder / f"{name}.png")
     for title, table in tables.items():
