@@ -148,16 +148,14 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
 
 
 def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):
-    runs = [
-        {"variant": name, "seed": seed, "test": {"loss": loss + noise * seed}}
+    losses = {
+        name: {seed: loss + noise * seed for seed in range(3)}
         for name, loss, noise in (("none", 2.0, 0.01), ("rank_2", 1.9, 0.012), ("pre", 1.95, 0.009))
-        for seed in range(3)
-    ]
-    results = {"runs": runs, "recipe": {"sweep": {"published": {"none": 11.68}}}}
-    table = report.rows_table(results, report.ROWS_OF_TABLE_9, "none")
+    }
+    table = report.rows_table(losses, {"none": 11.68}, report.ROWS_OF_TABLE_9, "none")
     assert list(table["variant"]) == [report.ROWS_OF_TABLE_9[name] for name in ("rank_2", "pre", "none")]
     assert table["over no composition"][0].startswith("-0.098 (-0.10") and table["over no composition"][2] == ""
-    report.plot_rows(results, report.ROWS_OF_TABLE_9, "none", tmp_path / "rows.png")
+    report.plot_rows(losses, report.ROWS_OF_TABLE_9, "none", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").is_file()
 
 

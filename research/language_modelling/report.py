@@ -188,12 +188,9 @@ def by_seed(losses: dict[int, float]) -> str:
     return ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(losses.items()))
 
 
-def heads_table(folder: Path) -> pd.DataFrame:
+def heads_table(losses: dict[str, dict[int, float]]) -> pd.DataFrame:
     """Test losses on code with either size of heads, by seed."""
-    found: dict[str, dict[int, float]] = {}
-    for sweep in ("code", "heads"):
-        found |= losses_of(recorded(folder / f"{sweep}.json"))
-    rows = [{"model": label, "loss by seed": by_seed(found.get(name, {}))} for name, label in HEADS.items()]
+    rows = [{"model": label, "loss by seed": by_seed(losses.get(name, {}))} for name, label in HEADS.items()]
     return pd.DataFrame(rows)
 
 
@@ -205,13 +202,14 @@ def losses_of(results: dict[str, Any]) -> dict[str, dict[int, float]]:
     return losses
 
 
-def rows_table(results: dict[str, Any], names: dict[str, str], reference: str) -> pd.DataFrame:
+def rows_table(
+    losses: dict[str, dict[int, float]], published: dict[str, float], names: dict[str, str], reference: str
+) -> pd.DataFrame:
     """Variants by their mean loss, with their differences to one of them, corrected for their number by Holm's rule."""
-    losses = losses_of(results)
     seeds = losses[reference].keys()
     others = [(name, reference) for name in losses if name != reference and len(seeds & losses[name].keys()) > 1]
     compared = {item.first: item for item in compare_seeds(losses, others)}
-    published, rows = results["recipe"]["sweep"]["published"], []
+    rows = []
     for name in sorted(losses, key=lambda name: math.fsum(losses[name].values()) / len(losses[name])):
         row = {"variant": names[name], "loss": f"{math.fsum(losses[name].values()) / len(losses[name]):.3f}"}
         row[f"over {names[reference]}"] = row["corrected p"] = ""
@@ -314,9 +312,9 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
         figure.legend(*handles, loc="outside lower center", ncols=len(sizes), frameon=False)
 
 
-def plot_rows(results: dict[str, Any], names: dict[str, str], reference: str, path: Path) -> None:
+def plot_rows(losses: dict[str, dict[int, float]], names: dict[str, str], reference: str, path: Path) -> None:
     """Test loss of every variant: the seeds as circles, their mean as a diamond, a line at the one compared with."""
-    groups = {name: list(by_seed.values()) for name, by_seed in losses_of(results).items()}
+    groups = {name: list(by_seed.values()) for name, by_seed in losses.items()}
     ordered = sorted(groups, key=lambda name: sum(groups[name]) / len(groups[name]))
     with picture(path, (8.0, 1.2 + 0.32 * len(ordered)), "train") as figure:
         axis = figure.subplots()
@@ -338,17 +336,17 @@ def main() -> None:
     for size in dict.fromkeys(pairs["size"]):
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
-    tables["Heads, code"] = heads_table(folder)
+    code = losses_of(recorded(folder / "code.json"))
+    tables["Heads, code"] = heads_table(code | losses_of(recorded(folder / "heads.json")))
     for name, size in (("rates", "small"), ("rates_large", "large")):
         if rates := losses_of(recorded(folder / f"{name}.json")):
             tables[f"Learning rates, {size}, code"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
         if (results := recorded(folder / f"{name}.json"))["runs"]:
-            for row, variant in OF_CODE[name].items():
-                same = (run for run in recorded(folder / "code.json")["runs"] if run["variant"] == variant)
-                results["runs"] += [run | {"variant": row} for run in same]
-            tables[name.capitalize()] = rows_table(results, names, reference)
-            plot_rows(results, names, reference, folder / f"{name}.png")
+            of_code = {row: code[variant] for row, variant in OF_CODE[name].items() if variant in code}
+            losses, published = losses_of(results) | of_code, results["recipe"]["sweep"]["published"]
+            tables[name.capitalize()] = rows_table(losses, published, names, reference)
+            plot_rows(losses, names, reference, folder / f"{name}.png")
     for title, table in tables.items():
         if len(table) == 0:  # as the fit over sizes is with one size
             continue
