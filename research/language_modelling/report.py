@@ -271,7 +271,7 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
         for place, ratio in zip(places, ratios["ratio"]):
             last.annotate(f"{ratio:.2f}", (ratio, place), (0, 8), textcoords="offset points", ha="center")
         last.axvline(1, color="black", linewidth=0.8)
-        last.set_xlim(left=0.9)
+        last.set_xlim(left=ratios[["ratio", "low"]].min(axis=None) - 0.1)
         last.set_yticks(places, [", ".join(each) for each in ratios.index])
         last.set_ylim(len(ratios) - 0.1, -0.9)
         last.set_title("operations of Transformer++\nfor the loss of DCFormer++", fontsize=10)
@@ -338,9 +338,9 @@ def main() -> None:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     code = losses_of(recorded(folder / "code.json"))
     tables["Heads, code"] = heads_table(code | losses_of(recorded(folder / "heads.json")))
-    for name, size in (("rates", "small"), ("rates_large", "large")):
+    for name, what in (("rates", "small, code"), ("rates_prose", "small, prose"), ("rates_large", "large, code")):
         if rates := losses_of(recorded(folder / f"{name}.json")):
-            tables[f"Learning rates, {size}, code"] = rates_table(rates)
+            tables[f"Learning rates, {what}"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
         if (results := recorded(folder / f"{name}.json"))["runs"]:
             of_code = {row: code[variant] for row, variant in OF_CODE[name].items() if variant in code}

@@ -18,5 +18,5 @@ def score(recipe: Recipe, model_folder: Path) -> dict:
 
 
 if __name__ == "__main__":
-    sweeps = ("rates", "heads", "code", "rates_large", "prose", "ablation", "windows")
+    sweeps = ("rates", "rates_prose", "heads", "code", "rates_large", "prose", "ablation", "windows")
     main(__doc__, Path(__file__).parent, sweeps, score)
