@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -209,9 +210,10 @@ def rows_table(
     seeds = losses[reference].keys()
     others = [(name, reference) for name in losses if name != reference and len(seeds & losses[name].keys()) > 1]
     compared = {item.first: item for item in compare_seeds(losses, others)}
+    means = {name: fmean(by_seed.values()) for name, by_seed in losses.items()}
     rows = []
-    for name in sorted(losses, key=lambda name: math.fsum(losses[name].values()) / len(losses[name])):
-        row = {"variant": names[name], "loss": f"{math.fsum(losses[name].values()) / len(losses[name]):.3f}"}
+    for name in sorted(means, key=means.__getitem__):
+        row = {"variant": names[name], "loss": f"{means[name]:.3f}"}
         row[f"over {names[reference]}"] = row["corrected p"] = ""
         if name in compared:
             item = compared[name]
@@ -236,7 +238,7 @@ def breakdown_table(pairs: pd.DataFrame, size: str, part: str) -> pd.DataFrame:
             difference = [own - base for own, base in zip(loss["dcformer"], loss["transformer"])]
             gain = share * math.fsum(difference) / math.fsum(whole)
             row = {"text": text, "tokens": f"{name}, {100 * share:.0f} %"}
-            row |= {MODELS[model]: f"{math.fsum(values) / len(values):.3f}" for model, values in loss.items()}
+            row |= {MODELS[model]: f"{fmean(values):.3f}" for model, values in loss.items()}
             rows.append(row | {"difference": with_interval(difference, "+"), "share of it": f"{100 * gain:.0f} %"})
     return pd.DataFrame(rows)
 
@@ -314,16 +316,16 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
 
 def plot_rows(losses: dict[str, dict[int, float]], names: dict[str, str], reference: str, path: Path) -> None:
     """Test loss of every variant: the seeds as circles, their mean as a diamond, a line at the one compared with."""
-    groups = {name: list(by_seed.values()) for name, by_seed in losses.items()}
-    ordered = sorted(groups, key=lambda name: sum(groups[name]) / len(groups[name]))
+    means = {name: fmean(by_seed.values()) for name, by_seed in losses.items()}
+    ordered = sorted(means, key=means.__getitem__)
     with picture(path, (8.0, 1.2 + 0.32 * len(ordered)), "train") as figure:
         axis = figure.subplots()
         draw_rows(axis, [names[name] for name in ordered])
         for place, name in enumerate(ordered):
-            values = groups[name]
+            values = list(losses[name].values())
             axis.plot(values, [place] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
-            axis.plot(sum(values) / len(values), place, "D", color="black", markersize=5)
-        axis.axvline(sum(groups[reference]) / len(groups[reference]), color="black", linewidth=0.8, zorder=1)
+            axis.plot(means[name], place, "D", color="black", markersize=5)
+        axis.axvline(means[reference], color="black", linewidth=0.8, zorder=1)
         axis.set_xlabel("loss on test text (nats per token)")
 
 
