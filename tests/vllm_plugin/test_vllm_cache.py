@@ -68,7 +68,7 @@ def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks(llm, mo
     cancelled_after = {i: chance.randint(1, 30) for i in chance.sample(range(REQUESTS), REQUESTS // 3)}  # steps
     pool = scheduler_of(llm).kv_cache_manager.block_pool
     peaks = []
-    for _ in range(3):
+    for _ in range(5):
         answers = _run(llm.llm_engine, prompts, new_tokens, cancelled_after)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
         assert pool.get_num_free_blocks() == BLOCKS - 1  # one is never lent
@@ -76,7 +76,9 @@ def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks(llm, mo
     assert set(range(REQUESTS)) - set(cancelled_after) <= set(answers)
     for i, tokens in answers.items():
         assert tokens == greedy_of_generate(model, [prompts[i]], new_tokens[i])[0], f"request {i}"
-    assert peaks[2] - peaks[1] < 8 * 1024, "memory grows from round to round"
+    # A leak raises the peak in every round; the allocator's own jumps do not come in every one.
+    growth = [after - before for before, after in zip(peaks[1:], peaks[2:], strict=False)]
+    assert min(growth) < 1024, f"memory grows from round to round: {growth} KiB"
 
 
 def _run(llm_engine, prompts, new_tokens, cancelled_after):
