@@ -98,7 +98,7 @@ def main() -> None:
         return
     table = Table(title="The C headers of NumPy, which neither has read")
     for column in ("model", "nats a token", "next token right", "tokens/s read", "tokens/s written"):
-        table.add_column(column, justify="right" if table.columns else "left")
+        table.add_column(column, justify="right" if table.columns else "left", no_wrap=not table.columns)
     rows, losses = held_out_tokens(tokenizer), []
     for name, model in models.items():
         loss, right, speed = read(model, rows)
