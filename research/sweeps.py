@@ -52,8 +52,7 @@ def record(recipe: Recipe, results_file: Path, measure: Measure | None = None) -
         earlier = Recipe.from_mapping(before["recipe"])
         unknown = {*earlier.sweep["variants"], *recipe.sweep["variants"]} - known
         others = {*earlier.sweep, *recipe.sweep} - {"variants"}  # what a sweep asks for decides no run
-        # Compiling moves results by rounding alone.
-        ignored = ("name", "output", "seed", "training.compile", *(f"sweep.{key}" for key in others))
+        ignored = ("name", "output", "seed", *(f"sweep.{key}" for key in others))
         if differs := first_difference(earlier, recipe, (*ignored, *(f"sweep.variants.{name}." for name in unknown))):
             raise ValueError(
                 f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."
