@@ -63,7 +63,7 @@ claim-code:
 	@$(STUDY).run rates heads code rates_large --results $(RESULTS)
 
 claim-prose:
-	@$(STUDY).run ablation windows prose --results $(RESULTS)
+	@$(STUDY).run rates_prose ablation windows prose --results $(RESULTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from dcformer import pretrained_path
 from dcformer.analysis import ablated, record
 from dcformer.bench.measure import Timing
+from dcformer.experiments import plan_sweep
 from dcformer.training import load_recipe
 from research import sweeps
 from research.language_modelling import inside, report, speed
@@ -25,6 +27,14 @@ TEXT = "int total = first + second;\nreturn total + 42; /* second */\n"
 
 def rows_of(file):
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "name", ["rates", "rates_prose", "rates_large", "heads", "code", "prose", "ablation", "windows"]
+)
+def test_every_run_of_the_study_is_planned(name):
+    sweep, runs = plan_sweep(load_recipe(str(Path(report.__file__).parent / "recipes" / f"{name}.yaml")))
+    assert len(runs) == len(sweep.variants) * len(sweep.seeds)
 
 
 def test_text_is_divided_by_its_hash_and_nothing_is_there_twice(tmp_path):
