@@ -19,6 +19,7 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from dcformer.common.plotting import draw_grid, draw_rows, picture
 from dcformer.eval import compare_seeds, seed_interval
+from dcformer.training import load_recipe
 
 from ..head_tasks.report import ROWS_OF_TABLE_9
 from ..sweeps import recorded
@@ -45,12 +46,12 @@ HEADS = {
     "dcformer_middle": "DCFormer++, middle, heads of 32",
     "dcformer_middle_of_16": "DCFormer++, middle, heads of 16",
 }
-# Rows of a table that are models of code.yaml: name of the row -> variant; and what Table 9 has for them.
+# Rows of a table that are models of code.yaml: name of the row -> variant.
 OF_CODE = {
     "ablation": {"none": "transformer_small", "rank_2": "dcformer_small"},
     "windows": {"full": "dcformer_small"},
 }
-PUBLISHED_OF_CODE = {"none": 11.68, "rank_2": 10.83}
+PUBLISHED = {"ablation": "ablation-405m", "windows": "tradeoffs-405m"}  # recipes with the perplexities of the paper
 _RESAMPLES = 10_000
 
 
@@ -348,7 +349,7 @@ def main() -> None:
         if (results := recorded(folder / f"{name}.json"))["runs"]:
             of_code = {row: code[variant] for row, variant in OF_CODE[name].items() if variant in code}
             losses = losses_of(results) | of_code
-            published = results["recipe"]["sweep"]["published"] | PUBLISHED_OF_CODE
+            published = load_recipe(PUBLISHED[name]).sweep["published"]
             tables[name.capitalize()] = rows_table(losses, published, names, reference)
             plot_rows(losses, names, reference, folder / f"{name}.png")
     for title, table in tables.items():

@@ -12,11 +12,13 @@ from ..sweeps import main
 from .breakdown import breakdown
 
 
+SWEEPS = ("rates", "rates_prose", "heads", "code", "rates_large", "prose", "ablation", "windows")
+
+
 def score(recipe: Recipe, model_folder: Path) -> dict:
     """The breakdown on the test text that lies beside the training text."""
     return breakdown(model_folder, Path(recipe.data.source).parent)
 
 
 if __name__ == "__main__":
-    sweeps = ("rates", "rates_prose", "heads", "code", "rates_large", "prose", "ablation", "windows")
-    main(__doc__, Path(__file__).parent, sweeps, score)
+    main(__doc__, Path(__file__).parent, SWEEPS, score)
