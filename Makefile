@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 2
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-serving coverage bench-gpu claim claim-code claim-prose lint format docs clean
+.PHONY: demo test test-serving coverage bench-gpu claim lint format docs clean
 
 # Twice --quiet leaves out pip's warnings; errors still show.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
@@ -49,21 +49,16 @@ bench-gpu:
 
 # The study of language modelling (research/language_modelling): text, sweeps, tables and figures, on the GPU if there is
 # one. Stopped at any moment, the same command resumes. TEXT="--code FOLDER --prose FOLDER" takes files of your own. What is
-# measured goes to RESULTS, not to what is committed, which is of certain text. Two processes of one thread each: models of
-# this size gain nothing from a second one.
+# measured goes to RESULTS, not to what is committed, which is of certain text. PROCESSES of one thread each train a model
+# each: models of this size gain nothing from a second thread, and leave most of a GPU to others.
+PROCESSES ?= 2
 RESULTS ?= runs/language-modelling/results
 STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.language_modelling
 claim:
 	@$(STUDY).prepare $(TEXT)
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going claim-code claim-prose
+	@$(STUDY).run --processes $(PROCESSES) --results $(RESULTS)
 	@$(STUDY).speed --results $(RESULTS)
 	@$(STUDY).report --results $(RESULTS)
-
-claim-code:
-	@$(STUDY).run rates heads code rates_large --results $(RESULTS)
-
-claim-prose:
-	@$(STUDY).run rates_prose ablation windows prose --results $(RESULTS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

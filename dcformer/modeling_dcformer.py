@@ -259,6 +259,8 @@ class DCFormerAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
+        # Under autocast norms and rotary positions give float32, and implementations take one type.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         if self.compose is not None:
             pre, post = self.compose(hidden_states)
         return query, key, value, pre, post

@@ -2,13 +2,14 @@
 
 from .recipe import Run, SweepRecipe, plan_sweep
 from .report import compare_variants, plot_sweep, print_report, summarise
-from .runner import run_sweep
+from .runner import finish_run, run_sweep
 
 
 __all__ = [
     "Run",
     "SweepRecipe",
     "compare_variants",
+    "finish_run",
     "plan_sweep",
     "plot_sweep",
     "print_report",

@@ -80,7 +80,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         results = _write_results(recipe, runs, rows, failures)
         for run in waiting:
             try:
-                rows[run.name] = _train_and_score(run, sweep, resume, report)
+                rows[run.name] = finish_run(run, sweep, resume, report)
             except FloatingPointError as error:
                 rows.pop(run.name, None)
                 failures.append({"variant": run.variant, "seed": run.seed, "error": str(error)})
@@ -112,14 +112,40 @@ def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
     return result["run"] if is_scored else None
 
 
-def _train_and_score(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
-    """The figures of a run, which are on the disk when this returns."""
+def finish_run(
+    run: Run, sweep: SweepRecipe, resume: bool = True, on_progress: OnProgress | None = None
+) -> dict[str, Any]:
+    """
+    Train and score one run of a sweep, unless it is finished.
+
+    Several processes may do so for different runs of a sweep; `run_sweep` then finds these finished.
+
+    Args:
+        run: One of those that `plan_sweep` gives.
+        sweep: The sweep beside it.
+        resume: As of `run_sweep`.
+        on_progress: As of `run_sweep`, without a bar.
+
+    Returns:
+        An item of `runs` of `run_sweep`, which is on the disk by then.
+
+    Raises:
+        ValueError: as `run_sweep`.
+        FloatingPointError: if the run diverged.
+    """
+    if resume and (row := _finished(run, sweep)) is not None:
+        return row
     recipe = run.recipe
-    on_progress(run.name, 0, recipe.training.steps, {})
+
+    def tell(*record) -> None:
+        if on_progress is not None:
+            on_progress(run.name, *record)
+
+    tell(0, recipe.training.steps, {})
     if not resume:
         (run.folder / RESULT).unlink(missing_ok=True)
     with quiet_libraries(messages=False, datasets=True):
-        trained = train(recipe, resume=resume, on_progress=lambda *record: on_progress(run.name, *record))
+        trained = train(recipe, resume=resume, on_progress=tell)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained["folder"]))
         scores: dict[str, dict[str, float]] | None = None

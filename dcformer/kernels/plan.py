@@ -82,6 +82,8 @@ class Stage(NamedTuple):
     query: Factors
     key: Factors
     static: Tensor | None
+    # Triton 3.6 forgets in loops the constants of tuples in this one, unless a constant comes after them.
+    HAS_STATIC: tl.constexpr
 
     @classmethod
     def both(cls, call: Call, as_vectors: bool = False) -> tuple["Stage", "Stage"]:
@@ -90,7 +92,8 @@ class Stage(NamedTuple):
         for query, key, static in (call[3:6], call[6:9]):
             heads = call.query.shape[1]
             sides = Factors.of(query, heads, False), Factors.of(key, heads, as_vectors)
-            stages.append(cls(*sides, None if static is None else static.contiguous()))
+            has_static = tl.constexpr(static is not None)
+            stages.append(cls(*sides, None if static is None else static.contiguous(), has_static))
         return stages[0], stages[1]
 
 

@@ -154,7 +154,7 @@ def key_factors(side, block, h, is_head, s, is_key):
 def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
     """A tuple with [1, HEADS, HEADS], heads in by heads out, or with nothing."""
     static = ()
-    if stage.static is not None:
+    if stage.HAS_STATIC:
         h = tl.arange(0, HEADS_PADDED)
         places = (group * HEADS + h[:, None]) * HEADS + h[None, :]
         inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
@@ -185,7 +185,7 @@ def compose(a, maps, query, key, static, stage, TRANSPOSED: tl.constexpr):
         x += a * query[2 * stage.query.RANK]
     if stage.key.GATE:
         x += a * key[2 * stage.key.RANK]
-    if stage.static is not None:
+    if stage.HAS_STATIC:
         mixing = static[0] if TRANSPOSED else tl.permute(static[0], [0, 2, 1])
         mixing = tl.broadcast_to(mixing, [a.shape[0], a.shape[1], a.shape[1]])
         x += tl.dot(mixing, a, input_precision="ieee")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from golden_runs import JAX_RUNS
 from golden_runs import TOLERANCE as GOLDEN_TOLERANCE
-from operator_inputs import make_inputs
+from operator_inputs import DEVICE, make_inputs
 from reference import composed_attention_reference
 from test_golden import load_jax, load_torch
 from tiny_models import random_tokens, tiny_model
@@ -25,7 +25,8 @@ TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
 
 
 def inputs_of(queries, keys=None, dtype=torch.float32, **changes):
-    return make_inputs(**{"batch": 1, "heads": 2, "channels": 8, "queries": queries, "keys": keys, **changes}).to(dtype)
+    inputs = make_inputs(**{"batch": 1, "heads": 2, "channels": 8, "queries": queries, "keys": keys, **changes})
+    return inputs.map(lambda tensor: tensor.to(DEVICE, dtype))
 
 
 def call_of(queries, keys=None, leaves=False, **changes):
@@ -100,7 +101,7 @@ def test_machines_without_triton_or_a_gpu_that_it_compiles_for_are_refused(monke
         with pytest.raises(ValueError, match=reason):
             triton(*inputs_of(10))
     monkeypatch.setattr(triton_form, "triton_version", lambda: "3.4")
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "the tensors are on the CPU" in triton_form._why_not_here("cpu", None)
 
 
@@ -117,13 +118,14 @@ def test_transforms_of_functions_are_refused():
 def test_golden_logits_of_the_authors(name, fixtures):
     load = load_jax if name in JAX_RUNS else load_torch
     model, tokens, expected = load(fixtures, name)
-    model.set_attn_implementation("dcmha_triton")
-    assert_close(model(tokens[:1]).logits, expected[:1], atol=GOLDEN_TOLERANCE, rtol=0)
+    model.to(DEVICE).set_attn_implementation("dcmha_triton")
+    assert_close(model(tokens[:1].to(DEVICE)).logits.cpu(), expected[:1], atol=GOLDEN_TOLERANCE, rtol=0)
 
 
 @torch.no_grad()
 def test_models_generate_the_same_by_name():
-    model, tokens = tiny_model("grouped_query_attention", num_hidden_layers=1), random_tokens(1, 9)
+    model = tiny_model("grouped_query_attention", num_hidden_layers=1).to(DEVICE)
+    tokens = random_tokens(1, 9).to(DEVICE)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     arguments = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
@@ -144,7 +146,7 @@ def why_not(inputs, **options) -> str | None:
 @pytest.fixture
 def compared(monkeypatch):
     """What was compared so far, with nothing in it; a CPU stands for a CUDA device."""
-    monkeypatch.setattr(triton_form, "_UNASKED_ON", "cpu")
+    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
     monkeypatch.setattr(triton_form, "_TOKENS", 12)  # the interpreter is slow
     found: dict = {}
     monkeypatch.setattr(triton_form, "_compared", found)

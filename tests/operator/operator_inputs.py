@@ -255,7 +255,8 @@ CASES = {
 def supports(form: str, case: Case) -> bool:
     """Whether an implementation computes a case in the first of its number types."""
     inputs, options = case.build()
-    inputs = inputs.to(FORMS.get(form, (torch.float32,))[0])
+    dtype = FORMS.get(form, (torch.float32,))[0]
+    inputs = inputs.map(lambda tensor: tensor.to(DEVICE if form == "triton" else "cpu", dtype))
     band = (options.get("is_causal", True), options.get("sliding_window"))
     mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band)
     return implementations()[form].supports(*inputs, mask=mask, dropout=0.0) is None
@@ -290,6 +291,6 @@ def value_and_gradients(function, inputs: Inputs, **options) -> tuple[Tensor, di
     """The output of `function` and the gradients of all inputs for one fixed random output gradient."""
     leaves = inputs.leaves()
     output = function(*leaves, **options)
-    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
     named = leaves.tensors()
     return output.detach(), dict(zip(named, torch.autograd.grad(output, list(named.values()), cotangent)))
