@@ -50,13 +50,14 @@ bench-gpu:
 # The study of language modelling (research/language_modelling): text, sweeps, tables and figures, on the GPU if there is
 # one. Stopped at any moment, the same command resumes. TEXT="--code FOLDER --prose FOLDER" takes files of your own. What is
 # measured goes to RESULTS, not to what is committed, which is of certain text. PROCESSES of one thread each train a model
-# each: models of this size gain nothing from a second thread, and leave most of a GPU to others.
+# each: models of this size gain nothing from a second thread, and leave most of a GPU to others. OPTIONS go to every run.
 PROCESSES ?= 2
+OPTIONS ?=
 RESULTS ?= runs/language-modelling/results
 STUDY := OMP_NUM_THREADS=1 $(ANY_PYTHON) -m research.language_modelling
 claim:
 	@$(STUDY).prepare $(TEXT)
-	@$(STUDY).run --processes $(PROCESSES) --results $(RESULTS)
+	@$(STUDY).run --processes $(PROCESSES) --results $(RESULTS) $(OPTIONS)
 	@$(STUDY).speed --results $(RESULTS)
 	@$(STUDY).report --results $(RESULTS)
 

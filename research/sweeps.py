@@ -12,6 +12,7 @@ from typing import Any
 
 from dcformer.common.files import file_digest
 from dcformer.experiments import Run, SweepRecipe, finish_run, plan_sweep, run_sweep
+from dcformer.experiments.runner import MOVES_NO_RESULT
 from dcformer.training import Recipe, first_difference, load_recipe
 
 
@@ -86,7 +87,7 @@ def check_recorded(recipe: Recipe, results_file: Path) -> dict[str, str]:
         earlier = Recipe.from_mapping(before["recipe"])
         unknown = {*earlier.sweep["variants"], *recipe.sweep["variants"]} - known
         others = {*earlier.sweep, *recipe.sweep} - {"variants"}  # what a sweep asks for decides no run
-        ignored = ("name", "output", "seed", *(f"sweep.{key}" for key in others))
+        ignored = ("seed", *(set(MOVES_NO_RESULT) - {"sweep"}), *(f"sweep.{key}" for key in others))
         if differs := first_difference(earlier, recipe, (*ignored, *(f"sweep.variants.{name}." for name in unknown))):
             raise ValueError(
                 f"The runs in {str(results_file)!r} have other settings: {differs}; move it, or give another --results."

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from tiny_recipes import tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dcformer import pretrained_path
@@ -153,6 +154,21 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
     with pytest.raises(ValueError, match=r"another text than .*text\.txt"):
         sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, "sweep.seeds=[8]"]), file)
     assert json.loads(file.read_text())["runs"] == found
+
+
+def mark(recipe, model_folder):
+    """A measure that other processes find by its name."""
+    return [model_folder.parent.parent.name, recipe.data.sequence_length, (model_folder / "config.json").is_file()]
+
+
+def test_runs_that_another_process_finished_are_recorded(tmp_path, monkeypatch):
+    training = {"max_steps": 2, "evaluation_steps": 2}
+    variants = {"plain": {"model": {"compose_pre": False, "compose_post": False}}, "composed": None}
+    recipe = tiny_recipe(tmp_path, training=training, sweep={"seeds": [0], "variants": variants})
+    sweeps.finish_runs([recipe], 1, mark)
+    monkeypatch.setattr("dcformer.experiments.runner.train", None)
+    results = sweeps.record(recipe, tmp_path / "results.json", mark)
+    assert [run["test"] for run in results["runs"]] == [["plain", 16, True], ["composed", 16, True]]
 
 
 def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):

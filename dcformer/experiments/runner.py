@@ -34,8 +34,9 @@ from .report import plot_sweep, print_report
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
 # Keys of a recipe that move no figure of a result; implementations and compiling move it by rounding alone.
-_MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
-    f"training.{key}" for key in ("tokens", "max_steps", "compile", "save_steps", "keep_checkpoints", "tensorboard")
+MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
+    f"training.{key}"
+    for key in ("tokens", "max_steps", "compile", "compile_mode", "save_steps", "keep_checkpoints", "tensorboard")
 )
 
 OnProgress = Callable[[str, int, int, dict[str, float]], None]
@@ -104,7 +105,7 @@ def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     result = json.loads(file.read_text(encoding="utf-8"))
-    if differs := first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, _MOVES_NO_RESULT):
+    if differs := first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, MOVES_NO_RESULT):
         raise ValueError(
             f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
         )

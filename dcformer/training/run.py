@@ -30,7 +30,7 @@ from .trainer import OnProgress, RecipeTrainer, training_arguments
 _MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
     for key in (
-        *("tokens", "max_steps", "per_device_batch_size", "gradient_checkpointing", "compile"),
+        *("tokens", "max_steps", "per_device_batch_size", "gradient_checkpointing", "compile", "compile_mode"),
         *("logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints", "tensorboard"),
     )
 )

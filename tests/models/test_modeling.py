@@ -97,6 +97,19 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_operands_of_attention_are_of_one_type_under_autocast(qk_norm):
+    """Norms and rotary positions give float32 there, and no kernel takes queries and values of two types."""
+    seen = []
+    register_implementation("types", lambda *states, **_: seen.append({x.dtype for x in states[:3]}) or states[2])
+    model = tiny_model(qk_norm=qk_norm)
+    model.set_attn_implementation("dcmha_types")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(random_tokens(1, 9))
+    assert seen and all(types == {torch.bfloat16} for types in seen)
+
+
+@torch.no_grad()
 def test_buffers_are_rebuilt_after_meta_initialisation():
     model, tokens = tiny_model(), random_tokens(1, 9)
     with torch.device("meta"):
