@@ -102,7 +102,7 @@ def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, ca
     rows = [line.split(" | ") for line in printed[printed.index("## Ablation") :].splitlines()[4:9]]
     names = ["post", "rank_2", "pre", "none"]
     assert [row[0][2:].strip() for row in rows[:4]] == [report.ROWS_OF_TABLE_9[name] for name in names]
-    assert not rows[0][2].strip() and "to" in rows[1][2] and "to" in rows[2][2]  # one seed has no interval
+    assert not rows[0][3].strip() and "to" in rows[1][3] and "to" in rows[2][3]  # one seed has no interval
 
 
 def test_seconds_of_the_pairs_are_those_of_steps_measured_in_turns(tmp_path, monkeypatch):

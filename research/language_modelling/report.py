@@ -215,7 +215,8 @@ def rows_table(
     means = {name: fmean(by_seed.values()) for name, by_seed in losses.items()}
     rows = []
     for name in sorted(means, key=means.__getitem__):
-        row = {"variant": names[name], "loss": f"{means[name]:.3f}"}
+        by_seed = [f"{losses[name][seed]:.3f}" for seed in sorted(losses[name])]
+        row = {"variant": names[name], "loss": ", ".join(by_seed), "mean": f"{means[name]:.3f}"}
         row[f"over {names[reference]}"] = row["corrected p"] = ""
         if name in compared:
             item = compared[name]
