@@ -68,10 +68,10 @@ def read_pairs(folder: Path) -> pd.DataFrame:
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
-            if run["variant"] in step_seconds:
-                row["seconds"] = run["training"]["steps"] * step_seconds[run["variant"]]
-            scale = row["seconds"] / run["training"]["seconds"]
-            curve = run["curve"] | {"seconds": [scale * value for value in run["curve"]["seconds"]]}
+            curve = dict(run["curve"])
+            if (of_step := step_seconds.get(run["variant"])) is not None:
+                row["seconds"] = run["training"]["steps"] * of_step
+                curve["seconds"] = [step * of_step for step in curve["step"]]
             rows.append(row | {"loss": run["test"]["loss"], "curve": curve, "test": run["test"]})
     if not rows:
         raise ValueError(f"{str(folder)!r} has no results of the pairs; run python -m research.language_modelling.run.")
