@@ -47,7 +47,7 @@ def finish_runs(recipes: Iterable[Recipe], processes: int, measure: Measure | No
     jobs = []
     for recipe in recipes:
         sweep, runs = plan_sweep(recipe)
-        jobs += [(run, sweep, measure) for run in runs if sweep.only is None or run.variant in sweep.only]
+        jobs += [(run, sweep, measure) for run in sweep.chosen(runs)]
     jobs.sort(key=lambda job: job[0].recipe.training.steps, reverse=True)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(_finish, *job): job[0] for job in jobs}

@@ -147,6 +147,8 @@ def test_runs_are_added_to_those_recorded_unless_their_settings_are_others(tmp_p
     assert [run["seed"] for run in found] == [0, 1, 7] and found[2]["curve"]["loss"] == [4.0]
     (tmp_path / "recipe.yaml").write_text("model: {}\nsweep: {variants: {small: {}}}\n")  # large has no runs
     sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), [*settings, "sweep.seeds=[7]"]), file)
+    compiled = [*settings, "training.compile_mode=reduce-overhead", "sweep.seeds=[7]"]
+    sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), compiled), file)
     with pytest.raises(ValueError, match="other settings"):
         other = [*settings[:-1], "training.learning_rate=0.2", "sweep.seeds=[8]"]
         sweeps.record(load_recipe(str(tmp_path / "recipe.yaml"), other), file)

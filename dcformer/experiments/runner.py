@@ -13,6 +13,7 @@ Runs follow one another in this process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -75,7 +76,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         for run in runs:
             if (row := _finished(run, sweep)) is not None:
                 rows[run.name] = row
-        chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
+        chosen = sweep.chosen(runs)
         waiting = [run for run in chosen if not resume or run.name not in rows]
         report = on_progress or stack.enter_context(_progress(len(waiting)))
         results = _write_results(recipe, runs, rows, failures)
@@ -137,11 +138,7 @@ def finish_run(
     if resume and (row := _finished(run, sweep)) is not None:
         return row
     recipe = run.recipe
-
-    def tell(*record) -> None:
-        if on_progress is not None:
-            on_progress(run.name, *record)
-
+    tell = functools.partial(on_progress or (lambda *_: None), run.name)
     tell(0, recipe.training.steps, {})
     if not resume:
         (run.folder / RESULT).unlink(missing_ok=True)

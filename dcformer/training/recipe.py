@@ -106,7 +106,8 @@ class TrainingRecipe:
     precision: Literal["bf16", "fp32", "auto"] = "fp32"
     gradient_checkpointing: bool = False  #: recompute layers in the backward pass
     compile: bool = False  #: use `torch.compile`
-    #: its mode; `reduce-overhead` replays CUDA graphs, for models so small that launching kernels takes the time
+    #: mode of `torch.compile`, which it switches on; `reduce-overhead` replays CUDA graphs, for models so small that
+    #: launching kernels takes the time
     compile_mode: str | None = None
     logging_steps: int = 10  #: steps between records of the log; there is one before every checkpoint too
     evaluation_steps: int = 1000  #: steps between evaluations; there is one at the end too

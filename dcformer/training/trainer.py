@@ -59,7 +59,7 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         max_grad_norm=training.max_grad_norm,
         bf16=resolve_precision(training.precision) == "bf16",
         torch_compile=training.compile,
-        torch_compile_mode=training.compile_mode if training.compile else None,
+        torch_compile_mode=training.compile_mode,
         fsdp=True if training.fsdp else None,
         fsdp_config={"version": 2, "state_dict_type": "FULL_STATE_DICT"} if training.fsdp else None,
         ddp_find_unused_parameters=False,
