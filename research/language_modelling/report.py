@@ -36,7 +36,6 @@ ROWS_OF_TABLE_10 = {
     "3to1": "windows in 3 of 4 layers",
     "1to1_query_wise": "windows in 2 of 4 layers, query-wise only",
     "3to1_query_wise": "windows in 3 of 4 layers, query-wise only",
-    "transformer_1to1": "windows in 2 of 4 layers, no composition",
 }
 HEADS = {
     "transformer_small": "Transformer++, small, heads of 32",
