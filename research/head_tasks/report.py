@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from dcformer.common.plotting import draw_grid, draw_rows, picture
 from dcformer.eval import compare_seeds, holm, seed_interval
 from dcformer.head_tasks import REFERENCES
+from dcformer.training import load_recipe
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -189,7 +190,7 @@ def rates_table(results: Mapping[str, Any]) -> str:
 
 def ablation_table(results: Mapping[str, Any]) -> str:
     """Rows of Table 9 by their mean final loss."""
-    curves, published = curves_of(results), results["recipe"]["sweep"]["published"]
+    curves, published = curves_of(results), load_recipe("ablation-405m").sweep["published"]
     losses = {name: {seed: curve["loss"][-1] for seed, curve in by_seed.items()} for name, by_seed in curves.items()}
     pairs = [(name, "none") for name in losses if name != "none"]
     compared = {item.first: item for item in compare_seeds(losses, pairs)}
