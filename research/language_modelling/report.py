@@ -342,7 +342,7 @@ def main() -> None:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     code = losses_of(recorded(folder / "code.json"))
     tables["Heads, code"] = heads_table(code | losses_of(recorded(folder / "heads.json")))
-    for name, what in (("rates", "small, code"), ("rates_prose", "small, prose"), ("rates_large", "large, code")):
+    for name, what in (("rates", "code"), ("rates_prose", "prose"), ("rates_large", "large, a quarter of the tokens")):
         if rates := losses_of(recorded(folder / f"{name}.json")):
             tables[f"Learning rates, {what}"] = rates_table(rates)
     for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
