@@ -160,6 +160,23 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def training_table(pairs: pd.DataFrame) -> pd.DataFrame:
+    """How far apart the models are while training: differences of the evaluations, means of the seeds."""
+    rows = []
+    for (text, size), group in pairs.groupby(["text", "size"], sort=False):
+        loss = {
+            model: np.mean([curve["loss"] for curve in runs["curve"]], axis=0)  # (evaluations,)
+            for model, runs in group.groupby("model")
+        }
+        steps, difference = group["curve"].iloc[0]["step"], loss["dcformer"] - loss["transformer"]
+        row = {"text": text, "size": size}
+        for share in (0.1, 0.25, 0.5, 1.0):
+            place = min(range(len(steps)), key=lambda place: abs(steps[place] - share * steps[-1]))
+            row[f"at {share:.0%}"] = f"{difference[place]:+.3f} (step {steps[place]:,})"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
 def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
     """Costs of equal loss by text, size and axis."""
     rows = []
@@ -180,7 +197,7 @@ def _ratio(ratio: float, low: float, high: float) -> str:
 def rates_table(found: dict[str, dict[int, float]]) -> pd.DataFrame:
     """Test losses by learning rate, with what else a variant's name says, and model, and by seed."""
     rows: dict[str, dict[str, str]] = {}
-    for name, losses in found.items():
+    for name, losses in sorted(found.items(), key=lambda item: float(item[0].split("_")[1])):
         model, rate, *more = name.split("_")
         rows.setdefault(" ".join([f"{float(rate):g}", *more]), {})[MODELS[model]] = by_seed(losses)
     return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
@@ -336,7 +353,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the recorded results")
     folder = parser.parse_args().results
     pairs = complete(read_pairs(folder))
-    tables = {"Pairs": pairs_table(pairs), "Cost of equal loss": ratios_table(pairs)}
+    tables = {
+        "Pairs": pairs_table(pairs),
+        "Difference while training": training_table(pairs),
+        "Cost of equal loss": ratios_table(pairs),
+    }
     for size in dict.fromkeys(pairs["size"]):
         for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
@@ -345,7 +366,7 @@ def main() -> None:
     for name, what in (("rates", "code"), ("rates_prose", "prose"), ("rates_large", "large, a quarter of the tokens")):
         if rates := losses_of(recorded(folder / f"{name}.json")):
             tables[f"Learning rates, {what}"] = rates_table(rates)
-    for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "1to1")):
+    for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "full")):
         if (results := recorded(folder / f"{name}.json"))["runs"]:
             of_code = {row: code[variant] for row, variant in OF_CODE[name].items() if variant in code}
             losses = losses_of(results) | of_code
