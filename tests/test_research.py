@@ -55,6 +55,8 @@ def test_text_is_divided_by_its_hash_and_nothing_is_there_twice(tmp_path):
     assert len(texts) == len(set(texts)) == 200 and len(found[0]["train"]) > 150
     with pytest.raises(ValueError, match="too few documents"):
         prepare("prose", tmp_path / "text", tmp_path / "nothing")
+    with pytest.raises(NotADirectoryError, match="no folder"):
+        prepare("prose", tmp_path / "nowhere", tmp_path / "nothing")
 
 
 def test_tokens_are_classed_by_their_word_and_whether_the_part_has_had_it():

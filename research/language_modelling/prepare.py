@@ -39,6 +39,7 @@ def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
     """Write the splits and the tokenizer of a kind of text, unless they are there."""
     target = data / kind
     if (target / "tokenizer").is_dir():
+        print(f"{kind}: {target} is there; move it to prepare other text")
         return
     splits: dict[str, list[tuple[str, str]]] = {name: [] for name in MOST_CHARACTERS}
     seen: set[str] = set()
@@ -54,7 +55,10 @@ def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
         if training_characters >= MOST_CHARACTERS["train"]:
             break
     if not all(splits.values()):
-        raise ValueError(f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more.")
+        raise ValueError(
+            f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more; in a folder they are "
+            f"the files that end in {', '.join(SUFFIXES[kind])}."
+        )
     target.mkdir(parents=True, exist_ok=True)
     for name, documents in splits.items():
         documents.sort()  # by their digests: those that a limit leaves out are from everywhere
@@ -68,6 +72,8 @@ def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
 
 def read_folder(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
     """The files of a folder and those below it, in the order of their names."""
+    if not folder.is_dir():
+        raise NotADirectoryError(f"There is no folder {str(folder)!r}.")
     for file in sorted(folder.rglob("*")):
         if file.suffix in suffixes and file.is_file():
             yield file.read_text(encoding="utf-8", errors="replace")
