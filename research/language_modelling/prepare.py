@@ -56,8 +56,8 @@ def prepare(kind: str, folder: Path | None, data: Path = DATA) -> None:
             break
     if not all(splits.values()):
         raise ValueError(
-            f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more; in a folder they are "
-            f"the files that end in {', '.join(SUFFIXES[kind])}."
+            f"{folder or HUB[kind][0]} has too few documents of {LENGTHS.start} characters or more; in a folder they "
+            f"are the files that end in {', '.join(SUFFIXES[kind])}."
         )
     target.mkdir(parents=True, exist_ok=True)
     for name, documents in splits.items():
