@@ -160,14 +160,16 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def mean_curve(runs: pd.DataFrame, key: str) -> np.ndarray:
+    """`step`, `flops`, `seconds` or `loss` of the evaluations, the mean of these runs: (evaluations,)."""
+    return np.mean([curve[key] for curve in runs["curve"]], axis=0)
+
+
 def training_table(pairs: pd.DataFrame) -> pd.DataFrame:
     """How far apart the models are while training: differences of the evaluations, means of the seeds."""
     rows = []
     for (text, size), group in pairs.groupby(["text", "size"], sort=False):
-        loss = {
-            model: np.mean([curve["loss"] for curve in runs["curve"]], axis=0)  # (evaluations,)
-            for model, runs in group.groupby("model")
-        }
+        loss = {model: mean_curve(runs, "loss") for model, runs in group.groupby("model")}
         steps, difference = group["curve"].iloc[0]["step"], loss["dcformer"] - loss["transformer"]
         row = {"text": text, "size": size}
         for share in (0.1, 0.25, 0.5, 1.0):
@@ -200,7 +202,8 @@ def rates_table(found: dict[str, dict[int, float]]) -> pd.DataFrame:
     for name, losses in sorted(found.items(), key=lambda item: float(item[0].split("_")[1])):
         model, rate, *more = name.split("_")
         rows.setdefault(" ".join([f"{float(rate):g}", *more]), {})[MODELS[model]] = by_seed(losses)
-    return pd.DataFrame.from_dict(rows, orient="index").fillna("").rename_axis("rate").reset_index()
+    table = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=[*MODELS.values()])
+    return table.fillna("").rename_axis("rate").reset_index()
 
 
 def by_seed(losses: dict[int, float]) -> str:
@@ -318,9 +321,7 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
             halfway: list[float] = []
             for panel, axis, title in zip(row, ("flops", "seconds"), ("training operations", "seconds of one core")):
                 for (size, model), group in pairs[pairs["text"] == text].groupby(["size", "model"], sort=False):
-                    spent, losses = (
-                        np.mean([curve[key] for curve in group["curve"]], axis=0) for key in (axis, "loss")
-                    )
+                    spent, losses = mean_curve(group, axis), mean_curve(group, "loss")
                     label = f"{MODELS[model]}, {size}"
                     halfway.append(losses[len(losses) // 2])
                     panel.plot(spent, losses, color=COLOURS[model], linestyle=sizes[size], label=label)
