@@ -1,14 +1,18 @@
-"""Files that are written whole, folders that one process uses at a time, and SHA-256 sums."""
+"""Files that are written whole, folders that one process uses at a time, and manifests of sizes and SHA-256 sums."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
+
+
+Manifest: TypeAlias = dict[str, dict[str, Any]]  # path relative to a folder -> {"size": bytes, "sha256": digits}
 
 
 class LockHeldError(ValueError):
@@ -50,3 +54,42 @@ def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: No
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
+
+
+def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest:
+    """
+    Sizes and SHA-256 of files below a folder, all of them or these, sorted by name.
+
+    The files are on the disk afterwards, so that a manifest that survives a power cut describes files that did.
+    """
+    manifest: Manifest = {}
+    for path in sorted(folder.rglob("*") if paths is None else paths):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            manifest[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_digest(path)}
+    return manifest
+
+
+def find_damage(
+    folder: Path, manifest: Mapping[str, Any], advance: Callable[[int], object] = lambda nbytes: None
+) -> str | None:
+    """What is wrong with the first file that is not as its manifest says, as a sentence; None if all are."""
+    for name, expected in manifest.items():
+        check_relative(name)
+        path = folder / name
+        if not path.is_file():
+            return f"{str(path)!r} is missing."
+        if (size := path.stat().st_size) != expected["size"]:
+            return f"{str(path)!r} has {size:,} bytes instead of {expected['size']:,}."
+        if file_digest(path, advance) != expected["sha256"]:
+            return f"{str(path)!r} was changed: its SHA-256 is not the one that was recorded."
+    return None
+
+
+def check_relative(name: Any) -> str:
+    """A path read from a file, if it stays below the folder that it is relative to; else ValueError."""
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    if not parts or parts[0] == "/" or ".." in parts or "\\" in name or ":" in name:
+        raise ValueError(f"A path that is read from a file must stay inside its folder, got {name!r}.")
+    return name
