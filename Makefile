@@ -8,18 +8,24 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: demo test test-serving coverage bench-gpu claim lint format docs clean
 
-# Twice --quiet leaves out pip's warnings; errors still show.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+# An environment that is there already keeps the torch that it has. `make test TORCH=torch==2.13.0` takes another version
+# than the newest, and `make test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt` tests the oldest of everything.
+TORCH ?= torch
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 # torch comes first: other packages would otherwise pull in a build of their own choice.
-$(VENV)/.installed: setup.py constraints.txt
-	@echo "Setting up $(VENV) with torch, Transformers and the tools; the first time takes some minutes."
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) torch
-	@$(PIP_INSTALL) --editable ".[dev]"
+$(VENV)/.core: setup.py $(CONSTRAINTS)
+	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) --editable .
 	@touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.core
+	$(PIP_INSTALL) --editable ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.core
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
@@ -76,4 +82,4 @@ docs: $(VENV)/.installed
 	@echo "Open docs/_build/index.html."
 
 clean:
-	rm -rf $(VENV) .venv-serving docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	rm -rf .venv* docs/_build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -30,55 +31,30 @@ EXTRAS = {
         "circuitsvis>=1.43",
         "bertviz>=1.4",
     ],
-    "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pandas", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
     "serve": ["transformers[serving]"],
-    "vllm": ["vllm>=0.32,<0.33; python_version >= '3.11'"],
+    "vllm": ["vllm>=0.32,<0.33"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
+        "dcformer[convert,eval,demo,analysis,train,finetune,quantization,docs]",
         "hypothesis",
+        "ipykernel",
         "mypy",
+        "nbclient",
+        "nbformat",
+        "orbax-checkpoint",
+        "pillow",
+        "playwright",
         "pytest",
         "pytest-cov",
         "pytest-xdist",
         "ruff",
-        "tensorstore>=0.1.78",
-        "ml_dtypes",
-        "msgpack",
-        "pyyaml",
-        "accelerate>=1.1",
-        "lm-eval>=0.4.13",
-        "datasets>=4.3",
-        "matplotlib",
-        "omegaconf>=2.4",
-        "pandas",
-        "scipy",
-        "tabulate",
-        "tensorboard",
-        "triton>=3.4; platform_system == 'Linux'",
-        "orbax-checkpoint",
-        "peft>=0.17",
-        "trl>=1.0",
-        "torchao>=0.16",
-        "bitsandbytes>=0.49",
-        "optimum-quanto>=0.2.7",
-        "pillow",
         "scikit-learn",
-        "transformer-lens>=4.3,<5",
-        "nnsight>=0.8",
-        "circuitsvis>=1.43",
-        "bertviz>=1.4",
-        "gradio>=6",
-        "playwright",
-        "furo",
-        "ipykernel",
-        "myst-parser",
-        "nbclient",
-        "nbformat",
-        "sphinx>=8",
-        "sphinx-copybutton",
+        # The tests run the kernels in its interpreter; a build of torch for CPUs does not bring it.
+        "triton>=3.4; platform_system == 'Linux'",
+        "uv",
     ],
 }
 
@@ -101,6 +77,13 @@ class BuildLibraries(build_ext):
                 build_native.compile_library(instruction_set, folder)
         except OSError as error:
             raise CompileError(str(error)) from error
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel of this platform for every Python: the compiled libraries hold no Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def project_urls() -> dict[str, str]:
@@ -137,6 +120,7 @@ setup(
     packages=find_packages(include=["dcformer", "dcformer.*"]),
     py_modules=["dcformer_command"],
     package_data={
+        "dcformer": ["py.typed"],
         "dcformer.kernels": ["native/*.cpp", "native/*.h"],
         "dcformer.pretrained": ["*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
@@ -144,7 +128,7 @@ setup(
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },
     ext_modules=[Extension("dcformer.kernels.native.library", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildLibraries},
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     entry_points={
         "console_scripts": ["dcformer = dcformer_command:main"],
         "transformer_lens.architectures": [
@@ -153,7 +137,7 @@ setup(
         ],
         "vllm.general_plugins": ["dcformer = dcformer.vllm.registration:register"],
     },
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     install_requires=["torch>=2.10", "transformers>=5.17,<6", "filelock", "safetensors", "numpy", "typer", "rich"],
     extras_require=EXTRAS,
     classifiers=[
@@ -161,8 +145,7 @@ setup(
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )
