@@ -33,6 +33,7 @@ from transformers import (
 from dcformer import DCFormerConfig, DCFormerForCausalLM, cache_bytes_per_token
 from dcformer.bench import candidates, measure, roofline
 from dcformer.bench.operands import prompt_operands
+from dcformer.modeling_dcformer import CACHE_NAME
 
 from . import report
 from .authors_decoder import AuthorsDecoder
@@ -179,7 +180,7 @@ def read(model: Any, token_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Feed tokens to a model and its cache."""
     if isinstance(model, AuthorsDecoder):
         return model(token_ids, cache, logits_to_keep=1)
-    return model(token_ids, past_key_values=cache, logits_to_keep=1).logits
+    return model(token_ids, **{CACHE_NAME: cache}, logits_to_keep=1).logits
 
 
 def new_cache(model: Any, kind: str = "dynamic") -> Any:

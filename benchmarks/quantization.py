@@ -109,7 +109,7 @@ def row_losses(
                 logits = model(token_ids, use_cache=False).logits
             else:
                 cache, pieces = new_cache(), token_ids.split(_RESIDUAL_LENGTH, dim=1)
-                logits = torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], 1)
+                logits = torch.cat([model(piece, cache=cache, use_cache=True).logits for piece in pieces], 1)
             nats = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), token_ids[:, 1:], reduction="none"
             )

@@ -80,7 +80,7 @@ _CHOICES = {
     "mlp_type": ("gated", "plain"),
     "norm_type": ("rms_norm", "layer_norm"),
     "position_embedding_type": ("rope", "learned"),
-    "oov_policy": ("error", "clamp", "pad"),
+    "oov_policy": ("error", "clamp"),
     "compose_activation": ("gelu", "gelu_pytorch_tanh"),
 }
 _DIVISORS = {
@@ -126,8 +126,7 @@ class DCFormerConfig(PreTrainedConfig):
         initializer_range (`float`, defaults to 0.02): Standard deviation of the linear layers and embeddings. The
             composition parameters follow section 4 of the paper instead.
         oov_policy (`str`, defaults to `"error"`): What happens to token ids outside the embedding: `"error"` raises
-            ValueError, `"clamp"` takes the nearest row (as the authors' JAX code does), `"pad"` adds rows up to the
-            next multiple of 128 when a checkpoint is loaded (each the mean of the rows that exist).
+            ValueError, `"clamp"` takes the nearest row (as the authors' JAX code does).
         compose_rank (`int`, defaults to 2): R, the rank of the dynamic projections.
         compose_groups (`int`, defaults to 1): Groups of heads that compose among themselves only (section 3.2).
         compose_activation (`str`, defaults to `"gelu"`): Activation of the dynamic projections. `"gelu"` (erf) in the
@@ -310,9 +309,7 @@ class DCFormerConfig(PreTrainedConfig):
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"{name} must be in [{low}, {high}), got {getattr(self, name)}.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}.")
+        self.validate_choices()
         for name, multiple in _DIVISORS.items():
             if (value := getattr(self, name)) is not None and getattr(self, multiple) % value != 0:
                 raise ValueError(f"{name} must divide {multiple} ({getattr(self, multiple)}), got {value}.")
@@ -327,6 +324,14 @@ class DCFormerConfig(PreTrainedConfig):
             raise ValueError(f"compose_layers must be None for all, or name layers from 0 to {last}, got {layers}.")
         if self.position_embedding_type == "rope":
             self._validate_rotary_sizes()
+
+    def validate_choices(self) -> None:
+        """The part of it for fields of a few values, also for those set after the configuration was made."""
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                to_add = "; to add rows call model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=128)"
+                hint = to_add if name == "oov_policy" else ""
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}{hint}.")
 
     def _validate_rotary_sizes(self) -> None:
         factor, theta = self.rope_parameters.get("partial_rotary_factor", 1.0), self.rope_parameters.get("rope_theta")

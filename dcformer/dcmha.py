@@ -122,6 +122,22 @@ def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> 
     return ComposeWeights(query, key, static, weights.groups)
 
 
+def values_are_known(values: Any) -> bool:
+    """Whether Python may look at values and decide by them: not in a graph that is traced, nor under `vmap`."""
+    if not isinstance(values, Tensor):
+        return True
+    functorch = torch._C._functorch
+    if values.is_meta or is_tracing(values) or functorch.is_batchedtensor(values):
+        return False
+    # Other transforms of torch.func wrap what they are given, inside of `vmap` too.
+    return not functorch.is_functorch_wrapped_tensor(values) or values_are_known(functorch.get_unwrapped(values))
+
+
+def is_number(length: int) -> bool:
+    """Whether a length is a number, not a symbol of a graph that is traced for any length."""
+    return not torch.compiler.is_compiling() or has_static_value(length)
+
+
 class Visibility:
     """
     The mask of one attention layer, evaluated block by block.
@@ -190,10 +206,8 @@ class Visibility:
 
     @property
     def lengths_are_known(self) -> bool:
-        """Whether the lengths are numbers, not symbols of a graph that is traced for any length."""
-        if not torch.compiler.is_compiling():
-            return True
-        return all(has_static_value(n) for n in (self.query_length, self.key_length, self.query_offset))
+        """Whether all of them are numbers."""
+        return all(is_number(length) for length in (self.query_length, self.key_length, self.query_offset))
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
         """First and last + 1 of the keys that queries start..stop may see, one key at least."""
@@ -204,8 +218,8 @@ class Visibility:
             first = max(first, start + self.query_offset - self.sliding_window + 1)
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
         for tensor in (self.dense, self.sequence_ids):
-            # This reads its values: not while tracing, nor where it spares nothing.
-            if tensor is None or self.query_length == 1 or tensor.is_meta or is_tracing(tensor):
+            # Its values are read, which spares nothing for one query.
+            if tensor is None or self.query_length == 1 or not values_are_known(tensor):
                 continue
             if tensor is self.dense:
                 seen = (~_hidden_by_dense(tensor[:, :, start:stop])).flatten(0, 2).any(0)
@@ -364,7 +378,7 @@ def _attend_block(
 
     pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
     bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
-    observe = _unchanged if observe is None else observe
+    observe = observe or (lambda name, attention: attention)
     scores = observe("scores", _scaled_scores(query, key, scaling, dtype))  # (batch, heads, query, key)
     scores = observe("composed_scores", compose(scores, pre))
     if bias is not None:
@@ -378,10 +392,6 @@ def _attend_block(
     if dropout > 0.0:
         weights = torch.nn.functional.dropout(weights, p=dropout)
     return _weighted_values(weights, value).to(output_dtype), weights
-
-
-def _unchanged(name: str, attention: Tensor) -> Tensor:
-    return attention
 
 
 def _scaled_scores(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -429,14 +439,10 @@ class Implementation:
 _TABLE: dict[str, Implementation] = {}
 
 
-def _no_reason(*arguments: Any, **options: Any) -> None:
-    """Nothing speaks against it."""
-
-
 def register_implementation(
     name: str,
     forward: Callable[..., Tensor],
-    supports: Callable[..., str | None] = _no_reason,
+    supports: Callable[..., str | None] = lambda *_, **__: None,
     automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
@@ -660,4 +666,4 @@ def _checked_mask(
     return mask
 
 
-register_implementation("plain", plain_attention, automatic=_no_reason)
+register_implementation("plain", plain_attention, automatic=lambda *_, **__: None)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import PrefixChange, WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from .dcmha import checked_implementation
 
@@ -65,11 +66,6 @@ def _pattern(part: str) -> str:
     return start + re.escape(part) + end
 
 
-def padded_rows(rows: int) -> int:
-    """The rows of a vocabulary with those that `oov_policy="pad"` adds: 50,257 becomes 50,304, past the last id."""
-    return -(-rows // 128) * 128
-
-
 class ComposingModel(PreTrainedModel):
     """A model whose attention heads may be composed: how attention may run, and how its checkpoints are read."""
 
@@ -119,8 +115,6 @@ class ComposingModel(PreTrainedModel):
                     "which its config.json asks; get the file again, convert older files of the authors by `dcformer "
                     "convert torch`, or pass output_loading_info=True to draw them at random."
                 )
-        if getattr(model.config, "oov_policy", None) == "pad":
-            _pad_vocabulary(model)
         return (model, info) if output_loading_info else model
 
     @classmethod
@@ -142,8 +136,10 @@ class ComposingModel(PreTrainedModel):
         """
         read: Any = getattr(self, "_weight_conversions", None)
         if save_original_format:
-            patterns = authors_patterns(self.config.model_type)
-            self._weight_conversions = [WeightRenaming(*names) for names in patterns.items()]
+            renamings = [WeightRenaming(*names) for names in authors_patterns(self.config.model_type).items()]
+            # With the authors the output layer is one of the decoder's modules.
+            prefix = PrefixChange(prefix_to_add=self.base_model_prefix)
+            self._weight_conversions = [*renamings, prefix] if renamings else []
         try:
             super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
         finally:
@@ -169,29 +165,18 @@ class ComposingModel(PreTrainedModel):
         save_file(own, path, {"composition": json.dumps(fields), "source": self.name_or_path})
 
 
-def _pad_vocabulary(model: PreTrainedModel) -> None:
+def register_model(model_class: Any) -> None:
     """
-    Add embedding and output rows up to the next multiple of 128, each the mean of the rows that there are. The mean of
-    the logits is never their largest, so greedy decoding cannot choose an added row; sampling must not.
+    Give a model to the Auto class of its task, and its name to the table of that task.
+
+    By that table Trainer knows for which models label smoothing shifts the labels, lm-eval which are language models,
+    and `transformers serve` and the model cards of Trainer what a model is for.
     """
-    rows = model.config.vocab_size
-    if padded_rows(rows) == rows:
-        return
-    if getattr(model.config, "distributed_config", None) is not None:
-        raise ValueError(
-            "oov_policy='pad' cannot add rows to a vocabulary that several processes share; load the model in one "
-            "process, save it, and load what was saved."
-        )
-    model.resize_token_embeddings(padded_rows(rows), mean_resizing=False)
-    if model.generation_config is not None:  # None without a language model's head
-        suppressed = model.generation_config.suppress_tokens or []
-        model.generation_config.suppress_tokens = [*suppressed, *range(rows, padded_rows(rows))]
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if layer is not None:
-                # In 16 bits a sum over a vocabulary is worthless.
-                kept = layer.weight[:rows]
-                layer.weight[rows:] = kept.to(torch.promote_types(kept.dtype, torch.float32)).mean(0).to(kept.dtype)
+    config_class = model_class.config_class
+    task = model_class.__name__.removeprefix(config_class.__name__.removesuffix("Config")).removeprefix("Model")
+    auto_class = getattr(modeling_auto, f"AutoModel{task}")
+    auto_class.register(config_class, model_class, exist_ok=True)
+    auto_class._model_mapping._model_mapping.setdefault(config_class.model_type, model_class.__name__)
 
 
-__all__ = ["ComposingModel"]
+__all__ = ["ComposingModel", "register_model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def load_model(
         device (*optional*): As of [`choose_device`].
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
         attn_implementation (*optional*): As `from_pretrained` takes it.
-        oov_policy (*optional*): `"error"`, `"clamp"` or `"pad"`; `None`: what the configuration says.
+        oov_policy (*optional*): `"error"` or `"clamp"`; `None`: what the configuration says.
 
     Raises:
         OSError, ValueError: of [`find_model`]; ValueError: if parameters are missing too.
@@ -175,26 +176,43 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     A tokenizer, by wherever it is.
 
     Args:
-        source: A folder, a `tokenizer.json`, a folder whose only JSON file is one under another name (as with the data
-            of the authors' evaluations), or a name on the Hub.
+        source: A folder, a `tokenizer.json`, a folder that holds one under another name (such as the authors'
+            `20B_tokenizer.json`), or a name on the Hub.
         options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Raises:
-        OSError: if there is no tokenizer.
+        OSError: if there is no tokenizer, or no name says which of several is meant.
+        ValueError: for a file that is none.
     """
     path = Path(source)
-    if path.is_dir() and not any(path.glob("*token*")) and not (path / "vocab.json").is_file():
-        candidates = [file for file in path.glob("*.json") if file.name != "config.json"]
-        if len(candidates) != 1:
-            raise FileNotFoundError(f"There is no tokenizer in {os.fspath(source)!r}.")
-        path = candidates[0]
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        found = [file for file in sorted(path.glob("*.json")) if _is_tokenizer(file)]
+        if len(found) == 1:
+            path = found[0]
+        elif not any(file for pattern in ("tokenizer*", "vocab.*", "*.model") for file in path.glob(pattern)):
+            names = ", ".join(file.name for file in found) or "none"
+            raise FileNotFoundError(f"A folder must hold one tokenizer, and {os.fspath(source)!r} holds {names}.")
     if not path.is_file():
-        return AutoTokenizer.from_pretrained(os.fspath(source), **options)
+        loaded = AutoTokenizer.from_pretrained(os.fspath(source), **options)
+        if len(loaded) <= len(set(loaded.all_special_ids)):  # Transformers makes some without a file to read
+            raise FileNotFoundError(f"The tokenizer of {os.fspath(source)!r} has no words; get all of its files.")
+        return loaded
+    if not _is_tokenizer(path):
+        raise ValueError(f"{str(path)!r} holds no tokenizer; give a tokenizer.json.")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     # Nothing is said of special tokens in a bare tokenizer.json.
     if tokenizer.eos_token is None and "<|endoftext|>" in tokenizer.get_vocab():
         tokenizer.eos_token = "<|endoftext|>"
     return tokenizer
+
+
+def _is_tokenizer(file: Path) -> bool:
+    """Whether a JSON file is a `tokenizer.json`, whatever its name."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r} is not JSON: {error}.") from error
+    return isinstance(values, dict) and values.keys() >= {"model", "added_tokens"}
 
 
 __all__ = ["FoundModel", "LoadedModel", "find_model", "load_model"]

@@ -16,11 +16,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    find_packed_sequence_indices,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -33,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
@@ -40,14 +37,25 @@ from transformers.utils.output_capturing import capture_outputs
 from . import compose_dcformer
 from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import ComposeSide, ComposeWeights, Visibility, checked_implementation, composed_attention_forward
-from .hub_dcformer import ComposingModel
+from .dcmha import (
+    ComposeSide,
+    ComposeWeights,
+    Visibility,
+    checked_implementation,
+    composed_attention_forward,
+    values_are_known,
+)
+from .hub_dcformer import ComposingModel, register_model
 
 
 logger = logging.get_logger(__name__)
 
-# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24.
+# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24. Since then the
+# older name of the argument brings a warning, as for the models of Transformers; before, both names are as good.
 CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signature(create_causal_mask).parameters)
+takes_older_cache_name = deprecate_kwarg(
+    "past_key_values", "5.40.0" if CACHE_NAME == "cache" else "5.0.0", new_name="cache"
+)
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -199,15 +207,17 @@ class DCFormerAttention(nn.Module):
         for name in ATTENTION_MAPS:
             self.add_module(name, nn.Identity())
 
+    @takes_older_cache_name
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None,
         attention_mask: Tensor | Visibility | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, pre, post = self.project(hidden_states, position_embeddings)  # (batch, heads, length, ...)
-        if (cache := kwargs.pop(CACHE_NAME, None)) is not None:
+        if cache is not None:
             key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
         eager: Callable = eager_attention_forward
@@ -347,6 +357,14 @@ class DCFormerPreTrainedModel(ComposingModel):
         r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
     ]
 
+    def __init__(self, config: DCFormerConfig):
+        config.validate_choices()
+        super().__init__(config)
+        # Transformers' heads ask for their decoder by the class of the configuration, and where code comes with a folder
+        # that may be another copy than the one of this file.
+        decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
+        AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -370,6 +388,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_older_cache_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -377,10 +396,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """
@@ -389,7 +407,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
                 (batch, 1, query, key) mask which then says everything; or such masks by layer type.
             position_ids (`Tensor`, *optional*): (batch, length). None: consecutive after the cache.
-            past_key_values, cache (`Cache`, *optional*): Any Transformers cache; 5.24 renamed the former to the latter.
+            cache (`Cache`, *optional*): Any Transformers cache; `past_key_values` is its name before Transformers 5.24.
             inputs_embeds (`Tensor`, *optional*): (batch, length, hidden).
             use_cache (`bool`, *optional*): Create a cache if none is given.
 
@@ -405,7 +423,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
         if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
             checked_implementation(self.config._attn_implementation)
-        cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
@@ -448,7 +465,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
 
     def _ids_with_rows(self, input_ids: Any) -> Tensor:
         """Ids that all have an embedding row; without one torch would read foreign memory on a GPU, or crash."""
-        rows = self.embed_tokens.num_embeddings
+        # Adapters and assisted generation wrap the embedding, and callers may put another module in its place.
+        sizes = (part.num_embeddings for part in self.embed_tokens.modules() if isinstance(part, nn.Embedding))
+        rows = next(sizes, self.config.vocab_size)
         # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
         if self.config.oov_policy == "clamp" or not values_are_known(input_ids):
             return input_ids.clamp(0, rows - 1)
@@ -456,7 +475,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             position = outside.nonzero()[0].tolist()
             raise ValueError(
                 f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "
-                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp' or 'pad'."
+                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp'."
             )
         return input_ids
 
@@ -470,7 +489,10 @@ class DCFormerModel(DCFormerPreTrainedModel):
         is_static = getattr(cache, "is_compileable", False)
         sequence_ids = None
         if position_ids is not None and attention_mask is None and cache is None and not position_ids.is_meta:
-            sequence_ids = find_packed_sequence_indices(position_ids.expand(batch, -1))
+            # Where a position does not follow the one before it, another document starts.
+            starts = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
+            if not values_are_known(starts) or starts.any():
+                sequence_ids = starts.cumsum(1).expand(batch, -1)
         own_cache = cache
         if cache is not None and len(layer_ids) < self.config.num_hidden_layers:
             own_cache = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
@@ -513,11 +535,6 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return masks
 
 
-def values_are_known(values: Any) -> bool:
-    """Whether Python may look at values and decide by them: not in a graph that is being traced."""
-    return not isinstance(values, Tensor) or not (values.is_meta or is_tracing(values))
-
-
 def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
     """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
     if tuple(position_ids.shape) not in (shape, (1, shape[1])):
@@ -526,7 +543,8 @@ def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask
         )
     # As in Transformers, positions that restart keep documents apart only without a mask and without a cache.
     is_flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-    if not (is_flat or (attention_mask is None and has_cache)) or not values_are_known(position_ids):
+    known = values_are_known(position_ids) and values_are_known(attention_mask)
+    if not known or not (is_flat or (attention_mask is None and has_cache)):
         return
     restarts = position_ids[:, 1:] <= position_ids[:, :-1]
     if is_flat:  # padding has positions that mean nothing
@@ -583,7 +601,7 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
             if channels > 0 and rows.shape[-1] == config.head_dim:
                 if is_tracing(rows):
                     raise ValueError(
-                        f"past_key_values was allocated with rows of head_dim={config.head_dim} channels, which no "
+                        f"The cache was allocated with rows of head_dim={config.head_dim} channels, which no "
                         f"graph can widen; call early_initialization with head_dim={widest}."
                     )
                 rows = functional.pad(rows, (0, channels))
@@ -592,8 +610,8 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
                 setattr(layer, name, rows)
             elif rows.shape[-1] not in (config.head_dim + channels, widest):
                 raise ValueError(
-                    f"past_key_values holds {name} of {rows.shape[-1]} channels, but this model's have "
-                    f"{config.head_dim + channels}; it is the cache of another model."
+                    f"The cache holds {name} of {rows.shape[-1]} channels, but this model's have "
+                    f"{config.head_dim + channels}; it is that of another model."
                 )
 
 
@@ -612,18 +630,18 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_older_cache_name
     @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | dict | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """
@@ -642,10 +660,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            cache=cache,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -669,17 +686,16 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    @takes_older_cache_name
     def create_masks_for_generate(
         self,
         inputs_embeds: Tensor,
         attention_mask: Any,
-        past_key_values: Cache | None = None,
-        position_ids: Any = None,
         cache: Cache | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of static caches, outside of what is compiled."""
-        cache = past_key_values if cache is None else cache
         return self.model.make_masks(inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
@@ -733,12 +749,6 @@ class DCPythiaForQuestionAnswering(DCFormerForQuestionAnswering):
     config: DCPythiaConfig
 
 
-# Transformers' classification heads ask for their decoder by its configuration, also where this file was copied beside
-# a checkpoint and nothing else registers it.
-AutoModel.register(DCFormerConfig, DCFormerModel, exist_ok=True)
-AutoModel.register(DCPythiaConfig, DCPythiaModel, exist_ok=True)
-
-
 __all__ = [
     "DCFormerForCausalLM",
     "DCFormerForQuestionAnswering",
@@ -752,3 +762,8 @@ __all__ = [
     "DCPythiaForTokenClassification",
     "DCPythiaModel",
 ]
+
+# Here, so that it happens too where this file was copied beside a checkpoint.
+for _name in __all__:
+    if not _name.endswith("PreTrainedModel"):
+        register_model(globals()[_name])

@@ -37,7 +37,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .compose_dcformer import DCFormerCompose, make_compose
 from .configuration_dcformer import DCFormerConfig
 from .dcmha import checked_implementation, composed_attention_forward
-from .hub_dcformer import ComposingModel
+from .hub_dcformer import ComposingModel, register_model
 
 
 _Config = TypeVar("_Config", bound="DCViTConfig")
@@ -356,3 +356,6 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
 
 
 __all__ = ["DCViTConfig", "DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]
+
+for _model in (DCViTForImageClassification, DCViTModel):
+    register_model(_model)

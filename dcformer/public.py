@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GPTNeoXTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
 from .common.architectures import add_to_transformers
@@ -41,16 +40,6 @@ from .module import DCMultiheadAttention
 from .parallel_dcformer import STYLE as STYLE  # puts its style into the tensor parallel plan
 from .pretrained import pretrained_path
 
-
-# How the names of model classes end -> their Auto class and the Hub's name of their task.
-AUTO_CLASSES = {
-    "Model": ("AutoModel", "feature-extraction"),
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
-    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
-    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
-}
 
 register_kernels()
 for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
@@ -92,13 +81,7 @@ __all__ = [
     "set_workspace_bytes",
 ]
 
-_public: list[Any] = [globals()[_name] for _name in __all__]
-_classes = [value for value in _public if isinstance(value, type)]
-_models: list[Any] = [_class for _class in _classes if issubclass(_class, PreTrainedModel)]
-for _model in _models:
-    _ending = _model.__name__.removeprefix(_model.config_class.__name__.removesuffix("Config"))
-    _auto_class, _ = AUTO_CLASSES[_ending]
-    getattr(modeling_auto, _auto_class).register(_model.config_class, _model, exist_ok=True)
+_classes = [value for value in map(globals().get, __all__) if isinstance(value, type)]
 add_to_transformers([_class for _class in _classes if issubclass(_class, PreTrainedConfig | PreTrainedModel)])
 
 

@@ -126,7 +126,7 @@ class Decoder:
         self.cache = StaticCache(config=model.config, max_cache_len=prompt + steps)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         with torch.no_grad():
-            model(self.token, past_key_values=self.cache)  # allocates
+            model(self.token, cache=self.cache)  # allocates
             for layer in self.cache.layers:
                 for rows in (layer.keys, layer.values):
                     rows.normal_(std=0.1)
@@ -144,7 +144,7 @@ class Decoder:
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length_int"):  # sliding layers count on the host too: one graph per count
                 layer.cumulative_length_int = self.prompt
-        logits = self._read(self.token, past_key_values=self.cache, logits_to_keep=1).logits
+        logits = self._read(self.token, cache=self.cache, logits_to_keep=1).logits
         self.token.copy_(logits.argmax(-1))
         return self.token
 

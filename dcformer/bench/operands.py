@@ -70,8 +70,8 @@ def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dt
     """Operands of a decoding step that sees `keys` keys, its own included, in a dynamic cache."""
     model, hidden_states = _one_layer(heads, head_dim, 1, keys, device, dtype)
     cache = DynamicCache(config=model.config)
-    model(inputs_embeds=hidden_states[:, :-1], past_key_values=cache)
-    return _catch(model, inputs_embeds=hidden_states[:, -1:], past_key_values=cache)
+    model(inputs_embeds=hidden_states[:, :-1], cache=cache)
+    return _catch(model, inputs_embeds=hidden_states[:, -1:], cache=cache)
 
 
 def packed_documents(length: int, document: int, device: torch.device) -> Visibility:

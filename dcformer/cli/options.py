@@ -21,8 +21,8 @@ Device = Annotated[str | None, typer.Option(help="Such as cuda:1, mps or cpu.", 
 Tokenizer = Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name.", show_default="the model's")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
 OovPolicy = Annotated[
-    Literal["error", "clamp", "pad"] | None,
-    typer.Option(help="Token ids without embedding: refuse, use the last, add rows.", show_default="config.json"),
+    Literal["error", "clamp"] | None,
+    typer.Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]

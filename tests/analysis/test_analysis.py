@@ -174,7 +174,7 @@ def test_an_ablated_model_is_one_without_the_branch(branch):
         found = model(ids, use_cache=False).logits
         cache, steps = StaticCache(config=model.config, max_cache_len=LENGTH), []
         for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
-            steps.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True).logits)
+            steps.append(model(ids[:, start:stop], cache=cache, use_cache=True).logits)
         made = model.generate(ids, max_new_tokens=3, do_sample=False)
     torch.testing.assert_close(torch.cat(steps, dim=1), found, atol=1e-4, rtol=1e-4)  # float32, another order of sums
     expected = without_parameters(tiny_model("all_branches"), branch)

@@ -5,7 +5,7 @@ import torch
 from tiny_models import VARIANTS, random_tokens, tiny_model
 from transformers import StaticCache
 
-from dcformer.modeling_dcformer import ATTENTION_MAPS
+from dcformer.modeling_dcformer import ATTENTION_MAPS, CACHE_NAME
 
 
 LENGTH = 21  # longer than the window of 6
@@ -88,7 +88,7 @@ def test_maps_with_a_cache_are_those_without(variant, static):
     found = watched(model, 1)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH) if static else None
     for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
-        cache = model(ids[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
+        cache = getattr(model(ids[:, start:stop], cache=cache, use_cache=True), CACHE_NAME)
         seen = visible[..., start:stop, :stop]
         for name in ATTENTION_MAPS:
             wanted = expected[name][..., start:stop, :stop].where(seen, 0.0)

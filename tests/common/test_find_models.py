@@ -50,8 +50,33 @@ def test_a_tokenizer_is_found_in_folders_and_files(folder, tmp_path):
     sources = (folder, folder / "tokenizer.json", tmp_path / "other")
     assert len({tuple(sorted(load_tokenizer(source).get_vocab())) for source in sources}) == 1
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="empty"):
+    with pytest.raises(FileNotFoundError, match="empty' holds none"):
         load_tokenizer(tmp_path / "empty")
+
+
+def test_a_tokenizer_of_another_name_is_found_among_the_files_of_a_model(folder, tmp_path):
+    tokenizer = (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")
+    (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
+    (folder / "tokens.json").write_text('["a", "b"]')
+    for with_config in (True, False):
+        assert len(load_tokenizer(folder)) == len(load_tokenizer(tokenizer)) > 200
+        if with_config:
+            (folder / "tokenizer_config.json").unlink()
+    shutil.copy(tokenizer, folder / "copy.json")
+    with pytest.raises(FileNotFoundError, match=r"holds 20B_tokenizer\.json, copy\.json"):
+        load_tokenizer(folder)
+    (folder / "copy.json").write_text('{"model": ')
+    with pytest.raises(ValueError, match=r"copy\.json' is not JSON"):
+        load_tokenizer(folder)
+    for file in (tokenizer, folder / "copy.json"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="dcformer-tiny' holds none"):
+        load_model(folder)
+    with pytest.raises(ValueError, match=r"generation_config\.json' holds no tokenizer"):
+        load_model(folder, tokenizer=str(folder / "generation_config.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTNeoXTokenizer"}')
+    with pytest.raises(FileNotFoundError, match="dcformer-tiny' has no words"):
+        load_model(folder)
 
 
 def test_a_device_that_is_not_there_is_not_replaced():

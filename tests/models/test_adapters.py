@@ -136,3 +136,27 @@ def test_learned_prompts_survive_saving(method, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
     assert torch.equal(logits(loaded), expected)
+
+
+# What is adapted, and the option that says so.
+ROWS = {
+    "two rows": {"trainable_token_indices": [5, 66], "target_modules": ["o_proj"]},
+    "by a low rank": {"target_modules": ["embed_tokens"]},
+    "whole": {"modules_to_save": ["embed_tokens"], "target_modules": ["o_proj"]},
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_embedding_is_adapted(variant, rows, tmp_path):
+    model = get_peft_model(tiny_model(variant), LoraConfig(r=4, task_type="CAUSAL_LM", **ROWS[rows]))
+    train(model, steps=3)
+    expected, tokens = logits(model), random_tokens(1, 5)
+    assert (expected - logits(tiny_model(variant))).abs().max() > 1e-3
+    assert model.generate(input_ids=tokens, max_new_tokens=2).shape == (1, 7)
+    with pytest.raises(ValueError, match=r"Token id 67 .* which has 67"):
+        model(input_ids=torch.tensor([[67]]))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(variant), tmp_path).eval()), expected)
+    # float32: rows that were merged against rows that are added, as above
+    torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-4, rtol=0)

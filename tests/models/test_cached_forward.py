@@ -1,11 +1,14 @@
 """One forward, chunked prefill and token by token give the same logits, in every cache and with padding."""
 
+import warnings
+
 import pytest
 import torch
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
-from dcformer import DCFormerForCausalLM
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
+from dcformer.modeling_dcformer import CACHE_NAME
 
 
 # These models compose so strongly that float32 noise grows past 1e-5; in float64 the same comparison is sharper. What
@@ -36,7 +39,7 @@ def feed(model, tokens, cache, pieces, attention_mask=None, position_ids=None):
                 tokens[:, start:stop],
                 attention_mask=None if attention_mask is None else attention_mask[:, :stop],
                 position_ids=None if position_ids is None else position_ids[:, start:stop],
-                past_key_values=cache,
+                cache=cache,
                 use_cache=True,
             ).logits
         )
@@ -143,3 +146,25 @@ def test_float32_stays_within_1e_5_at_initialisation(cache):
     for row, n in enumerate(lengths):
         alone = model(tokens[row : row + 1, 23 - n :]).logits
         torch.testing.assert_close(logits[row : row + 1, 23 - n :], alone, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["language model", "decoder", "classifier", "attention"])
+def test_the_older_name_of_the_cache_works_and_warns_as_in_transformers(part):
+    model, tokens = tiny_model(), random_tokens(1, 9)
+    call = {
+        "language model": model,
+        "decoder": model.model,
+        "classifier": DCFormerForSequenceClassification(tiny_config(pad_token_id=0)).eval(),
+        "attention": lambda _, **cache: model.model.layers[0].self_attn(torch.ones(1, 9, 32), None, **cache),
+    }[part]
+    found = {}
+    for name in ("cache", "past_key_values"):
+        cache = DynamicCache(config=model.config)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(tokens, **{name: cache})
+        found[name] = cache.layers[0].keys
+        is_warned = any("`past_key_values` is deprecated" in str(warning.message) for warning in caught)
+        assert is_warned == (name != CACHE_NAME == "cache")
+    assert torch.equal(found["cache"], found["past_key_values"]) and found["cache"].shape[2] >= 5

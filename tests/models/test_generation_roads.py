@@ -5,7 +5,11 @@ import copy
 import pytest
 import torch
 from tiny_models import random_tokens, tiny_model
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, DynamicCache, StaticCache
+
+from dcformer import pretrained_path
+from dcformer.head_tasks import build_tokenizer
+from dcformer.modeling_dcformer import CACHE_NAME
 
 
 LENGTH, NEW = 9, 6  # prompt and answer reach past the window of 6
@@ -20,7 +24,7 @@ def from_embeddings(model, tokens, **options):
 def in_two_calls(model, tokens, **options):
     options = {name: value for name, value in options.items() if name not in ("max_new_tokens", "attention_mask")}
     first = model.generate(tokens, max_new_tokens=NEW - 4, return_dict_in_generate=True, **options)
-    return model.generate(first.sequences, max_new_tokens=4, past_key_values=first.past_key_values, **options)
+    return model.generate(first.sequences, max_new_tokens=4, **{CACHE_NAME: getattr(first, CACHE_NAME)}, **options)
 
 
 def option(**added):
@@ -28,7 +32,7 @@ def option(**added):
 
 
 def with_cache(make):
-    return lambda model, tokens, **options: model.generate(tokens, past_key_values=make(model.config), **options)
+    return lambda model, tokens, **options: model.generate(tokens, **{CACHE_NAME: make(model.config)}, **options)
 
 
 # Every way from a prompt to greedy tokens. The second table takes one row at a time.
@@ -149,3 +153,16 @@ def test_drafts_of_the_first_layers_change_nothing(variant):
         assert torch.equal(drafted, greedy)
         assert model.config.num_hidden_layers == 4
     assert torch.equal(model.generate(tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False), greedy)
+
+
+@pytest.mark.parametrize("policy", ["error", "clamp"])
+def test_a_draft_of_another_tokenizer_serves_sampling_again_and_again(policy):
+    """Transformers then puts a module of its own in the place of the draft's embedding."""
+    folder, other = pretrained_path("dcformer-tiny"), build_tokenizer(64)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    draft, prompt = tiny_model(vocab_size=len(other), oov_policy=policy), tokenizer("static int a", return_tensors="pt")
+    options = {"assistant_model": draft, "tokenizer": tokenizer, "assistant_tokenizer": other}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        answer = model.generate(**prompt, **options, do_sample=True, max_new_tokens=NEW, eos_token_id=None)
+        assert answer.shape[1] == prompt.input_ids.shape[1] + NEW

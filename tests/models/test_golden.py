@@ -8,6 +8,7 @@ import pytest
 import torch
 from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from jax_loader import load_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 
@@ -22,7 +23,7 @@ def logits_in_pieces(model, tokens, cache, piece):
     """Logits of a sequence fed `piece` tokens at a time."""
     logits = []
     for start in range(0, tokens.shape[1], piece):
-        outputs = model(tokens[:, start : start + piece], past_key_values=cache, use_cache=True)
+        outputs = model(tokens[:, start : start + piece], cache=cache, use_cache=True)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)
 
@@ -89,6 +90,16 @@ def test_authors_files_load_without_a_report_and_match(fixtures, name, file_form
     )
     assert not any(info.values()), info
     torch.testing.assert_close(model(tokens).logits, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", TORCH_RUNS)
+def test_authors_files_are_written_as_they_were_read(fixtures, name, tmp_path):
+    model, _, _ = load_torch(fixtures, name)
+    model.save_pretrained(tmp_path, save_original_format=True)
+    written = load_file(tmp_path / "model.safetensors")
+    theirs = load_file(fixtures / "golden" / "B_torch" / name / "model.safetensors")
+    assert len(written) == len(model.state_dict())
+    assert all(torch.equal(theirs[key].to(value.dtype), value) for key, value in written.items())
 
 
 @torch.no_grad()

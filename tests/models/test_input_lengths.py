@@ -30,7 +30,7 @@ def filled_cache(kind, model, tokens):
         cache = DynamicCache()
     else:
         cache = StaticCache(config=model.config, max_cache_len=PAST + LENGTH + 3)
-    model(tokens[:, :PAST], past_key_values=cache)
+    model(tokens[:, :PAST], cache=cache)
     return cache
 
 
@@ -50,7 +50,7 @@ def test_a_flat_mask_covers_all_tokens_or_is_refused(model_name, cache):
     for width in (1, LENGTH - 1, LENGTH, LENGTH + 1, total - 1, total, total + 1, total + 5):
         arguments = {"attention_mask": torch.ones(2, width, dtype=torch.long), "use_cache": cache != "none"}
         if cache != "none":
-            arguments["past_key_values"] = filled_cache(cache, model, tokens)
+            arguments["cache"] = filled_cache(cache, model, tokens)
         try:
             logits = model(new_tokens, **arguments).logits
         except ValueError as error:
@@ -78,8 +78,8 @@ def test_a_dense_mask_over_all_tokens_is_right_with_and_without_a_cache(model_na
         logits = model(tokens, attention_mask=dense, use_cache=False).logits
         torch.testing.assert_close(logits, right, atol=2e-5, rtol=0)
         for past in (DynamicCache(config=model.config), DynamicCache()):
-            model(tokens[:, :PAST], attention_mask=dense[:, :, :PAST, :PAST], past_key_values=past)
-            logits = model(tokens[:, PAST:], attention_mask=dense[:, :, PAST:], past_key_values=past).logits
+            model(tokens[:, :PAST], attention_mask=dense[:, :, :PAST, :PAST], cache=past)
+            logits = model(tokens[:, PAST:], attention_mask=dense[:, :, PAST:], cache=past).logits
             torch.testing.assert_close(logits, right[:, PAST:], atol=2e-5, rtol=0)
 
 
@@ -150,10 +150,10 @@ def test_a_cache_of_another_model_is_refused(kind):
     model, tokens = tiny_model(), random_tokens(2, PAST + LENGTH)
     for other in (tiny_model(head_dim=10), tiny_model(compose_rank=4)):
         cache = filled_cache(kind, other, tokens)
-        with pytest.raises(ValueError, match=r"past_key_values holds keys of \d+ channels, but this model's have 16"):
-            model(tokens[:, PAST:], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"The cache holds keys of \d+ channels, but this model's have 16"):
+            model(tokens[:, PAST:], cache=cache)
     with pytest.raises((ValueError, RuntimeError)):  # of another batch, by torch itself
-        model(random_tokens(3, 1), past_key_values=filled_cache(kind, model, tokens))
+        model(random_tokens(3, 1), cache=filled_cache(kind, model, tokens))
 
 
 @pytest.fixture

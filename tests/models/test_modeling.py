@@ -7,6 +7,8 @@ import pytest
 import torch
 from reference import reference_attention
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
+from torch import nn
+from torch.func import functional_call, grad, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dcformer import DCFormerForCausalLM, compose, register_implementation
@@ -200,3 +202,75 @@ def test_not_causal_when_the_configuration_says_so():
     other = tokens.clone()
     other[0, -1] = (tokens[0, -1] + 1) % TINY["vocab_size"]
     assert not torch.equal(model(tokens).logits[:, 0], model(other).logits[:, 0])
+
+
+class Table(nn.Module):
+    """An embedding that is none of torch's."""
+
+    def __init__(self, rows: torch.Tensor):
+        super().__init__()
+        self.rows = nn.Parameter(rows)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows[ids]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["error", "clamp"])
+def test_any_module_can_be_the_embedding(policy):
+    model, tokens = tiny_model(oov_policy=policy), random_tokens(2, 13)
+    embedding, expected = model.get_input_embeddings(), model(tokens).logits
+    for other in (nn.Sequential(embedding, nn.Dropout(0.1).eval()), Table(embedding.weight.clone())):
+        model.set_input_embeddings(other)
+        assert torch.equal(model(tokens).logits, expected)
+        assert torch.equal(model(tokens, use_cache=False).logits, expected)
+        assert model.generate(tokens, max_new_tokens=2).shape == (2, 15)
+        if policy == "error":
+            with pytest.raises(ValueError, match=r"Token id 67 .* which has 67"):
+                model(torch.tensor([[67]]))
+        else:
+            assert torch.equal(model(torch.tensor([[67, -1]])).logits, model(torch.tensor([[66, 0]])).logits)
+    model.set_input_embeddings(nn.Sequential(nn.Embedding(90, 32)))  # with more rows than the configuration says
+    assert model(torch.tensor([[89]])).logits.shape == (1, 1, 67)
+
+
+# What the three samples come with besides their ids.
+BATCHES = {
+    "ids alone": {},
+    "left padding": {"attention_mask": (torch.arange(9) >= torch.tensor([[3], [0], [1]])).long()},
+    "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [*range(9)], [0, 1, 0, 1, 0, 1, 0, 1, 0]])},
+    "padding and positions": {"attention_mask": torch.ones(3, 9).long(), "position_ids": torch.arange(9).repeat(3, 1)},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "grouped_query_attention"])
+def test_gradients_of_single_samples_are_those_of_samples_alone(variant, batch):
+    model, tokens = tiny_model(variant).double(), random_tokens(3, 9)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, sample):
+        inputs = {name: rows[None] for name, rows in sample.items()}
+        return functional_call(model, parameters, (), {**inputs, "use_cache": False}).loss
+
+    samples = {"input_ids": tokens, "labels": tokens, **BATCHES[batch]}
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
+    for number in range(3):
+        alone = model(use_cache=False, **{name: rows[number : number + 1] for name, rows in samples.items()}).loss
+        expected = torch.autograd.grad(alone, list(parameters.values()))
+        for name, gradient in zip(parameters, expected):
+            torch.testing.assert_close(found[name][number], gradient, atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia"])
+def test_checkpointed_layers_under_autocast_give_the_same_gradients(variant):
+    gradients = []
+    for is_checkpointed in (False, True):
+        model, tokens = tiny_model(variant).train(), random_tokens(2, 13)
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients))

@@ -3,12 +3,16 @@
 import re
 
 import pytest
+import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from tiny_models import random_tokens, tiny_config, tiny_model
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.modelcard import TASK_MAPPING
 
 import dcformer
-from dcformer import DCFormerForCausalLM, DCPythiaConfig, pretrained_path
+from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, DCPythiaConfig, pretrained_path
 
 
 def test_all_public_models_and_configurations_are_found_by_name():
@@ -19,12 +23,59 @@ def test_all_public_models_and_configurations_are_found_by_name():
     assert all(getattr(transformers, value.__name__) is value for value in found)
 
 
-@pytest.mark.parametrize("name", [name for name in dcformer.__all__ if re.search("Model$|For[A-Z]", name)])
+MODELS = [name for name in dcformer.__all__ if re.search("Model$|For[A-Z]", name)]
+# Ending of a class -> the task that the Hub has for it.
+TASKS = {
+    "ForCausalLM": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_auto_class_of_its_task_gives_every_public_model(name):
     family, ending = re.fullmatch("(DCFormer|DCPythia|DCViT)(Model|For.+)", name).groups()
     auto_class = getattr(transformers, f"AutoModel{ending.removeprefix('Model')}")
     config_class = getattr(dcformer, f"{family}Config")
     assert auto_class._model_mapping[config_class] is getattr(dcformer, name)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("Model")])
+def test_the_table_of_its_task_names_every_model(name):
+    """Trainer's model cards, pipelines and lm-eval look it up there."""
+    ending = re.search("For[A-Z].*", name).group()
+    assert [task for task, table in TASK_MAPPING.items() if name in table.values()] == [TASKS[ending]]
+
+
+def smoothed_loss(model, tokens, labels, folder):
+    """What Trainer optimises with `label_smoothing_factor=0.1`."""
+    arguments = TrainingArguments(folder, label_smoothing_factor=0.1, report_to=[], use_cpu=True)
+    return Trainer(model, arguments).compute_loss(model.eval(), {"input_ids": tokens, "labels": labels.clone()})
+
+
+def smoothed(logits, labels):
+    """Szegedy et al. (2016): a tenth of the probability of the target goes to all classes alike."""
+    shares = 0.9 * torch.nn.functional.one_hot(labels, logits.shape[-1]) + 0.1 / logits.shape[-1]
+    return -(shares * logits.log_softmax(-1)).sum(-1).mean()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
+def test_label_smoothing_predicts_the_next_token(variant, tmp_path):
+    model, tokens = tiny_model(variant), random_tokens(2, 12)
+    expected = smoothed(model(tokens).logits[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(smoothed_loss(model, tokens, tokens, tmp_path), expected)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # starts with the same outputs
+    torch.testing.assert_close(smoothed_loss(adapted, tokens, tokens, tmp_path), expected)
+
+
+@torch.no_grad()
+def test_label_smoothing_leaves_the_labels_of_a_classifier_where_they_are(tmp_path):
+    model, tokens = DCFormerForTokenClassification(tiny_config(num_labels=5)).eval(), random_tokens(2, 12)
+    expected = smoothed(model(tokens).logits, tokens % 5)
+    torch.testing.assert_close(smoothed_loss(model, tokens, tokens % 5, tmp_path), expected)
 
 
 def test_the_server_of_transformers_loads_a_model():

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dcformer
-from dcformer import DCFormerConfig, DCFormerForCausalLM
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCViTConfig, DCViTForImageClassification
 
 
 PACKAGE = Path(dcformer.__file__).parent
@@ -26,15 +26,25 @@ AUTHORS_KEYS = {
     "max_position_embeddings": "block_size",
     "sliding_window": "window_size",
 }
+# Family and ending of the classes that are shared besides the language models.
+HEADS = [
+    ("DCFormer", "Model"),
+    ("DCFormer", "ForSequenceClassification"),
+    ("DCFormer", "ForTokenClassification"),
+    ("DCFormer", "ForQuestionAnswering"),
+    ("DCViT", "ForImageClassification"),
+]
 # Everything that a stranger does, in one process, since starting one takes seconds.
 STRANGER = """
 import importlib.util, json, sys
 from pathlib import Path
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 assert importlib.util.find_spec("dcformer") is None, "the package is there after all"
-shared, pythia, authors, again = map(Path, sys.argv[1:])
+shared, pythia, authors, again, *heads = map(Path, sys.argv[1:])
 ids, found = torch.arange(20)[None] % 67, {}
 for folder in (shared, pythia, authors):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -43,6 +53,12 @@ for folder in (shared, pythia, authors):
     torch.save(model(ids).logits.detach(), folder / "logits.pt")
     found[folder.name] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
 found["presets"] = type(model.config).presets()
+found["names"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in ("dcformer", "dcpythia")]
+for folder in heads:
+    head = getattr(transformers, folder.name).from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(head).__module__.startswith("transformers_modules."), folder
+    inputs = torch.load(folder / "inputs.pt")
+    torch.save(head(inputs)[0].detach(), folder / "output.pt")
 try:
     AutoModelForCausalLM.from_pretrained(shared, trust_remote_code=True, attn_implementation="sdpa")
 except ValueError as error:
@@ -73,6 +89,28 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def heads(root):
+    """A folder for each Auto class, named like it, with a model that was saved with its code, and what it computes."""
+    vit_config = DCViTConfig(num_hidden_layers=1, image_size=32)
+    classes = [getattr(dcformer, f"{family}{head}") for family, head in HEADS]
+    models = [cls(vit_config if cls is DCViTForImageClassification else tiny_config()).eval() for cls in classes]
+    outputs = {}
+    for model, (_, head) in zip(models, HEADS):
+        is_vit = isinstance(model, DCViTForImageClassification)
+        folder = root / f"AutoModel{head.removeprefix('Model')}"
+        type(model.config).register_for_auto_class()
+        type(model).register_for_auto_class(folder.name)
+        try:
+            model.save_pretrained(folder)
+        finally:
+            type(model.config)._auto_class = type(model)._auto_class = None
+        inputs = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32) if is_vit else torch.arange(20)[None]
+        torch.save(inputs, folder / "inputs.pt")
+        outputs[folder] = model(inputs)[0].detach()
+    return outputs
+
+
 def test_five_files_travel_with_a_checkpoint(root):
     reached = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_dcformer.py")}
     files = {"configuration_dcformer.py", "dcmha.py", "compose_dcformer.py", "hub_dcformer.py", "modeling_dcformer.py"}
@@ -81,7 +119,7 @@ def test_five_files_travel_with_a_checkpoint(root):
     assert sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files) <= 2500
 
 
-def test_a_folder_with_its_code_runs_without_the_package(root):
+def test_a_folder_with_its_code_runs_without_the_package(root, heads):
     venv.create(root / "venv", with_pip=False)
     python = root / "venv" / "bin" / "python"
     inside = subprocess.run(
@@ -91,7 +129,7 @@ def test_a_folder_with_its_code_runs_without_the_package(root):
     places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])}
     (Path(inside) / "dependencies.pth").write_text("\n".join(sorted(places)))
     environment = {"PATH": str(python.parent), "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [python, "-c", STRANGER, *(str(root / name) for name in ("shared", "pythia", "authors", "again"))]
+    command = [python, "-c", STRANGER, *(str(root / name) for name in ("shared", "pythia", "authors", "again")), *heads]
     run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=root, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
 
@@ -105,6 +143,9 @@ def test_a_folder_with_its_code_runs_without_the_package(root):
         generated = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         assert found[folder] == generated.tolist()
     assert found["presets"] == DCFormerConfig.presets()
+    assert found["names"] == ["DCFormerForCausalLM", "DCPythiaForCausalLM"]  # for Trainer's label smoothing
+    for folder, output in heads.items():
+        torch.testing.assert_close(torch.load(folder / "output.pt"), output, rtol=1e-5, atol=1e-5)  # as above
     assert "sdpa" in found["sdpa"]
     assert {file.name for file in (root / "again").glob("*.py")} == {f.name for f in (root / "shared").glob("*.py")}
 

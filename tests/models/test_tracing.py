@@ -42,7 +42,7 @@ def test_a_static_cache_that_the_user_allocated_by_head_dim(variant):
     cache = StaticCache(config=model.config, max_cache_len=16)
     heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
     cache.early_initialization(2, heads, head_dim, torch.float32, torch.device("cpu"))
-    pieces = [model(piece, past_key_values=cache).logits for piece in tokens.split([9, 1, 3], dim=1)]
+    pieces = [model(piece, cache=cache).logits for piece in tokens.split([9, 1, 3], dim=1)]
     assert largest_difference(torch.cat(pieces, dim=1), model(tokens, use_cache=False).logits) < 2e-5
 
 
