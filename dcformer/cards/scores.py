@@ -241,8 +241,10 @@ def _write_entries(folder: Path, scores: Sequence[Score]) -> list[Path]:
     groups: dict[Path, list[Score]] = {}
     for score in scores:
         if source_of(score.task).is_on_hub:  # else the Hub has no leaderboard of it
-            whose = "paper" if score.is_papers else "dcformer"
-            groups.setdefault(folder / f"{score.task}-{score.num_fewshot}shot-{whose}.yaml", []).append(score)
+            name = f"{score.task}-{score.num_fewshot}shot-{'paper' if score.is_papers else 'dcformer'}.yaml"
+            if not _ENTRIES.fullmatch(name):
+                raise ValueError(f"A task and its number of examples must make the name of a file, got {name!r}.")
+            groups.setdefault(folder / name, []).append(score)
     for old in folder.glob("*shot-*.yaml"):
         if old not in groups and _ENTRIES.fullmatch(old.name):
             old.unlink()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import zipfile
 from collections.abc import Callable, Iterable
@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from ..common.files import check_relative
+from .settings import read_json
 
 
 # (start, stop) for each axis of an array.
@@ -81,11 +84,10 @@ def _weight_files(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
-            names = sorted(set(json.loads((folder / index).read_bytes())["weight_map"].values()))
-            for name in names:
-                if Path(name).name != name:
-                    raise ValueError(f"{folder / index} names {name!r}, which is outside its folder.")
-            return [folder / name for name in names]
+            names = read_json(folder / index).get("weight_map", {}).values()
+            if outside := [name for name in names if "/" in check_relative(name)]:
+                raise ValueError(f"{str(folder / index)!r} must name files beside it, got {outside[0]!r}.")
+            return [folder / name for name in sorted(set(names))]
     raise FileNotFoundError(f"{str(folder)!r} holds no weights: no {_WEIGHT_FILES[0][0]}, no {_WEIGHT_FILES[1][0]}.")
 
 
@@ -109,12 +111,27 @@ def open_safetensors(path: Path) -> list[SourceArray]:
 
 
 def _open_torch(path: Path) -> list[SourceArray]:
-    # Files from before torch 1.6 are no archives and cannot be mapped.
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    # Files from before torch 1.6 are no archives: they cannot be mapped, and have no checksums.
+    archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
+    is_mappable = archive is not None and not any(member.compress_type for member in archive.infolist())
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
     if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
+
+    @functools.cache
+    def check() -> None:  # when the first tensor is read; torch does not look at the checksums
+        if archive is not None and (damaged := archive.testzip()) is not None:
+            raise ValueError(f"{str(path)!r} is damaged: the checksum of {damaged} differs. Copy it again.")
+
+    def loader(values: Tensor) -> Callable[[tuple[slice, ...]], Tensor]:
+        def load(slices: tuple[slice, ...]) -> Tensor:
+            check()
+            return values[slices]
+
+        return load
+
     return [
-        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), values.__getitem__)
+        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), loader(values))
         for name, values in state.items()
     ]
 
@@ -137,6 +154,8 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
                 read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
                 shape, _, dtype = read(file)
             name = member.removesuffix(".npy")
+            if name in found:
+                raise ValueError(f"{str(path)!r} holds the array {name!r} twice.")
             found[name] = _numpy_array(name, path, shape, dtype, loader(name))
     return found
 

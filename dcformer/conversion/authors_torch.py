@@ -5,18 +5,19 @@ Folders of ours are read in the same way; their tensors keep their names.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig
 
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from ..hub_dcformer import AUTHORS_NAMES, AUTHORS_OUTPUT_NAMES
+from ..hub_dcformer import authors_patterns
 from .arrays import file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
+from .settings import read_json, refuse_misspelt
 
 
 # Entries of the authors' files that are not parameters, with the reason to leave them out.
@@ -26,6 +27,12 @@ _IGNORED = {
     r"attention\.kv_cache\.": "cache of a generation",
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$": "table computed from the configuration",
 }
+# The keys of config.json that mean something, ours and the authors', and others of Transformers that look like them.
+_READ = DCFormerConfig.__annotations__.keys() | DCFormerConfig.attribute_map.keys() | {"rope_theta", "rope_scaling"}
+_READ |= {"partial_rotary_factor", "rotary_pct", "rope_base", "use_qk_norm", "use_parallel_residual", "use_linear_bias"}
+_READ |= {"use_dcmha", "query_wise", "mgate", "mgate_dim", "window_type", "q_chunk_size", "is_training", "prefill_pad"}
+_READ |= {"use_gradient_checkpointing"}
+_ALIKE = {"model_type", *(f"{kind}_token_id" for kind in ("sep", "cls", "mask", "forced_bos", "forced_eos"))}
 _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 PARTS = {"q": "query", "k": "key", "v": "value"}
 
@@ -34,7 +41,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
     """The plan of a folder of the authors' torch files, or of our own; arguments as of [`convert_torch`]."""
     folder = local_folder(source)
     config, arrays = read_config(folder / "config.json"), open_weights(folder)
-    shapes = parameter_shapes(config)
+    shapes, patterns = parameter_shapes(config), authors_patterns(config.model_type)
     plan = Plan(
         config,
         {},
@@ -55,7 +62,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
             offset, words = part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part"
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
         else:
-            parameter = our_name(name, _NAMES[config.model_type])
+            parameter = our_name(name, patterns)
             words = words if parameter == name else "renamed"
             if array.shape != shapes.get(parameter, array.shape):
                 raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
@@ -79,30 +86,18 @@ def local_folder(source: str | os.PathLike) -> Path:
 
 def read_config(path: Path) -> DCFormerConfig:
     """A configuration in the authors' keys or ours."""
-    values = json.loads(path.read_bytes())
+    values = read_json(path)
     model_type = values.get("model_type", "dcformer")
     if model_type not in ("dcformer", "dcpythia"):
         raise ValueError(f"{path} is of the model type {model_type!r}; it must be 'dcformer' or 'dcpythia'.")
     # The code beside the authors' weights is not the one that reads ours.
     values.pop("auto_map", None)
+    refuse_misspelt(values, _READ, _ALIKE | vars(PreTrainedConfig()).keys(), path)
     return (DCPythiaConfig if model_type == "dcpythia" else DCFormerConfig).from_dict(values)
 
 
-def our_name(name: str, table: dict[str, str]) -> str:
-    """Our name of a parameter that has another in some family's files, by a table of parts; a name of ours stays."""
-    for old, new in table.items():
-        if not old.startswith("."):
-            name = new + name[len(old) :] if name.startswith(old) else name
-        elif old.endswith("."):
-            name = name.replace(old, new)
-        else:
-            name = name[: -len(old)] + new if name.endswith(old) else name
-    return f"model.{name}" if re.match(r"(layers\.\d+|norm)\.", name) else name
-
-
-def _with_prefix(names: dict[str, str]) -> dict[str, str]:
-    """Names that start with a part of the decoder stand below `model.` in a model with a head."""
-    return {old: new if old.startswith(".") else f"model.{new}" for old, new in names.items()}
-
-
-_NAMES = {model_type: {**_with_prefix(names), **AUTHORS_OUTPUT_NAMES} for model_type, names in AUTHORS_NAMES.items()}
+def our_name(name: str, patterns: dict[str, str]) -> str:
+    """Our name of a parameter that has another in some family's files: regular expressions and what replaces them."""
+    for pattern, ours in patterns.items():
+        name = re.sub(pattern, ours, name)
+    return f"model.{name}" if re.match(r"(layers\.\d+|norm|embed_tokens)\.", name) else name

@@ -21,7 +21,7 @@ from .destination import Destination
 from .maxtext import plan_maxtext
 from .pax import plan_pax
 from .plan import Origin, Plan, listed, meta_model, model_class
-from .report import ConversionReport, read_report, write_model_card
+from .report import ConversionReport, read_report, write_model_card, write_report
 from .stores import is_remote
 from .verify import LOGIT_TOLERANCE, load_reference, refuse_changed, verify_folder
 from .writer import INDEX_FILE, ShardWriter, source_digest
@@ -197,14 +197,14 @@ def write_model(
             shutil.copyfile(plan.generation, folder / plan.generation.name)
         if loaded_tokenizer is not None:
             loaded_tokenizer.save_pretrained(folder)
-        if (index := writer.index()) is not None:
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if writer.index is not None:
+            (folder / INDEX_FILE).write_text(json.dumps(writer.index, indent=2) + "\n", encoding="utf-8")
         if verify or reference is not None:
             report.verification |= verify_folder(folder, reference, tolerance)
         if verify and plan.check is not None:
             report.verification |= plan.check(folder)
         write_model_card(folder, target.path.name, plan, report)
-        report.save(folder)
+        report.files = write_report(folder, report.to_dict())
     report.seconds = time.monotonic() - started
     return report
 

@@ -15,15 +15,14 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from ..common.files import file_lock, write_atomically
+from ..common.files import file_lock, find_damage, make_manifest, write_atomically
 from .plan import UnfitWeightsError, listed
+from .report import REPORT_FILE, read_report
 from .stores import is_remote
-
-
-REPORT_FILE = "conversion_report.json"
 
 
 class Destination:
@@ -59,12 +58,12 @@ class Destination:
         """Raise FileExistsError for anything that must not be replaced."""
         if self._is_free():
             return
-        shown, report = repr(str(self.path)), self._place / REPORT_FILE
+        shown = repr(str(self.path))
         if not self._force:
             raise FileExistsError(f"{shown} exists already; choose another destination or pass --force.")
-        if not report.is_file():
+        if (report := read_report(self._place)) is None:
             raise FileExistsError(f"{shown} holds no {REPORT_FILE}: --force replaces converted models only.")
-        ours = {REPORT_FILE, *json.loads(report.read_bytes())["files"]}
+        ours = {REPORT_FILE, *report["files"]}
         files = {path.relative_to(self._place).as_posix() for path in self._place.rglob("*") if not path.is_dir()}
         if foreign := sorted(files - ours):
             raise FileExistsError(f"{shown} holds files that no conversion wrote: {listed(foreign)}; move them away.")
@@ -102,11 +101,19 @@ class Destination:
                     shutil.rmtree(self._partial)
                 raise
             self._check_place()
-            if not self._is_free():
-                for path in self._model.rglob("*"):  # the old model goes when the new one would survive a power cut
-                    with contextlib.suppress(IsADirectoryError), path.open("rb") as file:
-                        os.fsync(file.fileno())
+            if not self._is_free():  # the report has brought all files to the disk: the old model may go
                 shutil.rmtree(self._replaced, ignore_errors=True)
                 self._place.rename(self._replaced)
             self._model.rename(self._place)
             shutil.rmtree(self._partial)
+
+
+def write_note(note: Path, folder: Path, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
+    """Note that files below a folder are finished, with what is to be remembered of them."""
+    write_atomically(note, json.dumps({"files": make_manifest(folder, paths), "records": records}))
+
+
+def read_note(note: Path, folder: Path) -> list[dict[str, Any]] | None:
+    """What a note remembers of files; None if there is none, or they are not as they were when it was written."""
+    content = json.loads(note.read_bytes()) if note.is_file() else None
+    return None if content is None or find_damage(folder, content["files"]) is not None else content["records"]

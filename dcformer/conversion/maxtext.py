@@ -9,30 +9,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_for, part_offset
 from .orbax import open_orbax
 from .plan import UNUSED_FILE, Origin, Plan, complete, listed
+from .settings import read_yaml, refuse_misspelt
 
 
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
-DEFAULT_WINDOWS = {
-    1: [None],
-    2: [256, None],
-    4: [256, None, 256, 256],
-    8: [256, None, 256, 256, 256, 256, 256, 256],
-}
+DEFAULT_WINDOWS = {1: [None], 2: [256, None], 4: [256, None, 256, 256], 8: [256, None, *[256] * 6]}
 # Top-level entries of a training state that are not parameters.
-TRAINING_STATE = {
-    "opt_state": "optimizer state",
-    "step": "step counter, in the report",
-    "rng": "random state",
-    "dropout_rng": "random state",
-}
+TRAINING_STATE = {"opt_state": "optimizer state", "step": "step counter, in the report"}
+TRAINING_STATE |= dict.fromkeys(("rng", "dropout_rng"), "random state")
+_SIZES = ("emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "num_decoder_layers")
+# Keys of a training YAML that are read besides those that `_check_against_tree` compares with the arrays, and others of
+# MaxText and its forks that look like them.
+_READ = {"window_size", "normalization_layer_epsilon", "max_target_length", "param_scan_axis", "global_parameter_scale"}
+_READ |= {"pre_compose", "post_compose", "static_proj", "query_wise", "key_wise", "normalize_embedding_logits"}
+_ALIKE = {"base_moe_mlp_dim", "eval_max_target_length", "global_num_kv_heads", "mlp_activations_limit"}
+_ALIKE |= {"mtp_use_compose", "use_qk_norm", "v_head_dim"}
 _IN_LAYER = re.compile(r"decoder\.layers(?:_(\d+))?\.(.+)")
+_DYNAMIC = ("dyn_w_proj.dw1.kernel", "dyn_w_proj.qkw", "dyn_w_proj.dd.kernel")
 _KNOWN, _JAX = "the checkpoint's arrays", "the authors' JAX code"
 _DEFAULT = "default of the authors' configs; pass --train-config to be sure"
 
@@ -69,7 +67,7 @@ def plan_maxtext(
     dtype: str = "keep",
 ) -> Plan:
     """The plan of a MaxText checkpoint; arguments and errors as of [`convert_maxtext`]."""
-    train = {} if train_config is None else yaml.safe_load(Path(train_config).read_text(encoding="utf-8"))
+    train = {} if train_config is None else read_yaml(Path(train_config))
     checkpoint = open_orbax(source, step)
     root = _root(checkpoint.names, checkpoint.location)
     ignored, names = {f"item {item}/": "another item of the step" for item in checkpoint.other_items}, []
@@ -86,7 +84,7 @@ def plan_maxtext(
             ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
     arrays = checkpoint.open(names)
     tree = _read_tree(arrays, root, checkpoint.location, train.get("param_scan_axis", 1))
-    config, origins = _infer_config(tree, train, "" if train_config is None else Path(train_config).name)
+    config, origins = _infer_config(tree, train, Path(train_config or ""))
     plan = Plan(
         config,
         arrays,
@@ -150,17 +148,17 @@ def _measure(tree: _Tree) -> None:
             tree.sizes.setdefault(axis, size)
     if "head" not in tree.sizes:
         raise ValueError("There is no attention below decoder; it may be of another architecture.")
-    for part in ("qkw", "dd.kernel"):
-        if tree.has("dyn_w_proj.dw1.kernel") and not tree.has(f"dyn_w_proj.{part}"):
-            raise ValueError(f"The dynamic composition is incomplete: no layer has dyn_w_proj.{part}.")
+    lost = [name for name in _DYNAMIC if not tree.has(name)]
+    if 0 < len(lost) < len(_DYNAMIC):
+        raise ValueError(f"The dynamic composition is incomplete: no layer has {', '.join(lost)}.")
 
 
-def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCFormerConfig, list[Origin]]:
+def _infer_config(tree: _Tree, train: dict[str, Any], path: Path) -> tuple[DCFormerConfig, list[Origin]]:
     """
     The configuration with the semantics of the JAX run, and where each value comes from; `train` holds the values of
-    the training YAML `file`, and must agree with the arrays.
+    the training YAML, and must agree with the arrays.
     """
-    sizes = tree.sizes
+    sizes, file = tree.sizes, path.name
     origins: list[Origin] = []
 
     def put(name: str, value: Any, origin: str, is_default: bool = False) -> None:
@@ -172,7 +170,7 @@ def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCForm
         else:
             put(name, default, _DEFAULT, True)
 
-    _check_against_tree(tree, train)
+    _check_against_tree(tree, train, path)
     put("vocab_size", sizes["vocab"], _KNOWN)
     put("hidden_size", sizes["embed"], _KNOWN)
     put("intermediate_size", sizes["mlp"], _KNOWN)
@@ -200,16 +198,10 @@ def _infer_config(tree: _Tree, train: dict[str, Any], file: str) -> tuple[DCForm
     static = {stage: tree.has(f"{stage}_proj.w") for stage in ("pre", "post")}
     put("compose_static", any(static.values()), _KNOWN)
     for stage, is_there in static.items():
-        key = f"{stage}_compose"
-        if not any(static.values()):
-            choose(f"compose_{stage}", key, True)
-        elif train.get(key, is_there) != is_there:
-            raise ValueError(
-                f"{key} is {train[key]} in the training YAML, but the checkpoint {'has' if is_there else 'lacks'} "
-                f"{stage}_proj.w; give the YAML of this run."
-            )
-        else:
+        if any(static.values()):
             put(f"compose_{stage}", is_there, _KNOWN)
+        else:
+            choose(f"compose_{stage}", f"{stage}_compose", True)
     put("compose_activation", "gelu_pytorch_tanh", _JAX)
     return DCFormerConfig(**{origin.field: origin.value for origin in origins}), origins
 
@@ -236,8 +228,8 @@ def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | 
     return windows[:n], origin, is_default
 
 
-def _check_against_tree(tree: _Tree, train: dict[str, Any]) -> None:
-    """The YAML must be the run's own: its shapes and layout have to hold."""
+def _check_against_tree(tree: _Tree, train: dict[str, Any], path: Path) -> None:
+    """The YAML must be the run's own: its shapes and layout have to hold, and its keys mean something."""
     sizes = tree.sizes
     facts: dict[str, Any] = {
         "vocab_size": sizes["vocab"],
@@ -246,18 +238,25 @@ def _check_against_tree(tree: _Tree, train: dict[str, Any]) -> None:
         "qk_norm": tree.has("q_norm.scale"),
         "scan_layers": tree.stack_axis is not None,
         "logits_via_embedding": not tree.has("logits_dense.kernel"),
+        "fused_qkv": tree.has("qkv_proj.kernel"),
+        "fused_mlp": tree.has(".wi.kernel"),
         # All that can be converted.
         "decoder_block": "dcformer",
         "mlp_activations": ["silu", "linear"],
+        "num_experts": 1,
+        "use_untrainable_positional_embedding": False,
+        "trainable_position_size": -1,
+        "emb_dim": sizes["embed"],
+        "mlp_dim": sizes["mlp"],
+        "num_query_heads": sizes["head"],
+        "num_kv_heads": sizes.get("kv_head", sizes["head"]),
+        # Without a scan, MaxText counts blocks here.
+        "num_decoder_layers": tree.num_layers // (1 if tree.stack_axis is not None else tree.layers_per_block),
     }
-    if train.get("global_parameter_scale", 1) == 1:
-        facts |= {
-            "base_emb_dim": sizes["embed"],
-            "base_mlp_dim": sizes["mlp"],
-            "base_num_query_heads": sizes["head"],
-            # Without a scan, MaxText counts blocks here.
-            "base_num_decoder_layers": tree.num_layers // (1 if tree.stack_axis is not None else tree.layers_per_block),
-        }
+    facts |= {f"base_{name}": facts[name] for name in _SIZES}
+    refuse_misspelt(train, _READ | facts.keys(), _ALIKE, path)
+    if train.get("global_parameter_scale", 1) != 1:
+        facts = {key: fact for key, fact in facts.items() if not key.startswith("base_")}
     for key, fact in facts.items():
         value = train.get(key)
         if value is not None and value != fact:
@@ -265,10 +264,31 @@ def _check_against_tree(tree: _Tree, train: dict[str, Any]) -> None:
                 f"{key} is {value!r} in the training YAML, but must be {fact!r} for this checkpoint; give the YAML of "
                 "this run."
             )
+    _check_composition(tree, train)
     if facts["logits_via_embedding"] and train.get("normalize_embedding_logits", True):
         raise ValueError(
             "The run shares embedding and output matrix and divides its logits by sqrt(emb_dim) "
             "(normalize_embedding_logits, true by default), which no Transformers model does."
+        )
+
+
+def _check_composition(tree: _Tree, train: dict[str, Any]) -> None:
+    """The arrays of the composition must be those that the switches of the YAML ask for."""
+    static = {stage: tree.has(f"{stage}_proj.w") for stage in ("pre", "post")}
+    keys = ("static_proj", "pre_compose", "post_compose")
+    switches = {key: train[key] for key in keys if train.get(key) is not None}
+    wrong = []
+    for stage, is_there in static.items():
+        # JAX has no static matrix for a stage that is off.
+        composes = switches.get(f"{stage}_compose", is_there or not any(static.values()))
+        if is_there != (composes and switches.get("static_proj", any(static.values()))):
+            wrong.append(f"{'has' if is_there else 'lacks'} {stage}_proj.w")
+    if not tree.has("dyn_w_proj.qkw") and (switches.get("pre_compose") or switches.get("post_compose")):
+        wrong += [f"lacks {name}" for name in _DYNAMIC]
+    if wrong:
+        said = ", ".join(f"{key}: {value}" for key, value in switches.items())
+        raise ValueError(
+            f"The training YAML says {said}, but the checkpoint {', '.join(wrong)}; give the YAML of this run."
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..common.files import check_relative
 from .arrays import SourceArray, from_numpy
 from .plan import listed
 from .stores import Store, import_tensorstore
@@ -102,7 +103,7 @@ class OrbaxItem:
             for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
                 value = entry.get("value_metadata", {})
                 if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
-                    declared.append(".".join(str(key["key"]) for key in entry["key_metadata"]))
+                    declared.append(check_relative(".".join(str(key["key"]) for key in entry["key_metadata"])))
         return sorted({*declared, *self._drivers})
 
     @property

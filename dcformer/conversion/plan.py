@@ -189,16 +189,13 @@ def _rounding_error(exact: Tensor, rounded: Tensor, array: str) -> float:
         return 0.0
     # The difference of a number and its rounding is a number of the wider format.
     wide = reduce(torch.promote_types, [exact.dtype, rounded.dtype, torch.float32])
-    error = (exact.to(wide) - rounded).abs_()
-    if not torch.isfinite(error.max()):
-        finite = exact.isfinite()
-        if not torch.isfinite(error[finite]).all():
-            raise UnfitWeightsError(
-                f"{array} holds {exact[finite].abs().max().item():.4g}, which overflows {dtype_name(rounded.dtype)}; "
-                "convert with --dtype bfloat16, float32 or keep."
-            )
-        error = error[finite] if finite.any() else error.new_zeros(1)
-    return error.max().item()
+    error = (exact.to(wide) - rounded).abs_().masked_fill_(~exact.isfinite(), 0).max().item()
+    if not math.isfinite(error):
+        raise UnfitWeightsError(
+            f"{array} holds {exact[exact.isfinite()].abs().max().item():.4g}, which overflows "
+            f"{dtype_name(rounded.dtype)}; convert with --dtype bfloat16, float32 or keep."
+        )
+    return error
 
 
 def model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:

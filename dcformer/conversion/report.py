@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import transformers
 
-from ..common.files import file_digest
+from ..common.files import Manifest, check_relative, make_manifest, write_atomically
 from ..model_card import CARD_FILE, bullet_list, table, write_card
 from ..version_dcformer import __version__
 from .arrays import dtype_name
-from .destination import REPORT_FILE
 from .plan import Origin, Plan
+from .settings import read_json
 
 
+REPORT_FILE = "conversion_report.json"
 # Settings of a training YAML that the model card shows.
 _TRAINING_SETTINGS = re.compile(
     r"run_name|dataset_(type|path)|learning_rate(_schedule_steps)?|warmup_steps_fraction|per_device_batch_size|"
@@ -41,7 +42,7 @@ class ConversionReport:
         ignored: Source arrays that were not converted, with the reason.
         verification: Checks that were made, with their results.
         versions: Of the packages that took part.
-        files: SHA-256 of every other file of the folder.
+        files: Size and SHA-256 of every other file of the folder, by its path.
         destination, seconds, source_bytes, resumed_shards: About this run; not in the file.
     """
 
@@ -51,7 +52,7 @@ class ConversionReport:
     ignored: dict[str, str]
     verification: dict[str, Any]
     versions: dict[str, str] = field(default_factory=lambda: dict(_VERSIONS))
-    files: dict[str, str] = field(default_factory=dict)
+    files: Manifest = field(default_factory=dict)
     destination: str = ""
     seconds: float = 0.0
     source_bytes: int = 0
@@ -61,26 +62,33 @@ class ConversionReport:
         """The content of the file."""
         return {name: value for name, value in asdict(self).items() if name not in _OF_THE_RUN}
 
-    def save(self, folder: Path) -> None:
-        """Write the report, after all other files."""
-        self.files = file_digests(folder)
-        write_report(folder, self.to_dict())
 
-
-def write_report(folder: Path, report: dict[str, Any]) -> None:
-    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+def write_report(folder: Path, report: dict[str, Any]) -> Manifest:
+    """Write a report with the manifest of all other files of the folder, which is returned."""
+    files = make_manifest(folder, (path for path in folder.rglob("*") if path != folder / REPORT_FILE))
+    write_atomically(folder / REPORT_FILE, json.dumps(report | {"files": files}, indent=2, default=str) + "\n")
+    return files
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """The report of a folder, or None."""
+    """The report of a folder, or None; ValueError if it does not list files of the folder with size and SHA-256."""
     path = folder / REPORT_FILE
-    return json.loads(path.read_bytes()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    report = read_json(path)
+    source, files = report.get("source"), report.get("files")
+    if not isinstance(source, dict) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise ValueError(
+            f"{str(path)!r} must tell the source, and for every file its size and sha256: another version of dcformer "
+            "wrote it, or it was changed. Convert the model again, or remove this file."
+        )
+    for name in files:
+        check_relative(name)
+    return report
 
 
-def file_digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a folder but its report, by path relative to it, sorted."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / REPORT_FILE)
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and {*entry} == {"size", "sha256"} and type(entry["size"]) is int
 
 
 def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionReport) -> None:

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from copy import copy
@@ -22,16 +21,15 @@ from typing import Any
 import torch
 import yaml
 
-from ..common.files import write_atomically
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import Region, SourceArray, dtype_name, open_safetensors
 from .authors_torch import local_folder, plan_torch
 from .convert import Progress, remembered_source
-from .destination import Destination
+from .destination import Destination, read_note, write_note
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
 from .plan import DTYPES, UNUSED_FILE, Part, Plan
-from .report import file_digests, write_report
+from .report import write_report
 from .stores import import_tensorstore
 from .verify import refuse_changed
 from .writer import not_finite_error
@@ -114,7 +112,7 @@ def convert_to_maxtext(
     Write a DCFormer as a parameter-only MaxText checkpoint, `destination/<step>/state`, and its `train_config.yml`.
 
     The folder is built beside the destination and renamed at the end. After an interruption, the same call resumes
-    behind the last array that was written.
+    from the finished arrays, whose hashes it checks.
 
     Args:
         source: Folder of this package or of the authors' torch files, or a name on the Hub. If it was converted, its
@@ -141,17 +139,18 @@ def convert_to_maxtext(
     started = time.monotonic()
     if param_dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
-    if step is not None and not 0 <= step < 2**31:  # it is written as an int32
-        raise ValueError(f"step must be between 0 and {2**31 - 1}, got {step}.")
     msgpack = import_optional("msgpack", "Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.")
     target = Destination(destination, source, force)
     folder = local_folder(source)
+    remembered = remembered_source(folder)
+    step = remembered.get("step", 0) if step is None else step
+    if type(step) is not int or not 0 <= step < 2**31:  # it names a folder, and is written as an int32
+        raise ValueError(f"step must be a whole number from 0 to {2**31 - 1}, got {step!r}; give another (--step).")
     refuse_changed(folder)
     plan = plan_torch(folder)
-    config, remembered = plan.config, remembered_source(folder)
+    config = plan.config
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
-    step = remembered.get("step", 0) if step is None else step
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
     kept = {}
     if (folder / UNUSED_FILE).is_file():
@@ -171,7 +170,7 @@ def convert_to_maxtext(
         item.mkdir(parents=True, exist_ok=True)
         advance = progress(total)
         for array in targets:
-            _write_array(item / array.name, array, plan, target.notes / array.name, verify)
+            _write_array(item, array, plan, target.notes / array.name, verify)
             advance(array.nbytes)
         step_array = _create_array(item / "step", (), (), torch.int32)
         step_array.write(step).result()
@@ -179,8 +178,7 @@ def convert_to_maxtext(
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
-        report = {"source": plan.source, "step": step, "arrays": records, "files": file_digests(partial)}
-        write_report(partial, report)
+        write_report(partial, {"source": plan.source, "step": step, "arrays": records})
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
 
@@ -251,11 +249,11 @@ def _targets(config: DCFormerConfig, n: int, scan_layers: bool, rows: list[Row])
                 yield target(f"params.decoder.{folder}.{array.replace('{sub}', str(sub))}", its, prefixes)
 
 
-def _write_array(folder: Path, array: _Target, plan: Plan, note: Path, only_finite: bool) -> None:
+def _write_array(item: Path, array: _Target, plan: Plan, note: Path, only_finite: bool) -> None:
     """Write an array layer by layer, zeros where the source has nothing, and a note that it is finished."""
-    if note.is_file():
+    if read_note(note, item) is not None:
         return
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder = item / array.name
     regions = [_layer_region(layer) for layer in array.layers]
     stored = _create_array(folder, array.shape, tuple(stop - start for start, stop in regions[0]), array.dtype)
     for layer, region in zip(array.layers, regions):
@@ -271,7 +269,7 @@ def _write_array(folder: Path, array: _Target, plan: Plan, note: Path, only_fini
             values = values.view(torch.int16)
         content = values.numpy().view(stored.dtype.numpy_dtype)
         stored[tuple(slice(*interval) for interval in region)].write(content).result()
-    write_atomically(note, "")
+    write_note(note, item, folder.rglob("*"), [])
 
 
 def _layer_region(layer: list[tuple[str, Part]]) -> Region:
@@ -289,7 +287,7 @@ def _create_array(folder: Path, shape: tuple[int, ...], chunk: tuple[int, ...], 
         # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
         "store_data_equal_to_fill_value": True,
     }
-    return import_tensorstore().open(spec, open=True, create=True).result()
+    return import_tensorstore().open(spec, create=True, delete_existing=True).result()  # of a run that was killed
 
 
 def orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

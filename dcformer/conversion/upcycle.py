@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..compose_dcformer import make_compose
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
@@ -25,6 +25,7 @@ from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
 from .authors_torch import PARTS, local_folder, our_name, read_config
 from .convert import write_model
 from .destination import Destination
+from .gguf import open_gguf
 from .mapping import axis_sizes, part_offset
 from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
 from .report import ConversionReport
@@ -47,14 +48,14 @@ _NEUTRAL: dict[str, int | None] = {
     **dict.fromkeys(("attention_multiplier", "quantization_config")),
 }
 _NEOX_NAMES = {
-    "gpt_neox.embed_in.": "model.embed_tokens.",
-    "gpt_neox.final_layer_norm.": "model.norm.",
-    "gpt_neox.": "model.",
-    "embed_out.": "lm_head.",
-    ".attention.dense.": ".self_attn.o_proj.",
-    ".attention.": ".self_attn.",
-    ".dense_h_to_4h.": ".up_proj.",
-    ".dense_4h_to_h.": ".down_proj.",
+    r"^gpt_neox\.": "",
+    r"^embed_in\.": "embed_tokens.",
+    r"^final_layer_norm\.": "norm.",
+    r"^embed_out\.": "lm_head.",
+    r"\.attention\.dense\.": ".self_attn.o_proj.",
+    r"\.attention\.": ".self_attn.",
+    r"\.dense_h_to_4h\.": ".up_proj.",
+    r"\.dense_4h_to_h\.": ".down_proj.",
 }
 _TABLES = re.compile(r"\.rotary_emb\.inv_freq$|\.self_attn\.(masked_)?bias$")  # of old files
 _QKV = re.compile(r"(model\.layers\.\d+)\.self_attn\.(?:([qkv])_proj|query_key_value)\.(weight|bias)")
@@ -102,7 +103,11 @@ def upcycle(
     refuse_without_model(folder, file or "config.json")
     config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
     _refuse_inexact(config, source)
-    arrays = _open_gguf(folder, file) if file else open_weights(folder)
+    model = open_gguf(folder, file, config) if file else None
+    if model is not None:
+        arrays = {name: _array(name, str(source), w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
+    else:
+        arrays = open_weights(folder)
     if options.get("tokenizer") is None and file:
         options["tokenizer"] = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     elif options.get("tokenizer") is None and any(Path(folder).glob("tokenizer*")):
@@ -116,6 +121,7 @@ def upcycle(
             raise ValueError(f"The composition {str(composition)!r} has settings of its own; leave out {[*settings]}.")
         trained, settings = _open_composition(Path(composition), config)
     values = _config_values(config)
+    values["tie_word_embeddings"] = values["tie_word_embeddings"] and _is_tied(arrays)
     ours = (DCPythiaConfig if config.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
     where = {"format": f"{config.model_type} of Transformers", "location": str(source), "step": None, "seed": seed}
     where |= dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
@@ -126,16 +132,14 @@ def upcycle(
     plan.generation = next(Path(folder).glob("generation_config.json"), None)
     _fill(plan, config, arrays, trained, seed)
     complete(plan, dtype)
-    known = {"source": config, "arrays": arrays, "dtype": dtype, "composed": composition is None}
-    plan.check = functools.partial(_check, tolerance=tolerance, **known)
+
+    def load() -> PreTrainedModel:
+        """The source as Transformers loads it, in a dtype that holds all weights: mostly that of the mapped file."""
+        exact = functools.reduce(torch.promote_types, {array.dtype for array in arrays.values()})
+        return model or AutoModelForCausalLM.from_pretrained(folder, dtype=exact, attn_implementation="eager")
+
+    plan.check = functools.partial(_check, load=load, dtype=dtype, tolerance=tolerance, composed=composition is None)
     return write_model(plan, target, **options)
-
-
-def _open_gguf(folder: str, file: str) -> dict[str, SourceArray]:
-    """The weights of a GGUF file, as Transformers makes them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    where = os.path.join(folder, file)
-    return {name: _array(name, where, w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
 
 
 def _array(name: str, where: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> SourceArray:
@@ -167,6 +171,13 @@ def _config_values(source: PreTrainedConfig) -> dict[str, Any]:
     if source.model_type == "mistral" and values["sliding_window"] is not None:
         values["layer_types"] = ["sliding_attention"] * values["num_hidden_layers"]
     return values | _FAMILIES[source.model_type]
+
+
+def _is_tied(arrays: dict[str, SourceArray]) -> bool:
+    """Whether the output layer can be the embedding: Transformers does not tie one of its own that differs."""
+    found = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
+    both = [found[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in found]
+    return len(both) < 2 or torch.equal(*(array.read().float() for array in both))
 
 
 def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str, SourceArray], seed: int) -> None:
@@ -232,25 +243,20 @@ def _open_composition(path: Path, source: PreTrainedConfig) -> tuple[dict[str, S
 
 
 def _check(
-    folder: Path, source: PreTrainedConfig, arrays: dict[str, SourceArray], dtype: str, tolerance: float, composed: bool
+    folder: Path, load: Callable[[], PreTrainedModel], dtype: str, tolerance: float, composed: bool
 ) -> dict[str, str]:
-    """Compare the logits of source and result, neither of which is ever in memory as a whole."""
+    """Compare the logits of source and result; one weight of each at a time is in memory in float32."""
     config, weights = read_config(folder / "config.json"), open_weights(folder)
     if not composed:
         config = type(config).from_dict({**config.to_dict(), "compose_pre": False, "compose_post": False})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source, dtype=torch.float32, attn_implementation="eager").eval()
-    base = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(source)  # its tables are no parameters
-    # Names in files and in the class may differ, but not as ours.
-    by_name = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
+    source = load()
+    parameters = dict(source.named_parameters(remove_duplicate=False))
 
     def read(name: str) -> Tensor:
-        values = by_name[our_name(name, _NEOX_NAMES)].read()
-        return values if dtype == "keep" else values.to(DTYPES[dtype])
+        return parameters[name] if dtype == "keep" else parameters[name].to(DTYPES[dtype])
 
     tokens = torch.linspace(0, config.vocab_size - 1, 32).long().unsqueeze(0)
-    expected = run_streamed(model, read, tokens)
+    expected = run_streamed(source, read, tokens)
     difference = logit_difference(expected, streamed_logits(config, lambda name: weights[name].read(), tokens))
     if not difference.max_abs <= (allowed := tolerance * expected.abs().max().item()):
         raise ValueError(

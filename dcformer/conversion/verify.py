@@ -13,34 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..common.files import file_digest
+from ..common.files import find_damage
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_weights
 from .authors_torch import local_folder, read_config
-from .destination import REPORT_FILE
 from .inspection import open_checkpoint
 from .plan import meta_model
-from .report import read_report
+from .report import REPORT_FILE, read_report
 
 
 LOGIT_TOLERANCE = 2e-4
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 # Configuration fields that do not change what the model computes.
-_NO_BEHAVIOUR = {
-    "dtype",
-    "architectures",
-    "transformers_version",
-    "auto_map",
-    "initializer_range",
-    "use_cache",
-    "max_position_embeddings",
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "oov_policy",
-    "_name_or_path",
-}
+_NO_BEHAVIOUR = {"dtype", "architectures", "transformers_version", "auto_map", "_name_or_path", "initializer_range"}
+_NO_BEHAVIOUR |= {"use_cache", "max_position_embeddings", "attention_dropout", "oov_policy"}
+_NO_BEHAVIOUR |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @dataclass
@@ -48,8 +35,8 @@ class HashCheck:
     """
     Attributes:
         folder: The folder that was checked.
-        checked, nbytes: How many files were hashed, and their bytes.
-        problems: File -> what is not as in the report.
+        checked, nbytes: How many files the report lists, and their bytes.
+        problems: File -> what is not as in the report, as a sentence.
     """
 
     folder: str
@@ -89,19 +76,16 @@ def verify_hashes(
             f"{given!r} has no {REPORT_FILE}: dcformer did not convert it. Give a second checkpoint to compare it with."
         )
     expected = report["files"]
-    there = {name: folder / name for name in expected if (folder / name).is_file()}
-    sizes = {name: path.stat().st_size for name, path in there.items()}
-    advance = progress(sum(sizes.values()))
-    problems = {name: "is missing" for name in expected if name not in there}
-    for name, path in there.items():
-        if file_digest(path, advance) != expected[name]:
-            problems[name] = f"has another SHA-256 than in {REPORT_FILE}"
+    nbytes = sum(entry["size"] for entry in expected.values())
+    advance = progress(nbytes)
+    found = {name: find_damage(folder, {name: entry}, advance) for name, entry in expected.items()}
+    problems = {name: damage for name, damage in found.items() if damage is not None}
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
     names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
-    problems |= dict.fromkeys(names, f"is not in {REPORT_FILE}")
-    return HashCheck(str(folder), len(there), sum(sizes.values()), dict(sorted(problems.items())))
+    problems |= {name: f"{str(folder / name)!r} is not in {REPORT_FILE}." for name in names}
+    return HashCheck(str(folder), len(expected), nbytes, dict(sorted(problems.items())))
 
 
 def refuse_changed(folder: Path, item: str = "") -> None:
@@ -111,8 +95,8 @@ def refuse_changed(folder: Path, item: str = "") -> None:
     for file, problem in verify_hashes(folder).problems.items():
         if file.startswith(f"{item}/") or file.endswith(_WEIGHTS):
             raise ValueError(
-                f"{folder / file} {problem}: it was damaged, or changed after the conversion. Copy it again, or remove "
-                f"{REPORT_FILE} if it was changed on purpose."
+                f"{problem} It was damaged, or changed after the conversion: copy it again, or remove {REPORT_FILE} if "
+                "it was changed on purpose."
             )
 
 
@@ -186,17 +170,17 @@ def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], token
     model = meta_model(config)
     if model.model.rotary_emb is not None:
         model.model.rotary_emb.to_empty(device="cpu")
-    return run_streamed(model, read, tokens)
+    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    return run_streamed(model, lambda name: read(tied.get(name, name)), tokens)
 
 
 @torch.no_grad()
 def run_streamed(model: PreTrainedModel, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Logits in float32 of any language model whose weights are on the meta device and read one by one."""
-    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
+    """Logits in float32 of any language model whose weights are read one by one, by their names in it."""
     for prefix, module in model.named_modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if names:
-            _stream(module, {name: tied.get(f"{prefix}.{name}", f"{prefix}.{name}") for name in names}, read)
+            _stream(module, {name: f"{prefix}.{name}" for name in names}, read)
     for index, layer in enumerate(model.base_model.layers):
         layer.register_forward_hook(_finite_check(f"The output of layer {index}"))
     model.get_output_embeddings().register_forward_hook(_finite_check("A logit"))

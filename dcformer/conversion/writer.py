@@ -1,7 +1,7 @@
 """Writing a plan as sharded safetensors, one shard at a time, and resuming from the finished ones.
 
-A shard is finished when a note beside it lists its tensors with their hashes. A later run of the same plan reuses it if
-the file still has these hashes.
+A shard is finished when a note beside it lists its tensors, with its size and SHA-256. A later run of the same plan
+reuses it if the file still has these.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..common.files import write_atomically
 from .arrays import dtype_name
-from .plan import Parameter, Part, Plan, UnfitWeightsError
+from .destination import read_note, write_note
+from .plan import UNUSED_FILE, Part, Plan, UnfitWeightsError
 
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,33 +39,28 @@ class ShardWriter:
 
     def __init__(self, plan: Plan, folder: Path, notes: Path, max_shard_bytes: int, only_finite: bool = True):
         self._plan, self._folder, self._notes, self._only_finite = plan, folder, notes, only_finite
-        self.shards = shard_layout(plan.parameters, max_shard_bytes)
+        split = split_state_dict_into_shards_factory(
+            plan.model_parameters(),
+            get_storage_size=lambda parameter: parameter.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_bytes,
+        )
+        self.shards = split.filename_to_tensors | ({UNUSED_FILE: plan.unused} if plan.unused else {})
+        self.index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
         self.resumed = 0
 
     def run(self, advance: Callable[[int], object] = lambda nbytes: None) -> list[dict[str, Any]]:
         """Write all that is not there yet."""
         records: dict[str, dict[str, Any]] = {}
         for file, names in self.shards.items():
-            found = self._finished(file)
-            if found is not None:
+            found = read_note(self._notes / f"{file}.json", self._folder)
+            if found is None:
+                found = self._write(file, names, advance)
+            else:
                 self.resumed += 1
                 advance(self._plan.source_bytes(names))
-            found = found or self._write(file, names, advance)
             records |= {record["parameter"]: record for record in found}
         return [records[name] for name in self._plan.parameters]
-
-    def _finished(self, file: str) -> list[dict[str, Any]] | None:
-        """The records of a file that an earlier run finished; None if it did not."""
-        note, path = self._notes / f"{file}.json", self._folder / file
-        if not note.is_file() or not path.is_file():
-            return None
-        records = json.loads(note.read_bytes())
-        tensors = load_file(path)
-        if {record["parameter"]: record["sha256"] for record in records} != {
-            name: tensor_digest(values) for name, values in tensors.items()
-        }:
-            return None
-        return records
 
     def _write(self, file: str, names: list[str], advance: Callable[[int], object]) -> list[dict[str, Any]]:
         sources: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -102,37 +98,8 @@ class ShardWriter:
                 }
             )
         save_file(tensors, self._folder / file, metadata={"format": "pt"})
-        write_atomically(self._notes / f"{file}.json", json.dumps(records))
+        write_note(self._notes / f"{file}.json", self._folder, [self._folder / file], records)
         return records
-
-    def index(self) -> dict[str, Any] | None:
-        """Content of the index file; None if one file holds the whole model."""
-        model = self._plan.model_parameters()
-        weights = {name: file for file, names in self.shards.items() for name in names if name in model}
-        if len(set(weights.values())) == 1:
-            return None
-        total = sum(parameter.nbytes for parameter in model.values())
-        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-
-
-def shard_layout(parameters: dict[str, Parameter], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Distribute parameters over files, in order, none larger than asked for unless a single parameter is."""
-    groups: list[list[str]] = [[]]
-    others: dict[str, list[str]] = {}
-    filled = 0
-    for name, parameter in parameters.items():
-        if parameter.file is not None:
-            others.setdefault(parameter.file, []).append(name)
-            continue
-        if groups[-1] and filled + parameter.nbytes > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += parameter.nbytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0], **others}
-    count = len(groups)
-    return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups)} | others
 
 
 def tensor_digest(values: Tensor) -> str:

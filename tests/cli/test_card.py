@@ -11,7 +11,7 @@ from huggingface_hub._eval_results import parse_eval_result_entries
 from tiny_models import tiny_model
 from typer.testing import CliRunner
 
-from dcformer.cards.scores import PAPER_NAME
+from dcformer.cards.scores import PAPER_NAME, Score, _write_entries
 from dcformer.cli import app
 from dcformer.eval import Record, model_fingerprint, write_record
 
@@ -51,6 +51,12 @@ def results(tmp_path, model) -> Path:
     record(folder, model, "pile_ppl", {"token_perplexity": 12.3456})
     record(folder, model, "head_tasks_authors_k2", {"acc": 0.2, "acc_first_token": 0.75})
     return folder
+
+
+def test_a_record_cannot_name_a_file_elsewhere(tmp_path):
+    with pytest.raises(ValueError, match=r"name of a file, got 'piqa-/\.\./\.\./xshot-dcformer\.yaml'"):
+        _write_entries(tmp_path / "entries", [Score("piqa", "/../../x", "acc", 1.0, None)])
+    assert not (tmp_path / "entries").exists()
 
 
 def results_in(folder: Path) -> list:

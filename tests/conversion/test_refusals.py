@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -77,9 +78,11 @@ def floats(*shape, bad=0.5):
     return values
 
 
-def declare_another(item):
-    names = [path.name for path in item.iterdir() if path.is_dir()]
-    write_metadata(item, [*names, "params.decoder.layers.lost.scale"])
+def declare(name):
+    def corrupt(item):
+        write_metadata(item, [*(path.name for path in item.iterdir() if path.is_dir()), name])
+
+    return corrupt
 
 
 MAXTEXT = {
@@ -92,7 +95,8 @@ MAXTEXT = {
     "metadata_of_an_array_truncated": (lambda item: cut(item / MLP / ".zarray"), MLP),
     "array_unknown": (put(("params.decoder.layers.mlp_0.router.kernel", floats(16, 1, 4))), "router"),
     "array_outside_the_root": (put(("other.weights", floats(4))), "other.weights"),
-    "array_declared_and_not_there": (declare_another, "params.decoder.layers.lost.scale"),
+    "array_declared_and_not_there": (declare("params.decoder.layers.lost.scale"), "params.decoder.layers.lost.scale"),
+    "array_declared_elsewhere": (declare("/../../../" + MLP), "must stay inside its folder"),
     "sub_block_of_another_run": (put((MLP.replace("mlp_1", "mlp_2"), floats(16, 1, 24))), "3"),
     "layer_count_differs": (put((MLP, floats(16, 2, 24))), MLP),
     "width_differs": (put((MLP, floats(16, 1, 25))), MLP),
@@ -168,6 +172,12 @@ def test_float16_overflow(work):
         {"mlp_activations": ["gelu", "linear"]},
         {"logits_via_embedding": True},
         {"param_scan_axis": 0},
+        {"base_num_kv_heads": 2},
+        {"num_decoder_layers": 3},
+        {"fused_qkv": True},
+        {"fused_mlp": True},
+        {"num_experts": 8},
+        {"use_untrainable_positional_embedding": True},
     ],
     ids=lambda values: " ".join(f"{key} {value}" for key, value in values.items()),
 )
@@ -176,6 +186,83 @@ def test_a_training_yaml_of_another_run_is_refused(work, values):
     word = {"normalization_layer_epsilon": "small", "param_scan_axis": "", "window_size": "window"}
     (key,) = values
     assert_refused(work, word.get(key, key), convert_maxtext, work / "src", train_config=work / "train.yml")
+
+
+@pytest.mark.parametrize(
+    "key", ["windw_size", "windows_size", "window-size", "Window_Size", "post_compos", "statc_proj", "qknorm"]
+)
+def test_a_misspelt_key_of_the_training_yaml_is_refused_with_the_right_one(work, key):
+    (work / "train.yml").write_text(yaml.safe_dump({"window_size": [5, None], "learning_rate": 1e-3, key: [7, None]}))
+    assert_refused(work, repr(key), convert_maxtext, work / "src", train_config=work / "train.yml")
+    right = {"w": "'window_size'", "p": "'post_compose'", "s": "'static_proj'", "q": "'qk_norm'"}[key[0].lower()]
+    assert_refused(work, right, convert_maxtext, work / "src", train_config=work / "train.yml")
+
+
+# As in the authors' configurations and those of MaxText: of them, these look most like keys that are read.
+OTHERS = ["load_parameters_path", "num_experts_per_tok", "base_moe_mlp_dim", "v_head_dim", "eval_max_target_length"]
+OTHERS += ["sliding_window_size", "use_qk_norm", "mtp_use_compose", "query_chunk_size", "max_prefill_predict_length"]
+OTHERS += ["dropout_rate", "enable_dropout", "attention", "weight_dtype", "logits_dot_in_fp32", "remat_policy", "steps"]
+
+
+def test_other_keys_of_maxtext_are_accepted(work):
+    values = {"window_size": [5, None], "emb_dim": 16, "num_query_heads": 4, "num_kv_heads": 4, "mlp_dim": 24}
+    text = yaml.safe_dump({**dict.fromkeys(OTHERS, 1), **values}) + "num_decoder_layers: 2\nstatic_proj: null\n"
+    (work / "train.yml").write_text(text)
+    report = convert_maxtext(work / "src", work / "out", train_config=work / "train.yml", verify=False)
+    assert next(origin.value for origin in report.origins if origin.field == "sliding_window") == 5
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("window_size: [5, null]\nqk_norm: true\nwindow_size: [7, null]\n", "'window_size'"),
+        ("window_size: [5, null]\n'window_size': [7, null]\n", "'window_size'"),
+        ("window_size: [5, null]\ndataset_path: {train: a, train: b}\n", "'train'"),
+        ("- window_size\n", "train.yml"),
+        ("", "train.yml"),
+    ],
+)
+def test_a_training_yaml_that_says_a_thing_twice_or_nothing_is_refused(work, text, word):
+    (work / "train.yml").write_text(text)
+    assert_refused(work, word, convert_maxtext, work / "src", train_config=work / "train.yml")
+
+
+LACKS = "lacks pre_proj.w, lacks post_proj.w"
+SWITCHES = {
+    "static, no arrays": (False, (), {"static_proj": True}, LACKS),
+    "static and composed, no arrays": (
+        False,
+        (),
+        {"static_proj": True, "pre_compose": True, "post_compose": True},
+        LACKS,
+    ),
+    "not static, arrays": (True, (), {"static_proj": False}, "has pre_proj.w, has post_proj.w"),
+    "pre off, its array is there": (True, (), {"pre_compose": False}, "pre_compose: False, but the checkpoint has pre"),
+    "post on, no array": (True, ("post_proj",), {"static_proj": True, "post_compose": True}, "lacks post_proj.w"),
+    "composed, no dynamic arrays": (False, ("dyn_w_proj",), {"pre_compose": True}, "lacks dyn_w_proj.qkw"),
+    "gates alone": (False, ("dw1", "qkw"), {}, "no layer has dyn_w_proj.dw1.kernel, dyn_w_proj.qkw"),
+}
+
+
+@pytest.mark.parametrize("case", SWITCHES)
+def test_switches_of_the_yaml_must_fit_the_arrays_of_the_composition(tmp_path, case):
+    static, lost, values, word = SWITCHES[case]
+    leaves = maxtext_leaves(0, layers=2, static=static)
+    write_checkpoint(
+        tmp_path / "src", {name: a for name, a in leaves.items() if not any(part in name for part in lost)}
+    )
+    (tmp_path / "train.yml").write_text(yaml.safe_dump({"window_size": [5, None], **values}))
+    assert_refused(tmp_path, word, convert_maxtext, tmp_path / "src", train_config=tmp_path / "train.yml")
+
+
+def test_a_static_composition_of_one_stage_fits_its_switches(tmp_path):
+    leaves = maxtext_leaves(0, layers=2, static=True)
+    write_checkpoint(tmp_path / "src", {name: a for name, a in leaves.items() if "post_proj" not in name})
+    for index, values in enumerate(({"static_proj": True, "post_compose": False}, {"static_proj": True}, {})):
+        (tmp_path / "train.yml").write_text(yaml.safe_dump({"window_size": [5, None], **values}))
+        report = convert_maxtext(tmp_path / "src", tmp_path / str(index), train_config=tmp_path / "train.yml")
+        found = {origin.field: origin.value for origin in report.origins}
+        assert (found["compose_static"], found["compose_pre"], found["compose_post"]) == (True, True, False)
 
 
 def set_config(**changes):
@@ -214,10 +301,13 @@ class Malicious:
         return print, ("this code must not run",)
 
 
+INDEX = "model.safetensors.index.json"
+
+
 def index(names):
     def corrupt(folder):
         (folder / "model.safetensors").rename(folder / "other.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
 
     return corrupt
 
@@ -226,8 +316,24 @@ def put_tensor(name, values):
     return lambda tensors: tensors.update({name: values})
 
 
+def replace_text(old, new, file="config.json"):
+    return lambda folder: (folder / file).write_text((folder / file).read_text().replace(old, new))
+
+
+def flip_byte(folder):
+    set_tensors(lambda tensors: None, torch_file=True)(folder)
+    content = bytearray((folder / "pytorch_model.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / "pytorch_model.bin").write_bytes(content)
+
+
 HEAD = "lm_head.weight"
 TORCH = {
+    "key_misspelt": (replace_text('"sliding_window"', '"sliding_windw"'), "'sliding_windw'"),
+    "key_of_the_authors_misspelt": (set_config(use_qknorm=True), "'use_qk_norm'"),
+    "key_twice": (replace_text('"hidden_size"', '"norm_eps": 1e-3, "hidden_size"'), "'norm_eps' twice"),
+    "config_no_object": (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
+    "byte_flipped_in_a_torch_file": (flip_byte, "pytorch_model.bin' is damaged: the checksum of"),
     "weights_missing": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights_truncated": (lambda folder: cut(folder / "model.safetensors"), ""),
     "tensor_missing": (set_tensors(lambda tensors: tensors.pop(HEAD)), HEAD),
@@ -242,6 +348,14 @@ TORCH = {
     "other_width": (set_config(hidden_size=64), "32"),
     "more_layers": (set_config(num_hidden_layers=3, layer_types=None), "model.layers.2"),
     "index_outside_the_folder": (index({"a": "../hub/other.safetensors"}), "../hub/other.safetensors"),
+    **{
+        f"index_of_{name!r}": (index({"a": name}), repr(name))
+        for name in ("..", "", "/etc/passwd", "a/b.safetensors", 7)
+    },
+    "index_names_a_tensor_twice": (
+        lambda folder: (index({"a": "x", "b": "y"})(folder), replace_text('"b"', '"a"', INDEX)(folder)),
+        "'a' twice",
+    ),
     "index_of_a_missing_file": (index({"a": "lost.safetensors"}), "lost.safetensors"),
 }
 
@@ -251,6 +365,20 @@ def test_damaged_torch_folder(work, case):
     corrupt, word = TORCH[case]
     corrupt(work / "hub")
     assert_refused(work, word, convert_torch, work / "hub")
+
+
+def test_a_compressed_torch_file_is_read_as_it_is(work):
+    set_tensors(lambda tensors: None, torch_file=True)(work / "hub")
+    convert_torch(work / "hub", work / "stored")
+    path = work / "hub" / "pytorch_model.bin"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    convert_torch(work / "hub", work / "deflated")
+    stored, deflated = (load_file(work / name / "model.safetensors") for name in ("stored", "deflated"))
+    assert stored.keys() == deflated.keys() and all(torch.equal(stored[name], deflated[name]) for name in stored)
 
 
 def test_code_in_a_torch_file_is_not_run(work, capsys):
@@ -291,6 +419,12 @@ def test_damaged_pax(work, case):
     corrupt, word = PAX[case]
     corrupt(work)
     assert_refused(work, word, convert_pax, work / "pax.npz", config=work / "config.json")
+
+
+def test_an_array_that_is_twice_in_an_npz_is_refused(work):
+    with zipfile.ZipFile(work / "pax.npz", "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(f"{PAX_MLP}.npy", archive.read(f"{PAX_MLP}.npy"))
+    assert_refused(work, f"{PAX_MLP!r} twice", convert_pax, work / "pax.npz", config=work / "config.json")
 
 
 def test_objects_in_npy_files_are_not_unpickled(work):

@@ -84,11 +84,22 @@ def test_resumes_from_finished_shards(run, expected, interrupted):
     assert not partial_of(interrupted).exists()
 
 
-def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, interrupted):
-    shard = min(partial_of(interrupted).glob("model/*.safetensors"))
-    damaged = bytearray(shard.read_bytes())
-    damaged[-1] ^= 1
-    shard.write_bytes(damaged)
+def flip_last_bit(path: Path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": flip_last_bit,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, interrupted, damage):
+    DAMAGES[damage](min(partial_of(interrupted).glob("model/*.safetensors")))
     assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
     assert contents(interrupted) == expected
 
@@ -149,6 +160,20 @@ def test_the_way_back_resumes_from_finished_arrays(model, tmp_path, monkeypatch,
     monkeypatch.setattr(to_maxtext, "_create_array", lambda *a: (written.append(a[0].name), create(*a))[1])
     convert_to_maxtext(model, tmp_path / "back")
     assert not set(created) & set(written)
+    assert contents(tmp_path / "back") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", [".zarray", "0.*"])
+def test_a_finished_array_that_was_damaged_is_written_again(model, tmp_path, monkeypatch, damage, file):
+    convert_to_maxtext(model, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(to_maxtext, "orbax_tree", lambda names: 1 / 0)  # when all arrays are finished
+        with pytest.raises(ZeroDivisionError):
+            convert_to_maxtext(model, tmp_path / "back")
+    array = partial_of(tmp_path / "back") / "model" / "0" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
+    DAMAGES[damage](min(array.glob(file)))
+    convert_to_maxtext(model, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "whole")
 
 

@@ -1,11 +1,15 @@
 """Models of other families become DCFormers of the same function, whose composition is then learned."""
 
+import dataclasses
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_resume import contents, interrupt
 from tiny_models import random_tokens
 from tiny_recipes import tiny_mapping
@@ -13,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from dcformer.cli import app
-from dcformer.conversion import upcycle
+from dcformer.conversion import arrays, upcycle
 from dcformer.hub_dcformer import COMPOSITION
 from dcformer.training import Recipe, train
 
 
+upcycle_module = sys.modules["dcformer.conversion.upcycle"]  # of the same name as its function
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SHAPE |= {"vocab_size": 67, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None}
 TOKENS = random_tokens(2, 24)
@@ -68,6 +73,64 @@ def test_logits_and_greedy_text_are_those_of_the_source(name, tmp_path):
     assert (model(TOKENS).logits - source(TOKENS).logits).abs().max() < 1e-4
     greedy = {"max_new_tokens": 16, "do_sample": False}
     assert torch.equal(model.generate(TOKENS, **greedy), source.generate(TOKENS, **greedy))
+
+
+def give_own_head(folder, torch_file, difference):
+    """Add an output layer that is the embedding but for a difference, under a configuration that ties the two."""
+    tensors = load_file(folder / "model.safetensors")
+    prefix, head = (
+        ("gpt_neox.embed_in", "embed_out")
+        if "gpt_neox.embed_in.weight" in tensors
+        else ("model.embed_tokens", "lm_head")
+    )
+    tensors[f"{head}.weight"] = tensors[f"{prefix}.weight"] + difference
+    if torch_file:
+        (folder / "model.safetensors").unlink()
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("torch_file", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("difference", [0.0, 0.5])
+def test_an_output_layer_that_differs_from_the_embedding_is_not_tied(tmp_path, model_type, difference, torch_file):
+    make_source(tmp_path / "source", model_type, **SHAPE, tie_word_embeddings=True)
+    give_own_head(tmp_path / "source", torch_file, difference)
+    upcycle(tmp_path / "source", tmp_path / "model")
+    source, model = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("source", "model"))
+    assert (model(TOKENS).logits - source(TOKENS).logits).abs().max() < 1e-4
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert is_tied == model.config.tie_word_embeddings == (difference == 0)
+
+
+def test_the_check_reads_the_source_as_transformers_does(llama, tmp_path, monkeypatch):
+    """A fault of the conversion that its own reading of the source shares: a weight that is read otherwise."""
+    read = arrays.open_weights
+
+    def wrong(folder):
+        found = read(folder)
+        if Path(folder) == llama[1]:
+            name = "model.layers.1.mlp.up_proj.weight"
+            load = found[name].load
+            found[name] = dataclasses.replace(found[name], load=lambda slices: load(slices) * 1.001)
+        return found
+
+    monkeypatch.setattr(upcycle_module, "open_weights", wrong)
+    with pytest.raises(ValueError, match="The logits differ from those of the source"):
+        upcycle(llama[1], tmp_path / "model")
+
+
+def test_a_flipped_byte_in_a_torch_file_is_refused(llama, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(llama[1], source)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    content = bytearray((source / "pytorch_model.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (source / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin' is damaged: the checksum of"):
+        upcycle(source, tmp_path / "model")
 
 
 def train_step(model) -> set[str]:

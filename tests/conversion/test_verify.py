@@ -1,5 +1,6 @@
 """Hashes of a report, comparison of two checkpoints, inspection, formats, and the code beside the weights."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from tiny_models import tiny_model
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from dcformer.conversion import (
+    REPORT_FILE,
     compare,
     convert_maxtext,
     convert_pax,
@@ -96,6 +98,42 @@ def test_changed_files_of_a_run_are_found_and_refused(work):
         convert_maxtext(work / "back", work / "out")
 
 
+@pytest.mark.parametrize("step", ["../../x", "/tmp/x", "7", -1, 7.0, True, 2**31, [7]], ids=repr)
+def test_a_step_of_a_report_that_is_no_number_is_refused(work, step):
+    path = work / "model" / "conversion_report.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({**report, "source": {**report["source"], "step": step}}))
+    before = sorted(work.rglob("*"))
+    with pytest.raises(ValueError, match=f"step must be a whole number .* got {re.escape(repr(step))}"):
+        convert_to_maxtext(work / "model", work / "out")
+    assert sorted(work.rglob("*")) == before
+    assert convert_to_maxtext(work / "model", work / "out", step=7).step == 7
+
+
+DIGEST = {"size": 1, "sha256": "0" * 64}
+REPORTS = {
+    "older": ({"config.json": "0" * 64}, "for every file its size and sha256"),
+    "size is text": ({"config.json": {**DIGEST, "size": "1"}}, "for every file its size and sha256"),
+    "a list": (["config.json"], "for every file its size and sha256"),
+    "outside": ({"../config.json": DIGEST}, "must stay inside its folder, got '../config.json'"),
+    "absolute": ({"/etc/passwd": DIGEST}, "must stay inside its folder, got '/etc/passwd'"),
+}
+
+
+@pytest.mark.parametrize("case", REPORTS)
+def test_a_report_with_other_entries_is_refused(work, case):
+    files, words = REPORTS[case]
+    path = work / "model" / "conversion_report.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "files": files}))
+    for use in (
+        lambda: verify_hashes(work / "model"),
+        lambda: convert_torch(work / "model", work / "out"),
+        lambda: convert_torch(work / "maxtext", work / "model", force=True),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            use()
+
+
 def test_a_folder_without_a_report_is_told_apart(work):
     with pytest.raises(FileNotFoundError, match="conversion_report"):
         verify_hashes(work / "maxtext")
@@ -168,6 +206,14 @@ def test_the_training_state_of_pax_is_accounted_for(originals, tmp_path):
     config = originals / "config.json"
     report = convert_pax(originals / "pax.npz", tmp_path / "model", config=config, verify=False)
     assert set(PAX_STATE) <= report.ignored.keys()
+
+
+def test_a_report_gives_size_and_sha256_of_every_other_file(originals):
+    files = json.loads((originals / "model" / "conversion_report.json").read_text())["files"]
+    others = {path.name: path.read_bytes() for path in (originals / "model").iterdir() if path.name != REPORT_FILE}
+    assert files == {
+        name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in others.items()
+    }
 
 
 def test_pax_without_its_configuration_is_listed(originals, tmp_path):

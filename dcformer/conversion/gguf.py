@@ -1,0 +1,65 @@
+"""GGUF files, which Transformers reads and dequantises: what it would pass over in them is refused."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.utils import cached_file
+
+from ..common.optional import import_optional
+from .plan import listed
+
+
+# Settings that Transformers does not read, with the values that change nothing.
+_NEUTRAL: dict[str, tuple] = {
+    "rope.scaling.type": ("none",),
+    **dict.fromkeys(("rope.scaling.factor", "rope.scaling.attn_factor", "rope.scale_linear"), (1.0,)),
+    **dict.fromkeys(("expert_count", "expert_used_count"), (0,)),
+    **dict.fromkeys(("rope.scaling.finetuned", "attention.causal"), (True,)),
+}
+_DEFAULT_THETA = 10000.0  # of the format
+
+
+def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """
+    The model of a GGUF file in a folder or of a name on the Hub, as Transformers makes it, in float32; ValueError if
+    the file holds what Transformers does not read into it or into its configuration, or lacks weights.
+    """
+    gguf = import_optional("gguf", "Reading .gguf files needs gguf: pip install gguf.")
+    reader, where = gguf.GGUFReader(cached_file(folder, file)), repr(os.path.join(folder, file))
+    stated = {key: field.contents() for key, field in reader.fields.items()}
+    if not (unread := _unread_settings(stated, config)):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"{where} lacks {listed(missing)}, which Transformers would draw at random.")
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(numbers[stated["general.architecture"]], config.num_hidden_layers)
+        taken = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}
+        unread = [tensor.name for tensor in reader.tensors if tensor.name not in taken]
+    if unread:
+        raise ValueError(
+            f"Transformers does not read {listed(unread, most=8)} of {where}, which may change what the model "
+            "computes; take its safetensors files instead."
+        )
+    return model
+
+
+def _unread_settings(stated: dict[str, Any], config: PreTrainedConfig) -> list[str]:
+    """What a file states of its architecture that is not in the configuration made of it."""
+    prefix = f"{stated['general.architecture']}."
+    values = {key.removeprefix(prefix): value for key, value in stated.items() if key.startswith(prefix)}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    same = dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), (width,))
+    same |= {"rope.freq_base": (config.rope_parameters["rope_theta"],), **_NEUTRAL}
+    read = GGUF_CONFIG_MAPPING[config.model_type].keys() - same.keys()
+    return [
+        f"{prefix}{key}={value!r}"
+        for key, value in {"rope.freq_base": _DEFAULT_THETA, **values}.items()
+        if key not in read and value not in same.get(key, ())
+    ]
