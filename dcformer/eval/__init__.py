@@ -8,35 +8,18 @@ from typing import Any
 
 # Imported when they are asked for: the harness and torch take seconds, and a list of tasks needs neither.
 _PUBLIC = {
-    "data": ["TABLE4_COLUMNS", "Source", "source_of"],
-    "head_tasks": ["authors_texts", "head_task_summary"],
-    "model": ["DCFormerLM"],
-    "plot": ["plot_deltas"],
-    "records": ["Record", "model_fingerprint", "model_folder", "read_records", "read_samples", "write_record"],
-    "report": ["Report", "build_report"],
-    "run": ["evaluate", "quiet_harness"],
-    "stats": [
-        "Difference",
-        "SeedComparison",
-        "compare_seeds",
-        "holm",
-        "paired_difference",
-        "seed_interval",
-        "sign_test",
-    ],
-    "suites": [
-        "AUTHORS_TASKS",
-        "HEAD_TASKS",
-        "SUITES",
-        "TaskSummary",
-        "find_tasks",
-        "list_tasks",
-        "task_manager",
-        "tasks_folder",
-    ],
-    "published": [],
+    "data": "TABLE4_COLUMNS Source source_of",
+    "head_tasks": "authors_texts head_task_summary",
+    "model": "DCFormerLM",
+    "plot": "plot_deltas",
+    "records": "Record model_fingerprint model_folder read_records read_samples write_record",
+    "report": "Report build_report",
+    "run": "evaluate quiet_harness",
+    "stats": "Difference SeedComparison compare_seeds holm paired_difference seed_interval sign_test",
+    "suites": "AUTHORS_TASKS HEAD_TASKS SUITES TaskSummary find_tasks list_tasks task_manager tasks_folder",
+    "published": "",
 }
-_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = ["published", *_MODULES]
 

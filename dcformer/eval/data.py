@@ -93,8 +93,9 @@ def source_of(task: str) -> Source:
     return SOURCES[data_folder(task)]
 
 
-def import_datasets():
-    return import_optional("datasets", "Reading evaluation data needs datasets: pip install 'dcformer[eval]'.")
+def import_extra(name: str) -> Any:
+    """A module of the extra `eval`, imported where it is used, as some take seconds."""
+    return import_optional(name, f"Evaluation needs {name.partition('.')[0]}: pip install 'dcformer[eval]'.")
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
@@ -103,7 +104,11 @@ def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
     folder = Path(data_dir, data_folder(task, data_dir))
-    files = sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES)
+    return files_fingerprint(sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES))
+
+
+def files_fingerprint(files: Iterable[Path]) -> str:
+    """`"sha256:..."` of names and contents."""
     contents = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
     return f"sha256:{hashlib.sha256(contents.encode()).hexdigest()}"
 
@@ -188,7 +193,7 @@ def _local_splits(folder: Path) -> dict[str, Any]:
 
 
 def _published_splits(source: Source) -> dict[str, Any]:
-    datasets = import_datasets()
+    datasets = import_extra("datasets")
     if source.is_on_hub:
         return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
     files = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
@@ -207,7 +212,7 @@ def _hash_of(column: str, documents: Dataset) -> str:
 
 def _documents(column: str, place: Any) -> Dataset:
     """The rows of a file or of a split of the Hub, brought into the form that the prompts read."""
-    datasets = import_datasets()
+    datasets = import_extra("datasets")
     source, rows = SOURCES[column], place
     if isinstance(place, Path) and place.suffix == ".parquet":
         from pyarrow import parquet

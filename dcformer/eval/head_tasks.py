@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
-from .data import SOURCES, checked_origin, documents_hash, import_datasets, jsonl_fields, remember, spread_places
+from .data import SOURCES, checked_origin, documents_hash, import_extra, jsonl_fields, remember, spread_places
 from .perplexity import continuation_ids, task_tokenizer
 from .stats import as_pair
 
@@ -92,7 +92,7 @@ def _as_test(
         )
     if not all(row["has_first_token"] for row in rows):
         rows = [{**row, "continuations": row["continuations"][:1], "has_first_token": False} for row in rows]
-    return {"test": remember(import_datasets().Dataset.from_list(rows), origin)}
+    return {"test": remember(import_extra("datasets").Dataset.from_list(rows), origin)}
 
 
 def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     """Name of the task and text of the authors' file, in its order."""
     if data_dir is not None:
         return jsonl_fields([Path(data_dir, "synthetic", "synthetic_dataset.jsonl")], ("task_id", "texts"))
-    rows = import_datasets().load_dataset("json", data_files={"test": SOURCES["synthetic"].address}, split="test")
+    rows = import_extra("datasets").load_dataset("json", data_files=SOURCES["synthetic"].address, split="train")
     return ((row["task_id"], row["texts"]) for row in rows)
 
 

@@ -1,8 +1,9 @@
 """Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
 
-[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in three points:
+[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in four points:
 logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored; what
-several inputs begin with is computed once; and a token id without an embedding row is handled by a named policy.
+several inputs begin with is computed once; a token id without an embedding row is handled by a named policy; and what
+a tokenizer appends to texts is no part of a context.
 """
 
 from __future__ import annotations
@@ -16,29 +17,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-
-try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    raise ImportError(f"Evaluation needs {error.name}: pip install 'dcformer[eval]'.") from error
-
-from ..configuration_dcformer import DCFormerConfig
 from ..loading import FoundModel, find_model
+from .data import import_extra
+from .perplexity import encode
 from .prefixes import Score, ScoredInput, Scorer, Target
 
 
 CPU_BATCH_SIZE = 16
+harness, harness_utils = import_extra("lm_eval.models.huggingface"), import_extra("lm_eval.utils")
 
 
-class LogLikelihoods(TemplateLM):
+class LogLikelihoods(harness.TemplateLM):
     """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these."""
 
+    tokenizer: Any
+    add_bos_token: bool | None = None
     oov_policy: str
     embedding_rows: int  # token ids that the model can read and predict
-    trained_rows: int  # those whose rows were trained, not added
     max_length: int
     computed_tokens: int
     _score: Callable[..., Iterator[list[Score]]]  # of inputs, in any order and as many at once as is best
@@ -77,6 +72,9 @@ class LogLikelihoods(TemplateLM):
         finally:
             self._rank, self._world_size, self._window_share = rank, count, (0, 1)
 
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return encode(self.tokenizer, string, self.add_bos_token if add_special_tokens is None else add_special_tokens)
+
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         self._instances = requests
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
@@ -85,11 +83,11 @@ class LogLikelihoods(TemplateLM):
         """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
         windows, owners = [], []
         for index, request in enumerate(requests):
-            pieces = get_rolling_token_windows(
+            pieces = harness_utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
             for piece in pieces:
-                windows.append((None, *make_disjoint_window(piece)))
+                windows.append((None, *harness_utils.make_disjoint_window(piece)))
                 owners.append(index)
         first, step = self._window_share
         own = range(first, len(windows), step)
@@ -152,7 +150,7 @@ class LogLikelihoods(TemplateLM):
         for index, (_, context, continuation) in enumerate(requests):
             largest = max((*context, *continuation), default=-1)
             document = self._document(index)
-            if largest >= self.trained_rows and document:
+            if largest >= self.embedding_rows and document:
                 self.oov_documents.add(document)
             if len(context) + len(continuation) > self.max_length + 1 and document:
                 self.truncated_documents.add(document)
@@ -165,10 +163,9 @@ class LogLikelihoods(TemplateLM):
 
     def _problem(self, largest: int, context: list[int], continuation: list[int], index: int) -> str | None:
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
-            others = "--oov-policy clamp" if self.oov_policy == "pad" else "--oov-policy clamp|pad"
             return (
                 f"Token id {largest} in {self._name(index)} has no row in the embedding, which has "
-                f"{self.embedding_rows}; say by {others} what to do with such ids, or use the model's own tokenizer."
+                f"{self.embedding_rows}; use the model's own tokenizer, or --oov-policy clamp to read the last row."
             )
         if not context or not continuation:
             return f"There is an empty context or continuation in {self._name(index)}, which cannot be scored."
@@ -199,8 +196,8 @@ class LogLikelihoods(TemplateLM):
         return "a request" if document is None else f"document {document[1]} of {document[0]}"
 
 
-@register_model("dcformer")
-class DCFormerLM(LogLikelihoods, HFLM):
+@harness.register_model("dcformer")
+class DCFormerLM(LogLikelihoods, harness.HFLM):
     """
     Args:
         pretrained: A name as [`dcformer.loading.find_model`] takes it, what that returns, or a loaded model, which
@@ -212,14 +209,14 @@ class DCFormerLM(LogLikelihoods, HFLM):
             fits on a GPU. A batch whose logits would exceed 1 GiB is cut.
         max_length (*optional*): Most tokens of an input; `None`: what the model takes.
         oov_policy (*optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last row, as
-            JAX does; "pad" adds mean rows (our models only). `None`: what the configuration says, else "error".
+            JAX does. `None`: what the configuration says, else "error".
         shared_prefixes (defaults to `True`): Compute once what several inputs begin with (models of ours, GPT-NeoX and
             Llama; others compute every input whole).
         on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
         revision, trust_remote_code, add_bos_token, max_batch_size: As `HFLM`.
 
     Raises:
-        ValueError: for "pad" with a model that cannot, or a folder without the weights of some parameters.
+        ValueError: for a folder without the weights of some parameters.
     """
 
     def __init__(
@@ -239,15 +236,12 @@ class DCFormerLM(LogLikelihoods, HFLM):
         add_bos_token: bool | None = None,
         max_batch_size: int | None = None,
     ):
-        vocabulary = None
         if isinstance(pretrained, str):
             hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
             pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
         if isinstance(pretrained, FoundModel):
-            tokenizer, vocabulary = tokenizer or pretrained.tokenizer, pretrained.config.get_text_config().vocab_size
-            oov_policy = policy_in_force(pretrained.config, oov_policy)
-            is_ours = isinstance(pretrained.config, DCFormerConfig)
-            pretrained = pretrained.load(device=device, dtype=dtype, oov_policy=oov_policy if is_ours else None)
+            tokenizer = tokenizer or pretrained.tokenizer
+            pretrained = pretrained.load(device=device, dtype=dtype)
         super().__init__(
             pretrained,
             tokenizer=tokenizer,
@@ -268,11 +262,14 @@ class DCFormerLM(LogLikelihoods, HFLM):
         self.start_counting(on_progress)
         self.scorer = Scorer(self.model, shared_prefixes)
         self.embedding_rows = self.scorer.rows
-        # Rows that hold an embedding of their own, which those that "pad" adds do not.
-        self.trained_rows = min(self.embedding_rows, vocabulary or self.embedding_rows)
 
     def set_max_length(self, max_length: int) -> None:
         self._max_length = max_length
+
+    def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
+        rows = [self.tok_encode(string)[-(left_truncate_len or 0) :] for string in strings]
+        padded = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return padded["input_ids"], padded["attention_mask"]
 
     def get_model_info(self) -> dict:
         # HFLM would ask the Hub for a repository of the folder's name.
@@ -293,10 +290,6 @@ class DCFormerLM(LogLikelihoods, HFLM):
 
 def policy_in_force(config, oov_policy: str | None) -> str:
     """The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error"."""
-    if oov_policy not in (None, "error", "clamp", "pad"):
-        raise ValueError(f"oov_policy must be error, clamp or pad, got {oov_policy!r}.")
-    if oov_policy == "pad" and not isinstance(config, DCFormerConfig):
-        raise ValueError(
-            f"oov_policy='pad' adds rows to DCFormer and DCPythia only, got a {config.model_type} model; use clamp."
-        )
+    if oov_policy not in (None, "error", "clamp"):
+        raise ValueError(f"oov_policy must be error or clamp, got {oov_policy!r}.")
     return oov_policy or getattr(config, "oov_policy", "error")

@@ -18,6 +18,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.contexts import encode_context
 from ..loading import load_tokenizer
 from . import data
 from .data import DEFAULT_SEED, SOURCES
@@ -54,7 +55,7 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Da
     """Articles of the test split of WikiText-2, packed as the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = data.import_datasets().load_dataset(source.path, source.name, split="test")
+        rows = data.import_extra("datasets").load_dataset(source.path, source.name, split="test")
         # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -94,7 +95,7 @@ def load_flan(
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = data.import_datasets().load_dataset(SOURCES["flan"].path, split="train")
+        rows = data.import_extra("datasets").load_dataset(SOURCES["flan"].path, split="train")
         chosen = rows.select(data.drawn_places(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
@@ -112,7 +113,7 @@ def load_flan(
     if left_out := len(pairs) - len(examples):
         reason = f"they have no target, or one of more than {window} tokens"
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
-    return {"test": data.remember(data.import_datasets().Dataset.from_list(examples), origin)}
+    return {"test": data.remember(data.import_extra("datasets").Dataset.from_list(examples), origin)}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
@@ -137,10 +138,10 @@ def wikitext_articles(text: str) -> list[str]:
 def check_window(window: int, max_length: int | None = None, pretrained: Any = None, **options: Any) -> None:
     """Refuse to score windows of another length than the task says: lm-eval takes those of the model's `max_length`."""
     if max_length is None and isinstance(pretrained, str):
-        from lm_eval.models.utils import resolve_max_length
         from transformers import AutoConfig
 
         hub = {"revision": options.get("revision") or "main", "trust_remote_code": options.get("trust_remote_code")}
+        resolve_max_length = data.import_extra("lm_eval.models.utils").resolve_max_length
         max_length = resolve_max_length(AutoConfig.from_pretrained(pretrained, **hub), None, default=PAPER_WINDOW)
     if max_length is None or int(max_length) != window:
         raise ValueError(
@@ -166,13 +167,12 @@ def task_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Token ids as lm-eval's model makes them of the same text; `add_bos_token` as in the model's arguments."""
+    """Token ids of a context as models under test read them; `add_bos_token` as in the model's arguments."""
     prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
     if prefix is not None and text.startswith(prefix):
         add_bos_token = False
     special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
-    # Streams are longer than any model takes at once, of which the tokenizer would warn.
-    return tokenizer(text, verbose=False, **special)["input_ids"]
+    return encode_context(tokenizer, text, **special)
 
 
 def continuation_ids(
@@ -231,7 +231,7 @@ def pack_documents(
                 "n_artificial_ends": n_cut,
             }
         )
-    return data.import_datasets().Dataset.from_list(rows)
+    return data.import_extra("datasets").Dataset.from_list(rows)
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:

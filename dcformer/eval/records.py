@@ -3,8 +3,8 @@
     results/<model>/<task>-<shots>shot.json            lm-eval's results, and everything needed to measure them again
     results/<model>/<task>-<shots>shot.samples.jsonl   one line per document
 
-A record is written when its task is finished, samples first, each file in one step, so that a file that is there is
-whole.
+A record is written when its task is finished, samples first, each file in one step. It holds a SHA-256 of itself and of
+the samples, by which damage is found before either is used.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ from typing import Any
 
 import dcformer
 
-from ..common.files import write_atomically
+from ..common.files import find_damage, make_manifest, write_atomically
+from .data import files_fingerprint
 from .suites import PREFIX
+
+
+_AGAIN = "Its task has to run again."
+
+
+class DamagedRecordError(ValueError):
+    """A record or its samples are not as they were written."""
 
 
 @dataclass
@@ -42,6 +50,7 @@ class Record:
         observed: What was found while the task ran: origin of the documents, how many had ids without an embedding or
             were cut to what the model takes.
         timings: Seconds, requests, tokens; no part of the result.
+        samples: Size and SHA-256 of the file of samples.
     """
 
     model: str
@@ -54,6 +63,7 @@ class Record:
     settings: dict[str, Any] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_partial(self) -> bool:
@@ -67,7 +77,8 @@ class Record:
 
 def model_folder(model: str) -> str:
     """Folder of a model's records: its name without characters that mean something in paths."""
-    return "".join(c if c.isalnum() or c in "-_.+" else "__" for c in model.strip("/")) or "model"
+    folder = "".join(c if c.isalnum() or c in "-_.+" else "__" for c in model.strip("/"))
+    return folder if folder.strip(".") else "model"
 
 
 def record_path(output: str | os.PathLike, model: str, task: str, num_fewshot: int) -> Path:
@@ -82,7 +93,8 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     """Write a record, in the layout of lm-eval's results, and its samples; returns the path of the record."""
     path = record_path(output, record.model, record.task, record.num_fewshot)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(samples_path(path), "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    own_samples = samples_path(path)
+    write_atomically(own_samples, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
     name, metrics = PREFIX + record.task, {}
     for metric, measured in record.metrics.items():
         metrics |= {f"{metric},none": measured["value"], f"{metric}_stderr,none": measured.get("stderr")}
@@ -94,18 +106,32 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
         "versions": {name: record.settings.get("task_version")},
         "limit": record.limit,
         **{part: getattr(record, part) for part in ("settings", "observed", "timings")},
+        "samples": make_manifest(path.parent, [own_samples])[own_samples.name],
     }
+    content["sha256"] = _digest(content)
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
+def _digest(content: dict[str, Any]) -> str:
+    """Of a record's content without timings, which are no part of the result, as JSON on one line."""
+    return hashlib.sha256(json.dumps({**content, "timings": None}).encode()).hexdigest()
+
+
 def read_record(path: Path) -> Record:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or not {"results", "settings", "n-samples"} <= content.keys():
+    """The record in a file; DamagedRecordError if it is not as it was written there, ValueError if it is no record."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DamagedRecordError(f"{str(path)!r} is damaged: {error}. {_AGAIN}") from error
+    # Of a record with one damaged key two of these are left; lm-eval's own results have none.
+    if not isinstance(content, dict) or len({"settings", "observed", "timings"} & content.keys()) < 2:
         raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`; move it to another folder.")
+    if content.pop("sha256", None) != _digest(content):
+        raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_AGAIN}")
     ((name, results),) = content["results"].items()
     metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
-    return Record(
+    record = Record(
         model=content["model_name"],
         task=name.removeprefix(PREFIX),
         num_fewshot=content["n-shot"][name],
@@ -114,8 +140,17 @@ def read_record(path: Path) -> Record:
         },
         num_samples=content["n-samples"][name]["effective"],
         num_documents=content["n-samples"][name]["original"],
-        **{part: content[part] for part in ("limit", "settings", "observed", "timings")},
+        **{part: content[part] for part in ("limit", "settings", "observed", "timings", "samples")},
     )
+    if path.name != (own := f"{record.task}-{record.num_fewshot}shot.json"):  # with all folders that the task may name
+        raise DamagedRecordError(f"{str(path)!r} is a copy of {own!r}. {_AGAIN}")
+    return record
+
+
+def check_samples(path: Path, record: Record) -> None:
+    """Raise DamagedRecordError unless the samples beside a record are those that were written with it."""
+    if damage := find_damage(path.parent, {samples_path(path).name: record.samples}):
+        raise DamagedRecordError(f"{damage} {_AGAIN}")
 
 
 def read_records(output: str | os.PathLike) -> list[Record]:
@@ -124,6 +159,7 @@ def read_records(output: str | os.PathLike) -> list[Record]:
 
     Raises:
         FileNotFoundError: if the folder holds none.
+        ValueError: if a file is not as it was written, or no record.
     """
     records = [read_record(path) for path in sorted(Path(output).glob("*/*shot.json"))]
     if not records:
@@ -137,17 +173,11 @@ def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
     "continuation", "log_likelihood", "is_greedy"}]}`, and `fields` of head tasks.
 
     Raises:
-        FileNotFoundError: if they are not there.
-        ValueError: if they are not those of the record.
+        ValueError: if they are not as they were written with the record.
     """
-    path = samples_path(record_path(output, record.model, record.task, record.num_fewshot))
-    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    if len(samples) != record.num_samples:
-        raise ValueError(
-            f"{str(path)!r} must have {record.num_samples} lines, as many as its record has samples, got "
-            f"{len(samples)}; remove both, and run the task again."
-        )
-    return samples
+    path = record_path(output, record.model, record.task, record.num_fewshot)
+    check_samples(path, record)
+    return [json.loads(line) for line in samples_path(path).read_text(encoding="utf-8").split("\n") if line]
 
 
 def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:
@@ -158,19 +188,7 @@ def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:
 
         return f"commit:{AutoConfig.from_pretrained(os.fspath(path), revision=revision)._commit_hash}"
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    files = (folder / "config.json", *weights)
-    return _contents_fingerprint(files, tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files))
-
-
-@cache
-def _contents_fingerprint(files: tuple[Path, ...], _sizes_and_times: tuple) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode())
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
+    return files_fingerprint([folder / "config.json", *weights])
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

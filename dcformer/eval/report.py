@@ -6,6 +6,7 @@ Accuracies are fractions in the frame, in CSV and JSON, and percent in the table
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import math
@@ -15,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..common.optional import import_optional
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
-from .data import source_of
+from .data import import_extra, source_of
 from .head_tasks import by_text, head_task_summary
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
@@ -37,6 +37,7 @@ HEAD_TASK_HEADINGS = {
     **{task: f"K={task[-1]}" for task in AUTHORS_TASKS},
     AUTHORS_ALL: "all K",
 }
+_pandas = functools.partial(import_extra, "pandas")
 _ORDER = (*TABLE4_COLUMNS, AVERAGE, *HEAD_TASK_HEADINGS)
 _TITLES = {
     "table4": "Accuracy in percent, {}-shot",
@@ -92,7 +93,7 @@ class Report:
 
     def to_markdown(self) -> str:
         """All tables in the Markdown of GitHub."""
-        import_optional("tabulate", "Markdown tables need tabulate: pip install 'dcformer[eval]'.")
+        import_extra("tabulate")
         tables = [
             f"### {_escaped(title)}\n\n{table.map(_escaped).to_markdown(index=False, disable_numparse=True)}\n"
             for title, table in self.tables().items()
@@ -555,7 +556,3 @@ def _parts(frame: pandas.DataFrame, width: int) -> Iterator[pandas.DataFrame]:
             places = []
         places.append(place)
     yield frame.iloc[:, [0, *places]]
-
-
-def _pandas():
-    return import_optional("pandas", "Tables of results need pandas: pip install 'dcformer[eval]'.")

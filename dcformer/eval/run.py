@@ -28,7 +28,7 @@ from ..common.files import file_lock
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model
 from . import records
-from .data import data_fingerprint, origin_of, spread_places
+from .data import data_fingerprint, import_extra, origin_of, spread_places
 from .head_tasks import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
 from .records import Record
@@ -38,6 +38,8 @@ from .suites import HEAD_TASKS, PERPLEXITY_TASKS, PREFIX, find_tasks, shots_of, 
 
 if TYPE_CHECKING:
     from .model import LogLikelihoods
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def evaluate(
             the model takes, and windows of 2,048 tokens.
         baseline (*optional*): A further model, run first.
         device (*optional*): As [`dcformer.loading.choose_device`] takes it.
-        oov_policy (*optional*): "error", "clamp" or "pad", for ids without an embedding row; recorded as `None` for
+        oov_policy (*optional*): "error" or "clamp", for ids without an embedding row; recorded as `None` for
             models that have a row for every id.
         engine (defaults to `"transformers"`): What computes, "transformers" or "vllm". The latter works in a process of
             its own, so a script needs `if __name__ == "__main__":` around the call.
@@ -132,18 +134,18 @@ def evaluate(
     place = choose_device(device)
     group = _Processes(place)
     _check_options(limit, max_length, engine, place, group.count)
-    common = {
-        "dtype": dtype or ("float32" if are_head_tasks else "bfloat16"),
-        "batch_size": batch_size if batch_size == "auto" else int(batch_size),
-        "limit": limit,
-        "engine": engine,
-        "shared_prefixes": shared_prefixes or engine == "vllm",
-        "seed": seed,
-        "versions": records.library_versions(engine),
-        "git_revision": records.git_revision(),
-    }
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
+        common = {
+            "dtype": dtype or ("float32" if are_head_tasks else "bfloat16"),
+            "batch_size": batch_size if batch_size == "auto" else int(batch_size),
+            "limit": limit,
+            "engine": engine,
+            "shared_prefixes": shared_prefixes or engine == "vllm",
+            "seed": seed,
+            "versions": records.library_versions(engine),
+            "git_revision": records.git_revision(),
+        }
         # Only one process may lock the folders, and it has to before it looks at what is there.
         folders = sorted({records.model_folder(name) for name in names})
         locks = [file_lock(Path(output, folder, ".lock")) for folder in folders]
@@ -248,14 +250,22 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
-    """The record of a job, if it is there with its samples, and its settings are the same."""
+    """The record of a job, if it is there with its samples, both undamaged, and its settings are the same."""
     path = records.record_path(output, job.model.name, job.task, job.num_fewshot)
     if not path.is_file():
         return None
-    record = records.read_record(path)
-    if record.model.strip("/") != job.model.name.strip("/"):
-        raise ValueError(f"{str(path)!r} is a result of {record.model!r}, not {job.model.name!r}; give another output.")
-    return record if record.has_settings(job.settings) and records.samples_path(path).is_file() else None
+    try:
+        record = records.read_record(path)
+        if record.model.strip("/") != job.model.name.strip("/"):
+            raise ValueError(
+                f"{str(path)!r} is a result of {record.model!r}, not {job.model.name!r}; give another output."
+            )
+        if record.has_settings(job.settings):
+            records.check_samples(path, record)
+            return record
+    except records.DamagedRecordError as error:
+        logger.warning(str(error))
+    return None
 
 
 def _load_tasks(
@@ -377,11 +387,9 @@ class _Processes:
     def __init__(self, device: torch.device):
         self.count, self.is_first, self.device = int(os.environ.get("WORLD_SIZE", "1")), True, device
         if self.count > 1:
-            from accelerate import PartialState
-
             # One process may need hours more than another. Without being told, accelerate takes processes on CPUs for
             # strangers.
-            state = PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52))
+            state = import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52))
             self.count, self.is_first, self.device = state.num_processes, state.is_main_process, state.device
 
     def decided_by_first(self, decide: Callable[[], Any]) -> Any:
@@ -403,9 +411,9 @@ class _Processes:
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
     """Silence the log of the harness and the progress bars of the libraries below it; our own warnings remain."""
-    import lm_eval.api.task as harness_task
     from tqdm import tqdm
 
+    harness_task = import_extra("lm_eval.api.task")
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)

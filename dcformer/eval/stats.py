@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..common.optional import import_optional
+from .data import import_extra
 
 
 RESAMPLES = 10_000
@@ -138,7 +138,7 @@ def sign_test(only_here: int, only_there: int) -> float:
     two models alone fall this unevenly, or more so, if each is as likely to be either's; 1 if there are none.
     """
     discordant = only_here + only_there
-    return float(_scipy_stats().binomtest(only_here, discordant).pvalue) if discordant else 1.0
+    return float(import_extra("scipy.stats").binomtest(only_here, discordant).pvalue) if discordant else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -267,7 +267,7 @@ def seed_interval(values: Sequence[float]) -> tuple[float, float]:
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return mean, math.nan
-    stats = _scipy_stats()
+    stats = import_extra("scipy.stats")
     return mean, float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(values) - 1) * stats.sem(values))
 
 
@@ -286,7 +286,7 @@ def compare_seeds(
     """
     names = list(values)
     chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)
-    stats, found = _scipy_stats(), []
+    stats, found = import_extra("scipy.stats"), []
     for first, second in chosen:
         both = values[first].keys() & values[second].keys()
         differences = [values[first][seed] - values[second][seed] for seed in both]
@@ -303,7 +303,3 @@ def compare_seeds(
         found.append((len(differences), mean, half_width, simultaneous, p))
     corrected = holm([row[-1] for row in found])
     return [SeedComparison(*pair, *row, own) for pair, row, own in zip(chosen, found, corrected)]
-
-
-def _scipy_stats():
-    return import_optional("scipy.stats", "Intervals and p-values need SciPy: pip install 'dcformer[eval]'.")

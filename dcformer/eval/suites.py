@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .data import TABLE4_COLUMNS, source_of
+from .data import TABLE4_COLUMNS, import_extra, source_of
 
 
 PREFIX = "dcformer_"
@@ -117,9 +117,8 @@ def tasks_folder() -> Path:
 
 def task_manager(metadata: dict[str, Any] | None = None):
     """lm-eval's, of our tasks alone."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
+    tasks = import_extra("lm_eval.tasks")
+    return tasks.TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 
 
 def _split(names: str | Iterable[str]) -> list[str]:

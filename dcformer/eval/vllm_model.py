@@ -16,14 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lm_eval.models.utils import resolve_max_length
 
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
-from ..hub_dcformer import padded_rows
 from ..loading import FoundModel, find_model
+from .data import import_extra
 from .model import LogLikelihoods, policy_in_force
-from .perplexity import encode
 from .prefixes import Score, ScoredInput, shared_length
 
 
@@ -81,15 +79,14 @@ class VLLMLM(LogLikelihoods):
         super().__init__()
         found = find_model(pretrained) if isinstance(pretrained, str) else pretrained
         config, self.tokenizer = found.config, found.tokenizer
+        resolve_max_length = import_extra("lm_eval.models.utils").resolve_max_length
         self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
         self.batch_size = batch_size
         self._device = torch.device(current_platform.device_type)
         self.oov_policy = policy_in_force(config, oov_policy)
-        self.trained_rows = self.embedding_rows = config.get_text_config().vocab_size
+        self.embedding_rows = config.get_text_config().vocab_size
         if isinstance(config, DCFormerConfig):
             engine_options["hf_overrides"] = {"oov_policy": self.oov_policy}
-            if self.oov_policy == "pad":
-                self.embedding_rows = padded_rows(config.vocab_size)
         options = {
             "dtype": dtype,
             # The token that vLLM generates after an input takes a place, but no position: nothing is computed of it.
@@ -121,9 +118,6 @@ class VLLMLM(LogLikelihoods):
     @property
     def prefix_token_id(self) -> int:
         return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return encode(self.tokenizer, string, add_special_tokens)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError("VLLMLM computes log-likelihoods only; for texts take lm-eval's own model `vllm`.")

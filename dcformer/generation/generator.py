@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextIteratorStreamer
 
+from ..common.contexts import encode_context
 from ..common.optional import import_optional
 from ..loading import FoundModel, LoadedModel
 
@@ -86,13 +87,13 @@ class TextGenerator:
         if not prompt or (isinstance(prompt, str) and prompt.isspace()):
             raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
         if isinstance(prompt, str):
-            prompt = self.loaded.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+            prompt = encode_context(self.loaded.tokenizer, prompt, add_special_tokens=add_special_tokens)
         ids, config = [int(number) for number in prompt], self.loaded.model.config
         rows = self.loaded.model.get_input_embeddings().num_embeddings
         if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
             raise ValueError(
                 f"{what} has token id {max(ids)} at position {ids.index(max(ids))}, and {self.loaded.name!r} has "
-                f"embeddings for ids below {rows}; use its own tokenizer, or oov_policy clamp or pad."
+                f"embeddings for ids below {rows}; use its own tokenizer, or oov_policy clamp."
             )
         return ids
 
@@ -202,7 +203,7 @@ class VLLMGenerator:
 
     def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
         """Token ids of a prompt; vLLM refuses those without an embedding."""
-        return list(self.found.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt)
+        return encode_context(self.found.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
         """The texts after prompts, which are token ids; the seed is of sampled tokens."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..common.files import file_lock, write_atomically
+
+
+logger = logging.getLogger(__name__)
+_SEAL = 65  # bytes before a line: the digits of its SHA-256 and a space
 
 
 def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[str, Any]]:
@@ -50,7 +57,7 @@ def write_answers(
     """
     Write each record with its answer, `generated_text`, to a JSONL file, which appears when all are there.
 
-    Until then the answers are in `OUTPUT.unfinished`, below a line with the settings.
+    Until then they are in `OUTPUT.unfinished`, below the settings; answers that were damaged there are made again.
 
     Args:
         records: From [`read_prompts`].
@@ -65,28 +72,37 @@ def write_answers(
     unfinished = output.with_name(f"{output.name}.unfinished")
     lock = output.with_name(f"{output.name}.lock")
     with file_lock(lock):
-        lines = unfinished.read_bytes().splitlines(keepends=True) if unfinished.exists() else []
+        sealed = unfinished.read_bytes().splitlines(keepends=True) if unfinished.exists() else []
+        are_whole = (line == _sealed(place, line[_SEAL:]) for place, line in enumerate(sealed))
+        lines = [line[_SEAL:] for line, _ in zip(sealed, itertools.takewhile(bool, are_whole))]
+        # A line that a killed run cut has no end, and is no damage.
+        if lost := sum(line.endswith(b"\n") for line in sealed[len(lines) :]):
+            logger.warning("%r is damaged; its last %d lines are answered again.", str(unfinished), lost)
         begun = json.loads(lines[0])["settings"] if len(lines) > 1 else settings
         if changed := [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]:
             raise ValueError(
                 f"The answers in {str(unfinished)!r} were made with another {changed[0]}: {begun.get(changed[0])!r}, "
                 f"got {settings.get(changed[0])!r}; give the same, or move them away."
             )
-        if len(lines) <= 1:
-            lines = [json.dumps({"settings": settings}).encode() + b"\n"]
-            write_atomically(unfinished, lines[0])
-        done = sum(line.endswith(b"\n") for line in lines[1:])
+        done = max(len(lines) - 1, 0)
         if done < len(records):  # whole batches alone: a sampled answer depends on those beside it
             done -= done % batch_size
-        os.truncate(unfinished, sum(map(len, lines[: 1 + done])))
+        lines = [json.dumps({"settings": settings}).encode() + b"\n", *lines[1 : 1 + done]]
+        write_atomically(unfinished, b"".join(itertools.starmap(_sealed, enumerate(lines))))
         with unfinished.open("ab") as file:
             for start in range(done, len(records), batch_size):
                 on_progress(start)
                 batch = records[start : start + batch_size]
                 for record, text in zip(batch, answer(start, start + len(batch)), strict=True):
-                    file.write(json.dumps({**record, "generated_text": text}, ensure_ascii=False).encode() + b"\n")
+                    lines.append(json.dumps({**record, "generated_text": text}, ensure_ascii=False).encode() + b"\n")
+                    file.write(_sealed(len(lines) - 1, lines[-1]))
                 file.flush()
-        write_atomically(output, unfinished.read_bytes().split(b"\n", 1)[1])
+        write_atomically(output, b"".join(lines[1:]))
         unfinished.unlink()
         with contextlib.suppress(OSError):  # Windows does not remove open files
             lock.unlink()
+
+
+def _sealed(place: int, line: bytes) -> bytes:
+    """A line behind the SHA-256 of it and its place, by which damage is found."""
+    return hashlib.sha256(b"%d %s" % (place, line)).hexdigest().encode() + b" " + line

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from tiny_models import tiny_model
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -24,9 +24,10 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from dcformer.common import contexts
 from dcformer.eval import DCFormerLM, prefixes
 from dcformer.eval.prefixes import ScoredInput, Target, shared_beginnings
-from dcformer.eval.vllm_model import which_may_read
+from dcformer.eval.vllm_model import VLLMLM, which_may_read
 
 
 # Text with a run of spaces, whose id 50,276 lies beyond 50,257 rows.
@@ -191,15 +192,6 @@ def test_ids_without_a_row_are_refused_or_read_as_the_last_one(kind, folders):
     assert answers[2][0] == pytest.approx(float(scores.gather(-1, clamped[1:, None]).sum()), abs=1e-4)
 
 
-def test_pad_adds_rows_to_our_models_only(folders):
-    model = language_model(folders["dcformer", 50257], oov_policy="pad")
-    assert (model.embedding_rows, model.trained_rows) == (50304, 50257)
-    model.loglikelihood(instances([(SPACED, " c")]))
-    assert model.oov_documents == {("question", 0)}
-    with pytest.raises(ValueError, match="gpt_neox"):
-        language_model(folders["gpt_neox", 50257], oov_policy="pad")
-
-
 def test_what_cannot_be_scored_is_refused(folders):
     model = language_model(folders["dcformer", 50304])
     with pytest.raises(ValueError, match="empty context or continuation in document 0"):
@@ -220,6 +212,70 @@ def test_the_harness_finds_the_class_and_its_cache_sees_every_answer(folders):
     model.cache_hook.add_partial = lambda *entry: seen.append(entry)
     answers = model.loglikelihood(instances(PAIRS))
     assert {key: answer for _, key, answer in seen} == dict(zip(PAIRS, answers))
+
+
+# Tokenizers that append an end of text
+
+
+def word_tokenizer(processor=None, **options):
+    """A token for every word `w0`, `w1`, ...; w0 begins texts and w1 ends them, where the processor does it."""
+    words = models.WordLevel({f"w{index}": index for index in range(ROWS)}, unk_token="w2")
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if processor is not None:
+        backend.post_processor = processor
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w1", **options)
+
+
+def template(text):
+    return processors.TemplateProcessing(single=text, special_tokens=[(f"w{index}", index) for index in range(3)])
+
+
+PLAIN, BEGINS = None, template("w0 $A")
+APPENDING = {
+    "a template": (lambda: word_tokenizer(template("$A w1")), PLAIN),
+    "an option": (lambda: word_tokenizer(add_eos_token=True), PLAIN),
+    "two tokens": (lambda: word_tokenizer(template("$A w2 w1")), PLAIN),
+    "after a beginning": (lambda: word_tokenizer(template("w0 $A w1"), bos_token="w0"), BEGINS),
+    "the same token": (lambda: word_tokenizer(template("w1 $A w1")), template("w1 $A")),
+    "RoBERTa's": (lambda: word_tokenizer(processors.RobertaProcessing(("w1", 1), ("w0", 0)), bos_token="w0"), BEGINS),
+    "a sequence": (
+        lambda: word_tokenizer(processors.Sequence([processors.ByteLevel(), template("w0 $A w1")]), bos_token="w0"),
+        BEGINS,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APPENDING)
+def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
+    make, processor = APPENDING[kind]
+    appending, plain = make(), word_tokenizer(processor, bos_token="w0" if processor is BEGINS else None)
+    assert appending("w5")["input_ids"][-1] == 1 != plain("w5")["input_ids"][-1]
+    torch.manual_seed(0)
+    model = MODELS["llama"]().eval()
+    contexts._say_once.cache_clear()
+    ours, expected = (
+        DCFormerLM(model, tokenizer=each, max_length=POSITIONS, batch_size=2, on_progress=lambda *_: None)
+        for each in (appending, plain)
+    )
+    # The text itself may end so, and white space alone holds no token.
+    pairs = [("w3 w4 w5", " w6"), ("w3 w4 w5", " w7 w8"), ("", "w9 w10"), ("w3 ", "w4"), ("w3 w1", " w5")]
+    assert ours.loglikelihood(instances(pairs)) == expected.loglikelihood(instances(pairs))
+    for text in ("", "  ", "w3 w4", "w3 w1"):
+        assert ours.tok_encode(text) == expected.tok_encode(text) == plain(text)["input_ids"]
+    texts = ["w3 w4 w5 " * 50, "w6"]
+    assert ours.loglikelihood_rolling(instances(texts)) == expected.loglikelihood_rolling(instances(texts))
+    asked = [
+        Instance("generate_until", {}, (text, {"until": ["w2"], "max_gen_toks": 9}), 0, metadata=("question", 0, 1))
+        for text in ("w3 w4 w5", "w3", "w9 " * 90)
+    ]
+    assert ours.generate_until(asked, disable_tqdm=True) == expected.generate_until(asked, disable_tqdm=True)
+    by_vllm = VLLMLM.__new__(VLLMLM)
+    by_vllm.tokenizer = appending
+    assert by_vllm.tok_encode("w3 w4") == plain("w3 w4")["input_ids"]
+    assert [record.getMessage().count("w1' to texts") for record in caplog.records if "appends" in record.message] == [
+        1
+    ]
 
 
 # Shared beginnings
@@ -248,9 +304,7 @@ def questions(count=12):
 
 
 def scorer_of(model, **options):
-    words = models.WordLevel({f"w{index}": index for index in range(ROWS)}, unk_token="w0")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="w1")
-    return DCFormerLM(model, tokenizer=tokenizer, max_length=POSITIONS, on_progress=lambda *_: None, **options)
+    return DCFormerLM(model, tokenizer=word_tokenizer(), max_length=POSITIONS, on_progress=lambda *_: None, **options)
 
 
 def answers_of(scorer, requests):

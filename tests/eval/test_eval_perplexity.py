@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from tiny_models import tiny_model
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
@@ -94,6 +96,22 @@ def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, data_dir)
     n_bytes = len(sample["doc"]["text"].replace("<|endoftext|>", "").encode())
     assert math.log(found["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
     assert found["bits_per_byte,none"] == pytest.approx(total / n_bytes / math.log(2), abs=1e-4)
+
+
+def test_an_end_of_text_that_the_tokenizer_appends_changes_no_count_and_no_score(model, tokenizer, data_dir, tmp_path):
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    appending = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", add_eos_token=True)
+    assert appending("heads")["input_ids"] == [*tokenizer("heads")["input_ids"], END_OF_TEXT]
+    write_lines(tmp_path, "flan/part.jsonl", [{"inputs": "Is water wet? Answer:", "targets": "Yes, it is."}])
+    for task, metadata in (
+        ("dcformer_wikitext2_ppl", {"data_dir": data_dir, "subset": 2, "windows": 5}),
+        ("dcformer_flan_ppl", {"data_dir": str(tmp_path)}),
+    ):
+        found, expected = (evaluate(model, each, task, metadata) for each in (appending, tokenizer))
+        assert found["results"] == expected["results"]
+        assert [sample["doc"] for sample in found["samples"][task]] == [
+            sample["doc"] for sample in expected["samples"][task]
+        ]
 
 
 def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):

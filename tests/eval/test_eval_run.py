@@ -1,10 +1,14 @@
 """The runner: records on disk, resuming after an interruption, several processes, and what is refused."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -100,10 +104,61 @@ def test_results_are_reused_if_their_settings_are_the_same(start, monkeypatch, t
     assert scored == ["sciq"]
     start(seed=1)
     assert scored == ["sciq", "piqa", "sciq"]
-    (samples,) = (tmp_path / "out").rglob("piqa*.jsonl")
-    samples.unlink()
-    start(seed=1)
-    assert scored[3:] == ["piqa"]
+
+
+DAMAGES = {
+    "empty": lambda content, other: b"",
+    "cut": lambda content, other: content[: len(content) // 2],
+    "of zeros": lambda content, other: bytes(len(content)),
+    "with another score": lambda content, other: re.sub(rb'("acc[^"]*": )[01]', rb"\g<1>3", content),
+    "with another name": lambda content, other: content.replace(b"doc", b"dog").replace(b'"settings"', b'"settinga"'),
+    "of another task": lambda content, other: other,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["samples.jsonl", "json"])
+def test_a_damaged_result_is_named_and_its_task_run_again(name, damage, start, tmp_path, caplog):
+    (record, _) = start(tasks="piqa", num_fewshot=(0, 2))
+    whole = contents(tmp_path / "out")
+    path, other = (next((tmp_path / "out").rglob(f"piqa-{shots}shot.{name}")) for shots in (0, 2))
+    before = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](before, other.read_bytes()))
+    assert path.read_bytes() != before
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_samples(tmp_path / "out", record) if name == "samples.jsonl" else read_records(tmp_path / "out")
+    start(tasks="piqa", num_fewshot=(0, 2))
+    assert contents(tmp_path / "out") == whole
+    (said,) = [each.getMessage() for each in caplog.records if each.name == run.__name__]
+    assert str(path) in said and "has to run again" in said
+
+
+def test_samples_that_are_missing_are_made_again(start, tmp_path):
+    start(tasks="piqa")
+    whole = contents(tmp_path / "out")
+    next((tmp_path / "out").rglob("piqa*.jsonl")).unlink()
+    start(tasks="piqa")
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("place", ["../evil", "/evil", "..", "sciq"])
+def test_a_record_names_no_other_file(place, start, tmp_path):
+    """With a SHA-256 that is right, as somebody would write it who wants a file outside to be read."""
+    start(tasks="piqa")
+    (path,) = (tmp_path / "out").rglob("piqa-0shot.json")
+    content = json.loads(path.read_text().replace("dcformer_piqa", f"dcformer_{place}"))
+    del content["sha256"]
+    if place == "../evil":
+        path = path.rename(path.with_name("evil-0shot.json"))
+    path.write_text(json.dumps({**content, "sha256": records._digest(content)}))
+    with pytest.raises(ValueError, match=rf"{path.name}' is a copy of '{place}"):
+        read_records(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../..", "", "/", "a/../../b", "C:\\models", "x/"])
+def test_the_folder_of_a_model_is_one_below_the_results(name):
+    folder = records.model_folder(name)
+    assert folder.strip(".") and not set(folder) & set("/\\:")
 
 
 MOMENTS = {
@@ -186,13 +241,21 @@ def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, mod
     path = records.record_path(tmp_path / "out", model, "piqa", 0)
     with file_lock(path.parent / ".lock"), pytest.raises(ValueError, match=r"\.lock"):
         start(tasks="piqa")
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "model_name": "another"}))
-    with pytest.raises(ValueError, match="'another'"):
-        start(tasks="piqa")
+    (record,) = read_records(tmp_path / "out")
+    for another in (model.strip("/").replace("/", "__"), "another"):
+        other = records.write_record(tmp_path / "others", dataclasses.replace(record, model=another), [])
+        path.write_bytes(other.read_bytes())
+        records.samples_path(path).write_text("")
+        with pytest.raises(ValueError, match=f"'{another}'.*give another output"):
+            start(tasks="piqa")
+        assert path.read_bytes() == other.read_bytes()
     path.write_text('{"mine": 1}')
     with pytest.raises(ValueError, match="not a result"):
         start(tasks="piqa")
+    assert path.read_text() == '{"mine": 1}'
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"):
+        start(tasks="piqa", output="file")
 
 
 def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):
@@ -236,6 +299,36 @@ def test_commands(data, model, tmp_path):
     assert os.path.isfile(f"{folder}/dcformer_piqa.yaml")
     wrong = CliRunner().invoke(app, [*base, "--data-hash", "piqa", "--output", str(tmp_path)])
     assert wrong.exit_code == 1 and "--data-hash" in wrong.output
+
+
+WITHOUT = """
+import sys
+
+# In the order in which the commands ask for them; each is there from the time when it was asked for.
+reporting, scoring = ["pandas", "scipy", "tabulate", "matplotlib"], ["lm_eval", "datasets", "accelerate"]
+sys.modules.update(dict.fromkeys([*reporting, *scoring]))
+from typer.testing import CliRunner
+from dcformer.cli import app
+
+model, data, output = sys.argv[1:]
+report = ["report", output, "--baseline", model, "--plot", output + "/plot.png", "--format", "markdown"]
+score = ["eval", model, "--tasks", "piqa", "--data-dir", data, "--output", output + "/new", "--device", "cpu"]
+for name in [*reporting, *scoring]:
+    result = CliRunner().invoke(app, report if name in reporting else score)
+    print(name, result.exit_code, result.stderr.strip().rpartition("\\n")[2])
+    del sys.modules[name]
+"""
+
+
+def test_without_a_package_of_its_extra_a_command_names_the_extra(start, model, data, tmp_path):
+    (record,) = start(tasks="piqa")
+    samples = read_samples(tmp_path / "out", record)
+    other = [{**sample, "metrics": {"acc": 1 - sample["metrics"]["acc"]}} for sample in samples]
+    records.write_record(tmp_path / "out", dataclasses.replace(record, model="other"), other)
+    command = [sys.executable, "-c", WITHOUT, model, data, tmp_path / "out"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(printed) == 7
+    assert all(" 1 Error: " in line and line.count("[eval]") == 1 for line in printed), printed
 
 
 def as_one_of_two(rank, port, told, options):

@@ -1,12 +1,15 @@
 """Text generation by itself: stop strings, streams and padded batches."""
 
+import json
 import threading
 from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_model
+from tokenizers import processors
 
-from dcformer.generation import TextGenerator
+from dcformer.generation import TextGenerator, VLLMGenerator, write_answers
 from dcformer.generation.generator import text_before
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model
@@ -62,6 +65,61 @@ def test_a_padded_batch_writes_what_single_prompts_do(loaded, options):
     prompts = ["Paris", "Who likes Mumbai, Ruth has Paris", "Ruth likes"]
     generator = TextGenerator(loaded, max_new_tokens=6, **options)
     assert generator.generate(prompts) == [finish(generator.stream(prompt))[1] for prompt in prompts]
+
+
+def test_a_prompt_goes_on_although_its_tokenizer_ends_texts(loaded):
+    tokenizer = build_tokenizer(64)
+    tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(("<|padding|>", 1), ("<|endoftext|>", 0))
+    assert tokenizer("Paris")["input_ids"] == [*loaded.tokenizer("Paris")["input_ids"], 1]
+    ending, plain = (
+        TextGenerator(LoadedModel("tiny", loaded.model, each), max_new_tokens=6)
+        for each in (tokenizer, build_tokenizer(64))
+    )
+    prompts = ["Paris", "Who likes Mumbai, Ruth has Paris"]
+    assert ending.generate(prompts) == plain.generate(prompts)
+    assert finish(ending.stream(prompts[0])) == finish(plain.stream(prompts[0]))
+    by_vllm = VLLMGenerator.__new__(VLLMGenerator)
+    by_vllm.found = SimpleNamespace(tokenizer=tokenizer)
+    assert [by_vllm.encode(prompt) for prompt in (*prompts, [5, 1])] == [*map(plain.encode, prompts), [5, 1]]
+
+
+DAMAGES = {
+    "an answer": lambda lines: [*lines[:2], lines[2].replace(b"text 1", b"text 7"), *lines[3:]],
+    "the settings": lambda lines: [lines[0].replace(b"seed", b"sead"), *lines[1:]],
+    "an order": lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+    "a hole": lambda lines: [*lines[:2], *lines[3:]],
+    "a line twice": lambda lines: [*lines[:2], *lines[1:]],
+    "none": lambda lines: lines,
+    "a cut end": lambda lines: [*lines[:-1], lines[-1][:-5]],
+    "nothing left": lambda lines: [],
+    "no answers at all": lambda lines: [b"[1, 2]\n", b"\x00\xff\n"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_answers_are_made_again(damage, tmp_path, caplog):
+    records = [{"prompt": f"prompt {number}"} for number in range(6)]
+    output, asked = tmp_path / "answers.jsonl", []
+
+    def answer(start, end):
+        asked.append(start)
+        if asked == [0, 2, 4]:
+            raise KeyboardInterrupt
+        return [f"text {number}" for number in range(start, end)]
+
+    options = {"batch_size": 2, "settings": {"seed": 3}}
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(records, answer, output, **options)
+    unfinished = tmp_path / "answers.jsonl.unfinished"
+    lines = unfinished.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 5
+    unfinished.write_bytes(b"".join(DAMAGES[damage](lines)))
+    write_answers(records, answer, output, **options)
+    expected = [{**record, "generated_text": f"text {number}"} for number, record in enumerate(records)]
+    assert [json.loads(line) for line in output.read_text().splitlines()] == expected
+    assert asked[3:] == {"none": [4], "a cut end": [2, 4]}.get(damage, [0, 2, 4])
+    is_said = damage not in ("none", "a cut end", "nothing left")  # a killed run leaves the last two as well
+    assert [str(unfinished) in record.getMessage() for record in caplog.records] == [True] * is_said
 
 
 def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded):
