@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -93,3 +94,24 @@ def check_relative(name: Any) -> str:
     if not parts or parts[0] == "/" or ".." in parts or "\\" in name or ":" in name:
         raise ValueError(f"A path that is read from a file must stay inside its folder, got {name!r}.")
     return name
+
+
+def seal(values: dict[str, Any]) -> str:
+    """JSON text with a hash of itself, by which `read_sealed` sees damage."""
+    return json.dumps({**values, "sha256": json_digest(values)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The values of a file of `seal`; ValueError, a sentence, if it is damaged."""
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is damaged: it is not JSON ({error}).") from error
+    if not isinstance(values, dict) or values.pop("sha256", None) != json_digest(values):
+        raise ValueError(f"{str(path)!r} is damaged, or was written by an earlier version of dcformer.")
+    return values
+
+
+def json_digest(values: Any) -> str:
+    """The SHA-256 of values as JSON on one line."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()

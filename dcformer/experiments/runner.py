@@ -25,10 +25,10 @@ import torch
 from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..common.files import file_lock, write_atomically
+from ..common.files import file_lock, read_sealed, seal, write_atomically
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
-from ..training import Recipe, first_difference, resolve_precision, train
+from ..training import Recipe, fingerprint_data, first_difference, resolve_precision, train
 from .recipe import Run, SweepRecipe, plan_sweep
 from .report import plot_sweep, print_report
 
@@ -82,7 +82,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         results = _write_results(recipe, runs, rows, failures)
         for run in waiting:
             try:
-                rows[run.name] = finish_run(run, sweep, resume, report)
+                rows[run.name] = _finish(run, sweep, resume, report)
             except FloatingPointError as error:
                 rows.pop(run.name, None)
                 failures.append({"variant": run.variant, "seed": run.seed, "error": str(error)})
@@ -105,8 +105,16 @@ def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
     file = run.folder / RESULT
     if not file.is_file():
         return None
-    result = json.loads(file.read_text(encoding="utf-8"))
-    if differs := first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, MOVES_NO_RESULT):
+    try:
+        result = read_sealed(file)
+    except ValueError as error:
+        logger.warning(f"{error} The run {run.name!r} counts as not finished.")
+        return None
+    differs = first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, MOVES_NO_RESULT)
+    for key, fingerprint in fingerprint_data(run.recipe.data, only_here=True).items():
+        if fingerprint != result["fingerprints"].get(key):
+            differs = differs or f"the content of {key} has changed"
+    if differs:
         raise ValueError(
             f"{str(file)!r} is of another recipe: {differs}; give another output, or remove {str(file.parent)!r}."
         )
@@ -135,10 +143,13 @@ def finish_run(
         ValueError: as `run_sweep`.
         FloatingPointError: if the run diverged.
     """
-    if resume and (row := _finished(run, sweep)) is not None:
-        return row
+    row = _finished(run, sweep) if resume else None
+    return _finish(run, sweep, resume, on_progress or (lambda *_: None)) if row is None else row
+
+
+def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     recipe = run.recipe
-    tell = functools.partial(on_progress or (lambda *_: None), run.name)
+    tell = functools.partial(on_progress, run.name)
     tell(0, recipe.training.steps, {})
     if not resume:
         (run.folder / RESULT).unlink(missing_ok=True)
@@ -177,10 +188,8 @@ def finish_run(
         },
         "evaluation": scores,
     }
-    _write_json(
-        run.folder / RESULT,
-        {"recipe": recipe.to_mapping(), "tasks": sweep.tasks, "limit": sweep.limit, "run": row},
-    )
+    result = {"recipe": recipe.to_mapping(), "tasks": sweep.tasks, "limit": sweep.limit, "run": row}
+    write_atomically(run.folder / RESULT, seal(result | {"fingerprints": trained["fingerprints"]}))
     return row
 
 
@@ -190,12 +199,8 @@ def _write_results(recipe: Recipe, runs: list[Run], rows: dict[str, dict], failu
     variants = list(dict.fromkeys(run.variant for run in runs))
     done = [rows[run.name] for variant in variants for run in runs if run.variant == variant and run.name in rows]
     results = {"recipe": values, "runs": done, "failures": failures}
-    _write_json(Path(recipe.output) / RESULTS, results)
+    write_atomically(Path(recipe.output) / RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return results
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Training: recipes in YAML, a thin layer over `transformers.Trainer`, and runs that can be stopped at any moment."""
 
+from .data import fingerprint_data
 from .recipe import (
     DataRecipe,
     Recipe,
@@ -19,6 +20,7 @@ __all__ = [
     "Recipe",
     "StageRecipe",
     "TrainingRecipe",
+    "fingerprint_data",
     "first_difference",
     "flops_per_token",
     "gpu_peak_flops",

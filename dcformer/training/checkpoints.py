@@ -4,7 +4,7 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/.lock                              held while a process writes the folder, and ends with it
     <output>/recipe.yaml                        the recipe, with all its defaults
     <output>/checkpoint-<step>/...              as transformers.Trainer writes them
-    <output>/checkpoint-<step>/complete.json    step, loss and seconds; written last, after all others are on the disk
+    <output>/checkpoint-<step>/complete.json    step, loss, recipe, hashes of files and data; written last
     <output>/log.jsonl                          a record per line: loss, learning rate, throughput, evaluation
     <output>/composition.safetensors            what was trained, of a run with training.trainable: compose
     <output>/losses.png                         curves
@@ -14,25 +14,27 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
 from __future__ import annotations
 
 import json
-import os
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from ..common.files import write_atomically
+from ..common.files import find_damage, make_manifest, read_sealed, seal, write_atomically
 
 
 LOCK_FILE, RECIPE_FILE, LOG_FILE = ".lock", "recipe.yaml", "log.jsonl"
 COMPOSITION_FILE = "composition.safetensors"
 MARKER = "complete.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py")
+_MODEL_FILE = re.compile(r"(?!trainer_state\.json)[^/]+\.(json|safetensors|jinja|txt|model|py)")
+
+logger = logging.getLogger(__name__)
 
 
-def step_of(checkpoint: Path) -> int:
-    """Optimiser steps done when a checkpoint was written, by its name."""
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+def step_of(checkpoint: Path | None) -> int:
+    """Optimiser steps done when a checkpoint was written, by its name; 0 without one."""
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
@@ -41,26 +43,30 @@ def checkpoint_folders(output: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def read_marker(checkpoint: Path) -> dict[str, Any] | None:
-    """The values of `mark_complete`; `None` for a checkpoint that is not complete."""
-    try:
-        return json.loads((checkpoint / MARKER).read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end; a run that is killed while it saves leaves one that was not."""
+    return (checkpoint / MARKER).is_file()
 
 
-def newest_checkpoint(output: Path) -> Path | None:
-    """The last complete checkpoint of a run."""
-    return next((folder for folder in reversed(checkpoint_folders(output)) if read_marker(folder)), None)
+def find_newest(output: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, and what is wrong with the later ones that were written to their end."""
+    flaws: list[str] = []
+    for checkpoint in filter(is_complete, reversed(checkpoint_folders(output))):
+        try:
+            marker = read_sealed(checkpoint / MARKER)
+            is_renamed = marker["step"] != step_of(checkpoint)
+            flaw = f"{str(checkpoint)!r} was renamed." if is_renamed else find_damage(checkpoint, marker["files"])
+        except ValueError as error:
+            flaw = str(error)
+        if flaw is None:
+            return checkpoint, flaws
+        flaws.append(flaw)
+    return None, flaws
 
 
 def mark_complete(checkpoint: Path, values: dict[str, Any]) -> None:
     """Mark a checkpoint as complete, after all processes have written their files."""
-    for file in checkpoint.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-    write_atomically(checkpoint / MARKER, json.dumps(values))
+    write_atomically(checkpoint / MARKER, seal({**values, "files": make_manifest(checkpoint)}))
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
@@ -69,33 +75,26 @@ def remove_checkpoint(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def remove_incomplete(output: Path) -> list[Path]:
-    """Remove what a run left that was stopped while it saved, and return these folders."""
-    incomplete = [folder for folder in checkpoint_folders(output) if read_marker(folder) is None]
-    for folder in incomplete:
-        remove_checkpoint(folder)
-    return incomplete
-
-
-def remove_old(output: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest `keep`."""
-    for folder in checkpoint_folders(output)[:-keep]:
-        remove_checkpoint(folder)
-
-
 def write_final(checkpoint: Path, folder: Path) -> None:
-    """Copy the model of a checkpoint, unless it is there; `folder` never holds half of it."""
-    marker = folder / MARKER
-    if marker.is_file() and marker.read_bytes() == (checkpoint / MARKER).read_bytes():
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for file in checkpoint.iterdir():
-        if file.name.endswith(_MODEL_SUFFIXES) and file.name != "trainer_state.json":
-            shutil.copyfile(file, partial / file.name)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    """Copy the model of a whole checkpoint, or what of it is damaged there; `folder` never holds half of it."""
+    marker = read_sealed(checkpoint / MARKER)
+    del marker["recipe"]  # which has paths of this machine; the folder is meant for others
+    files = {name: entry for name, entry in marker["files"].items() if _MODEL_FILE.fullmatch(name)}
+    sealed, target = seal({**marker, "files": files}), folder
+    if is_complete(folder) and (folder / MARKER).read_bytes() == sealed.encode():
+        files = {name: entry for name, entry in files.items() if find_damage(folder, {name: entry})}
+        if files:
+            logger.warning(f"{str(folder)!r} is damaged: {', '.join(files)} is copied again from {checkpoint.name}.")
+    else:
+        target = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+    for name in files:
+        shutil.copyfile(checkpoint / name, target / name)
+    if target != folder:
+        write_atomically(target / MARKER, sealed)
+        shutil.rmtree(folder, ignore_errors=True)
+        target.rename(folder)
 
 
 def read_records(checkpoint: Path) -> list[dict[str, Any]]:

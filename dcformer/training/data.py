@@ -11,22 +11,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler
 
+from ..common.files import check_relative, file_digest, json_digest
 from ..common.optional import import_optional
 from ..head_tasks import generate_documents, iterate_practice
 from .recipe import HEAD_TASKS, DataRecipe
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset, DatasetBuilder, IterableDataset
     from transformers import PreTrainedTokenizerBase
 
 Document = tuple[list[int], list[int]]  # token ids and labels
@@ -39,6 +42,7 @@ _SHUFFLE_BUFFER = 10_000
 _DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
 _STAGE_DOCUMENTS = ("examples", "questions", "recurring_facts", "recurring_words")
+_TEXT_TYPES = ("string", "large_string", "string_view", "null")
 _LAYOUT_VERSION = 1  # part of the name of packed rows on disk; raise it when the same documents pack differently
 
 
@@ -55,6 +59,37 @@ def build_datasets(
     except datasets.exceptions.DatasetGenerationError as error:
         # Its own message says only that there was an error.
         raise error.__cause__ or error from error
+
+
+def fingerprint_data(recipe: DataRecipe, only_here: bool = False) -> dict[str, str]:
+    """Hash what training data are read, as `data.source`, and those of the evaluation, as `data.evaluation.source`."""
+    sources = {"data.source": recipe, "data.evaluation.source": recipe.evaluation}
+    found = {key: _fingerprint(source, only_here) for key, source in sources.items() if source is not None}
+    return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
+
+
+def _fingerprint(recipe: DataRecipe, only_here: bool = False) -> str | None:
+    """A hash of the content of files; of data on the Hub of their revision, which `only_here` does not ask for."""
+    if recipe.source == HEAD_TASKS:  # the same for the same recipe
+        content = []
+    elif Path(recipe.source).expanduser().exists():
+        content = [_digest(file, file.stat().st_size, file.stat().st_ctime_ns) for file in _files(recipe)]
+    elif only_here:
+        return None
+    else:
+        content = [_open(recipe).hash]
+    return json_digest([recipe.configuration, recipe.split, *content])
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash the vocabulary, and the tokens of some text."""
+    tokens = tokenizer("The 2 tokenizers: İt's\n\n  naïve, 東京!")["input_ids"]
+    return json_digest([sorted(tokenizer.get_vocab().items()), tokens])
+
+
+@cache  # the runs of a sweep have the same data
+def _digest(file: Path, size: int, changed: int) -> str:
+    return file_digest(file)
 
 
 def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:
@@ -111,12 +146,15 @@ def _build_rows(
     recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, seed: int, shuffle: bool
 ) -> Dataset | IterableDataset:
     datasets = _import_datasets()
-    documents = _generate(recipe, seed) if recipe.source == HEAD_TASKS else _read(recipe)
     columns = [recipe.text_column, *(["answers"] if recipe.loss_on == "answers" else [])]
-    first = next(iter(documents), {})
-    if missing := [column for column in columns if column not in first]:
-        raise ValueError(f"{recipe.source!r} has no documents with {missing[0]!r}; its columns are {', '.join(first)}.")
+    documents = _generate(recipe, seed) if recipe.source == HEAD_TASKS else _read(recipe, columns)
+    _check_columns(recipe, columns, documents)
     documents = documents.select_columns(columns)
+    kind = (documents.features or {}).get(recipe.text_column)
+    if kind is not None and getattr(kind, "dtype", "") not in _TEXT_TYPES:
+        raise ValueError(f"{recipe.source!r}: column {recipe.text_column!r} must hold strings, it holds {kind}.")
+    if recipe.source != HEAD_TASKS:  # that of datasets knows the time of a change of a file, and not its content
+        documents._fingerprint = _fingerprint(recipe)
     if recipe.documents is not None and recipe.streaming:
         documents = documents.take(recipe.documents)
     elif recipe.documents is not None:
@@ -134,6 +172,12 @@ def _build_rows(
     return datasets.Dataset.from_generator(**arguments, fingerprint=encoder.fingerprint(documents._fingerprint))
 
 
+def _check_columns(recipe: DataRecipe, columns: list[str], documents: Dataset | IterableDataset) -> None:
+    first = next(iter(documents), {})
+    if missing := [column for column in columns if column not in first]:
+        raise ValueError(f"{recipe.source!r} has no documents with {missing[0]!r}; its columns are {', '.join(first)}.")
+
+
 def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[dict[str, list[int]]]:
     """Rows of all documents; at the end an error if there was nothing to learn from."""
     recipe, scored = encoder.recipe, 0
@@ -149,48 +193,85 @@ def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[d
 
 def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
     """Documents of head tasks, whose answers have the line feed behind them, so that generation learns to end there."""
-
-    def lines(given: list[int] | None) -> dict[str, tuple]:
-        return {} if given is None else {"lines": tuple(given)}
-
-    documents = []
+    documents, lines = [], tuple(recipe.lines or (1, 8))
     if recipe.stages is None:
-        documents += generate_documents(recipe.documents, seed, recipe.split, **lines(recipe.lines))
+        documents += generate_documents(recipe.documents, seed, recipe.split, lines)
     for place, stage in enumerate(recipe.stages or ()):
         documents += iterate_practice(
             stage.documents,
             f"{seed} {place}",
             {kind: share for kind in _STAGE_DOCUMENTS if (share := getattr(stage, kind)) > 0},
             recipe.split,
-            longest=recipe.sequence_length,
-            words=stage.words,
-            facts=stage.facts,
-            **lines(stage.lines or recipe.lines),
+            tuple(stage.lines or lines),
+            recipe.sequence_length,
+            stage.words,
+            stage.facts,
         )
     for document in documents:
         document["answers"] = [[start, end + 1] for start, end in document["answers"]]
     dataset = _import_datasets().Dataset.from_list(documents)
     # The fingerprint of documents made in memory would differ in every process.
-    dataset._fingerprint = hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16]
+    dataset._fingerprint = json_digest(documents)
     return dataset.to_iterable_dataset() if recipe.streaming else dataset
 
 
-def _read(recipe: DataRecipe) -> Dataset | IterableDataset:
-    """Documents of a file, a folder or the Hub, in their order."""
+def _read(recipe: DataRecipe, columns: list[str]) -> Dataset | IterableDataset:
+    """Documents of a file, a folder or the Hub, in their order; of files on this machine these columns, if it can."""
     datasets = _import_datasets()
-    path = Path(recipe.source).expanduser()
-    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        saved = datasets.load_from_disk(str(path))
-        splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-        if recipe.split not in splits:
-            raise ValueError(f"{recipe.source!r} has no split {recipe.split!r}; it has {', '.join(splits)}.")
-        documents = splits[recipe.split]
+    if (documents := _load_saved(recipe)) is not None:
         return documents.to_iterable_dataset() if recipe.streaming else documents
-    options = {"split": recipe.split, "streaming": recipe.streaming}
-    builder = next((_BUILDERS[suffix] for suffix in reversed(path.suffixes) if suffix in _BUILDERS), None)
-    if path.is_file() and builder is not None:
-        return datasets.load_dataset(builder, data_files=str(path), **options)
-    return datasets.load_dataset(str(path), recipe.configuration, **options)
+    builder = _open(recipe)
+    if Path(recipe.source).expanduser().exists():
+        # In the name of what datasets stores; the time of the last change would be all that tells files apart.
+        options: dict[str, Any] = {"description": _fingerprint(recipe)}
+        ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
+        features = datasets.Features(
+            {column: ranges if column == "answers" else datasets.Value("string") for column in columns}
+        )
+        if builder.name == "json":
+            from .json_columns import JsonColumns
+
+            builder = JsonColumns(features=features, data_files=builder.config.data_files, **options)
+        else:
+            known = {"csv": {"usecols": columns, "features": features}, "parquet": {"columns": columns}}
+            if builder.name in known:
+                _check_columns(recipe, columns, builder.as_streaming_dataset(next(iter(builder.config.data_files))))
+            builder = _open(recipe, **options, **known.get(builder.name, {}))
+    if recipe.streaming:
+        return builder.as_streaming_dataset(recipe.split)
+    builder.download_and_prepare()
+    return builder.as_dataset(recipe.split)
+
+
+def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
+    """The builder of datasets for a file, a folder or a name on the Hub."""
+    load, path = _import_datasets().load_dataset_builder, Path(recipe.source).expanduser()
+    kind = next((_BUILDERS[suffix] for suffix in reversed(path.suffixes) if suffix in _BUILDERS), None)
+    if path.is_file() and kind is not None:
+        return load(kind, data_files=str(path), **options)
+    return load(str(path), recipe.configuration, **options)
+
+
+def _load_saved(recipe: DataRecipe) -> Dataset | None:
+    """Documents of a folder of `Dataset.save_to_disk`, which stay there; `None` for other sources."""
+    path = Path(recipe.source).expanduser()
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return None
+    saved = _import_datasets().load_from_disk(str(path), keep_in_memory=False)
+    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
+    if recipe.split not in splits:
+        raise ValueError(f"{recipe.source!r} has no split {recipe.split!r}; it has {', '.join(splits)}.")
+    for file in splits[recipe.split].cache_files:
+        check_relative(os.path.relpath(file["filename"], path))
+    return splits[recipe.split]
+
+
+def _files(recipe: DataRecipe) -> list[Path]:
+    """The files on this machine that documents come from."""
+    if (documents := _load_saved(recipe)) is not None:
+        return [Path(file["filename"]) for file in documents.cache_files]
+    found = _open(recipe).config.data_files
+    return [Path(file) for file in found.get(recipe.split) or itertools.chain(*found.values())]
 
 
 class RowOrder(Sampler):

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-from ..common.files import file_lock, write_atomically
+from ..common.files import file_lock, read_sealed, write_atomically
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import load_tokenizer
 from . import checkpoints
 from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
-from .data import build_datasets
-from .recipe import HEAD_TASKS, Recipe, build_config, first_difference, load_recipe
+from .data import build_datasets, fingerprint_data, fingerprint_tokenizer
+from .recipe import HEAD_TASKS, Recipe, build_config, first_difference
 from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
 
@@ -34,6 +34,8 @@ _MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
         *("logging_steps", "evaluation_steps", "save_steps", "keep_checkpoints", "tensorboard"),
     )
 )
+
+_WAYS_OUT = "give another output, or start over with --no-resume (resume=False)"
 
 Outcome = TypeVar("Outcome")
 
@@ -53,7 +55,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
 
     Returns:
         `folder` of the model, `steps`, `loss` (of the last record), `evaluation_loss` and `perplexity` (`None` without
-        an evaluation), `seconds` of this call, and `resumed_from` (step, 0 if from the start).
+        an evaluation), `seconds` of this call, `resumed_from` (step, 0 if from the start), and `fingerprints` of data
+        and tokenizer, see `fingerprint_data`.
 
     Raises:
         ValueError: if the batch does not divide, data hold nothing, or the folder belongs to another recipe or process.
@@ -68,21 +71,21 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     set_seed(recipe.seed)
     with contextlib.ExitStack() as stack:
 
-        def open_folder() -> Path | None:
+        def open_folder() -> tuple[Path | None, dict[str, str]]:
             stack.enter_context(file_lock(output / LOCK_FILE))
             return _find_checkpoint(recipe, output, resume)
 
-        checkpoint = _in_first_process(open_folder, arguments)
-        trained = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+        checkpoint, fingerprints = _in_first_process(open_folder, arguments)
+        trained = checkpoints.step_of(checkpoint)
         if trained < recipe.training.steps:
             tokenizer = build_tokenizer(recipe.tokenizer)
             with arguments.main_process_first(desc="preparing data"):
                 train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
-            _in_first_process(lambda: _prepare_folder(recipe, output, resume), arguments)
+            _in_first_process(lambda: _prepare_folder(recipe, output, resume, trained), arguments)
             model = _build_model(recipe, tokenizer)
             trainer = RecipeTrainer(recipe, model, arguments, tokenizer, train_rows, evaluation_rows, on_progress)
             _log_for_tensorboard(trainer, trained)
-            trainer.checkpoint = checkpoint
+            trainer.checkpoint, trainer.fingerprints = checkpoint, fingerprints
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
@@ -102,6 +105,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         "perplexity": last("eval_perplexity"),
         "seconds": time.monotonic() - started,
         "resumed_from": trained,
+        "fingerprints": read_sealed(checkpoint / checkpoints.MARKER)["fingerprints"],
     }
 
 
@@ -120,7 +124,7 @@ def _in_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
     if arguments.process_index == 0:
         try:
             outcome[0] = work()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             outcome[1] = error
     broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -128,32 +132,53 @@ def _in_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
     return outcome[0]
 
 
-def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> Path | None:
-    """The checkpoint to resume from; ValueError if the folder belongs to something else."""
-    folders, file = checkpoints.checkpoint_folders(output), output / RECIPE_FILE
-    if folders and not file.is_file():
+def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path | None, dict[str, str]]:
+    """
+    The checkpoint to resume from, and hashes of data and tokenizer, by their keys in the recipe. Of a run that is
+    finished, which reads nothing, the data may be gone.
+
+    ValueError if the folder belongs to something else, or all of its checkpoints are damaged.
+    """
+    folders, checkpoint, known = checkpoints.checkpoint_folders(output), None, {}
+    if folders and not (output / RECIPE_FILE).is_file():
         raise ValueError(
             f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}, and the run would remove what is not its "
             "own; give another output."
         )
-    checkpoint = checkpoints.newest_checkpoint(output) if resume else None
-    if checkpoint is not None and (differs := first_difference(load_recipe(file), recipe, _MAY_CHANGE)):
-        raise ValueError(
-            f"{str(output)!r} is of another recipe: {differs}; give another output, or start over with --no-resume "
-            "(resume=False)."
-        )
-    return checkpoint
+    # A kill leaves a single checkpoint without a marker, or others beside it that have theirs.
+    if resume and (len(folders) > 1 or any(map(checkpoints.is_complete, folders))):
+        checkpoint, flaws = checkpoints.find_newest(output)
+        if checkpoint is None:
+            said = " ".join(flaws) or f"No checkpoint in {str(output)!r} has its {checkpoints.MARKER}."
+            raise ValueError(f"{said} None is whole, and nothing was removed; bring the files back, {_WAYS_OUT}.")
+        for flaw in flaws:
+            logger.warning(f"{flaw} The run resumes from {checkpoint.name} instead.")
+        known = read_sealed(checkpoint / checkpoints.MARKER)
+        if differs := first_difference(Recipe.from_mapping(known["recipe"]), recipe, _MAY_CHANGE):
+            raise ValueError(f"{str(output)!r} is of another recipe: {differs}; {_WAYS_OUT}.")
+    finished = checkpoints.step_of(checkpoint) == recipe.training.steps
+    found = fingerprint_data(recipe.data, only_here=finished)
+    if not finished:
+        found["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
+    for key, name in (("data.source", recipe.data.source), ("tokenizer", recipe.tokenizer)):
+        if known and key in found and found[key] != known["fingerprints"][key]:
+            raise ValueError(
+                f"{key} {name!r} has other content than {str(checkpoint)!r} was trained on; bring it back, {_WAYS_OUT}."
+            )
+    return checkpoint, found
 
 
-def _prepare_folder(recipe: Recipe, output: Path, resume: bool) -> None:
-    """Remove what a run that was stopped while saving left, or all unless it is resumed; and write the recipe."""
+def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
+    """Remove checkpoints that are not complete or past the step to resume from; and write the recipe."""
     from omegaconf import OmegaConf
 
-    for checkpoint in checkpoints.remove_incomplete(output):
-        logger.warning(f"{str(checkpoint)!r} was not complete and is removed.")
-    if not resume:
-        for checkpoint in checkpoints.checkpoint_folders(output):
+    for checkpoint in checkpoints.checkpoint_folders(output):
+        complete = checkpoints.is_complete(checkpoint)
+        if not complete or checkpoints.step_of(checkpoint) > trained:
+            if resume:
+                logger.warning(f"{str(checkpoint)!r} is {'damaged' if complete else 'not complete'} and is removed.")
             checkpoints.remove_checkpoint(checkpoint)
+    if not resume:
         shutil.rmtree(output / "final", ignore_errors=True)
     write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(OmegaConf.create(recipe.to_mapping())))
 

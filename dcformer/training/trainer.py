@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import LOG_FILE, mark_complete, remove_old, write_log
+from .checkpoints import LOG_FILE, checkpoint_folders, mark_complete, remove_checkpoint, write_log
 from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
@@ -117,6 +117,7 @@ class RecipeTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.checkpoint: Path | None = None  # the last complete one
+        self.fingerprints: dict[str, str] = {}  # of data and tokenizer, recorded in every checkpoint
         self.clock = TrainingClock()
         self.flops_per_token = flops_per_token(model.config, recipe.data.sequence_length)
         self.loss_since_log = torch.zeros((), device=arguments.device)  # summed over the steps since the last record
@@ -213,8 +214,10 @@ class RecipeTrainer(Trainer):
         self.checkpoint = Path(self.recipe.output) / f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():
             record = self._last_record()
-            mark_complete(self.checkpoint, {"step": record["step"], "loss": record["loss"]})
-            remove_old(Path(self.recipe.output), self.recipe.training.keep_checkpoints)
+            values = {"step": record["step"], "loss": record["loss"], "recipe": self.recipe.to_mapping()}
+            mark_complete(self.checkpoint, values | {"fingerprints": self.fingerprints})
+            for old in checkpoint_folders(self.checkpoint.parent)[: -self.recipe.training.keep_checkpoints]:
+                remove_checkpoint(old)
 
     def _get_train_sampler(self, train_dataset=None) -> RowOrder:
         seed = self.recipe.seed if self.recipe.data.stages is None else None

@@ -124,6 +124,40 @@ def test_a_result_of_another_recipe_is_refused(copied):
         run_sweep(sweep_recipe(copied, training={"learning_rate": 0.1}), on_progress=ignore)
 
 
+@pytest.mark.parametrize("how", ["cut", "flipped", "other_json", "earlier_format"])
+def test_a_damaged_result_is_named_and_taken_again_from_the_run(how, copied, monkeypatch, caplog):
+    file = copied / "composed/seed-1/result.json"
+    text = file.read_text()
+    loss = str(read(copied)["runs"][3]["training"]["evaluation_loss"])
+    earlier = json.dumps(
+        {key: value for key, value in json.loads(text).items() if key not in ("sha256", "fingerprints")}
+    )
+    flipped = text.replace(loss, "4" + loss[1:])
+    file.write_text({"cut": text[:-20], "flipped": flipped, "other_json": "[]", "earlier_format": earlier}[how])
+    monkeypatch.setattr(RecipeTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+    before = read(copied)
+    assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
+    assert json.loads(file.read_text())["run"] == json.loads(text)["run"]
+    assert caplog.text.count(f"{file}' is damaged") == 1
+
+
+@pytest.mark.parametrize("section", ["source", "evaluation"])
+def test_results_on_other_content_of_the_data_are_refused(section, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("source", "evaluation")}
+    for file in files.values():
+        file.write_text("".join(json.dumps({"text": f"John has {number}"}) + "\n" for number in range(40)))
+    data = {"source": str(files["source"]), "evaluation": {"source": str(files["evaluation"])}}
+    sweep = {"seeds": [0], "variants": VARIANTS}
+    recipe = tiny_recipe(tmp_path / "run", data=data, training={**TRAINING, "max_steps": 1}, sweep=sweep)
+    first = run_sweep(recipe, on_progress=ignore)
+    assert run_sweep(recipe, on_progress=ignore) == first
+    files[section].write_text(json.dumps({"text": "Anne saw 7"}) + "\n")
+    with pytest.raises(ValueError, match=r"the content of data\..*source has changed"):
+        run_sweep(recipe, on_progress=ignore)
+    files[section].unlink()
+    assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
+
+
 def test_a_run_that_diverges_is_recorded_and_the_others_finish(tmp_path):
     variants = {"diverging": {"training": {"learning_rate": 1e30}}, "composed": {}}
     with pytest.raises(RuntimeError, match=r"1 of 2 runs failed. diverging, seed 0: "):

@@ -1,8 +1,10 @@
 """Where training documents come from, and which of their tokens are scored."""
 
+import gzip
 import json
 import os
 
+import pandas
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -226,6 +228,85 @@ def test_documents_without_anything_to_learn_are_refused(content, values, words,
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(Exception, match=words):
         rows_of(tmp_path / "a.jsonl", streaming=streaming, **values)
+
+
+@pytest.mark.parametrize("layout", ["jsonl", "jsonl_stream", "jsonl.gz", "json", "folder", "csv", "parquet"])
+def test_columns_that_are_not_read_may_change_their_type(layout, tmp_path):
+    layout, streaming = layout.removesuffix("_stream"), layout.endswith("_stream")
+    count = 12000 if layout == "csv" else 3000  # more than datasets reads at once, 10,000 rows or 10 MB
+    texts = [f"w{number % 60} w{number % 61}" for number in range(count)]
+    notes = [number if number < count - 50 else {"a": "b"} if number % 2 else "many" for number in range(count)]
+    file = tmp_path / f"a.{layout}"
+    lines = [json.dumps({"note": note, "text": text, "pad": "x" * 4000}) for text, note in zip(texts, notes)]
+    if layout == "parquet":
+        file.mkdir()
+        pandas.DataFrame({"text": texts[:-50], "note": notes[:-50]}).to_parquet(file / "a.parquet")
+        pandas.DataFrame({"text": texts[-50:], "note": list(map(str, notes[-50:]))}).to_parquet(file / "b.parquet")
+    elif layout == "csv":
+        pandas.DataFrame({"note": notes, "text": texts}).to_csv(file, index=False)
+    elif layout == "folder":
+        file.mkdir()
+        (file / "train.jsonl").write_text("\n".join(lines))
+    elif layout == "jsonl.gz":
+        file.write_bytes(gzip.compress("\n".join(lines).encode(), 1))
+    else:
+        file.write_text(f"[{', '.join(lines)}]" if layout == "json" else "\n".join(lines))
+    assert sorted(documents_in(rows_of(file, streaming=streaming))) == sorted(texts)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize(
+    ("name", "content", "values", "words"),
+    [
+        ("a.jsonl", '{"text": "w1"}\n\n{"text": 7}', {}, r"a\.jsonl', line 3: 'text' must be a string, got 7\."),
+        ("a.jsonl", '{"text": ["w1"]}', {}, r"line 1: 'text' must be a string, got \['w1'\]"),
+        ("a.json", '[{"text": "w1"}, {"text": {"a": 1}}]', {}, r"a\.json', item 2: 'text' must be a string"),
+        ("a.jsonl", '{"text": "w1"}\n{"text": "\\ud800"}', {}, r"a\.jsonl', line 2: .*surrogates"),
+        ("a.jsonl", b'{"text": "w1"}\n{"text": "\xff"}', {}, r"a\.jsonl', line 2: .*0xff"),
+        ("a.jsonl", '{"text": "w1"}\n{"text" "w2"}', {}, r"a\.jsonl' is not JSON in line 2, column 9"),
+        ("a.json", '[{"text": "w1"},\n {"text"}]', {}, r"a\.json' is not JSON in line 2, column 9"),
+        (
+            "a.jsonl",
+            '{"text": "w1", "answers": [[0, "a"]]}',
+            {"loss_on": "answers"},
+            "line 1: 'answers' must be a list",
+        ),
+        ("a.csv", "body\nw1", {}, "its columns are body"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "w1"}\n', mtime=0)[:-9], {}, r"a\.jsonl\.gz', line 1: "),
+        ("a.parquet", {"text": [1, 2]}, {}, r"a\.parquet': column 'text' must hold strings, it holds .*int64"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_place(name, content, values, words, streaming, tmp_path):
+    file = tmp_path / name
+    if isinstance(content, dict):
+        pandas.DataFrame(content).to_parquet(file)
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=words):
+        rows_of(file, streaming=streaming, **values)
+
+
+def test_json_may_begin_with_a_mark_and_hold_blank_lines_or_texts_alone(tmp_path):
+    for name, content in (("a.jsonl", '\ufeff{"text": "w1"}\n\n{"text": "w2"}\r\n'), ("a.json", ' ["w1", "w2"]')):
+        (tmp_path / name).write_text(content)
+        assert sorted(documents_in(rows_of(tmp_path / name))) == ["w1", "w2"]
+
+
+def test_a_corpus_replaced_within_a_tick_of_the_clock_is_read_anew(tmp_path):
+    for texts in (["w1 w2"], ["w3 w4"]):
+        source = write_jsonl(tmp_path / "a.jsonl", texts)
+        os.utime(source, (1, 1))
+        assert documents_in(rows_of(source)) == texts
+
+
+def test_a_saved_data_set_reads_no_file_outside_its_folder(tmp_path):
+    source, other = write("saved", tmp_path / "source"), write("saved", tmp_path / "other")
+    state = json.loads((source / "state.json").read_text())
+    name = state["_data_files"][0]["filename"]
+    for wrong in (f"../other/{name}", str(other / name)):
+        (source / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": wrong}]}))
+        with pytest.raises(ValueError, match="must stay inside its folder"):
+            rows_of(source)
 
 
 def test_passes_over_the_rows_have_orders_of_their_own_or_keep_theirs():

@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 
+import datasets
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
-from dcformer.common.files import file_lock
-from dcformer.training import merge_recipes, train
-from dcformer.training.checkpoints import MARKER, checkpoint_folders, newest_checkpoint, step_of
+from dcformer.common.files import file_lock, find_damage
+from dcformer.head_tasks import build_tokenizer
+from dcformer.training import load_recipe, merge_recipes, train
+from dcformer.training.checkpoints import MARKER, checkpoint_folders, find_newest, read_sealed, step_of
 from dcformer.training.trainer import RecipeTrainer
 
 
@@ -49,6 +51,17 @@ def killed_at(step, recipe, while_saving=False):
     assert process.exitcode == -signal.SIGKILL
 
 
+def damage(file, how):
+    """Damage a file as disks, copies and people do."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink() if how == "missing" else file.write_bytes(content if how == "flipped" else content[:-9])
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def log(folder):
     return deterministic([json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()])
 
@@ -76,33 +89,40 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(tmp_path):
     recipe = tiny_recipe(tmp_path / "run", training=RUN)
     killed_at(6, recipe, while_saving=True)
     assert steps_in(tmp_path / "run") == [3, 6]
-    assert step_of(newest_checkpoint(tmp_path / "run")) == 3
+    assert step_of(find_newest(tmp_path / "run")[0]) == 3
     assert train(recipe)["resumed_from"] == 3
     train(tiny_recipe(tmp_path / "whole", training=RUN))
     assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
-def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path):
+def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path, caplog):
     recipe = tiny_recipe(tmp_path, training={"max_steps": 3})
     first = train(recipe)
     (tmp_path / "final" / "notes.txt").touch()
     again = train(recipe)
     assert again["resumed_from"] == 3 and again["loss"] == first["loss"]
     assert (tmp_path / "final" / "notes.txt").exists()
+    marker = json.loads((tmp_path / "checkpoint-3" / MARKER).read_text())
+    assert marker["step"] == 3 and marker["loss"] == first["loss"]
+    weights = (tmp_path / "final" / "model.safetensors").read_bytes()
+    final_marker = tmp_path / "final" / MARKER
+    for name, how in (("model.safetensors", "missing"), ("model.safetensors", "cut"), ("tokenizer.json", "flipped")):
+        damage(tmp_path / "final" / name, how)
+        train(recipe)
+        assert (tmp_path / "final" / name).read_bytes() == (tmp_path / "checkpoint-3" / name).read_bytes()
+        assert (tmp_path / "final" / "notes.txt").exists() and str(tmp_path) not in final_marker.read_text()
+        assert "final' is damaged: " + name in caplog.text
     shutil.rmtree(tmp_path / "final")
     (tmp_path / "log.jsonl").write_text("{")
     train(recipe)
-    assert (tmp_path / "final" / "model.safetensors").is_file() and log(tmp_path)[-1]["step"] == 3
-    marker = json.loads((tmp_path / "checkpoint-3" / MARKER).read_text())
-    assert marker == {"step": 3, "loss": first["loss"]}
-    weights = (tmp_path / "final" / "model.safetensors").read_bytes()
+    assert (tmp_path / "final" / "model.safetensors").read_bytes() == weights and log(tmp_path)[-1]["step"] == 3
     train(tiny_recipe(tmp_path, training={"max_steps": 2}), resume=False)
     assert steps_in(tmp_path) == [2] and (tmp_path / "final" / "model.safetensors").read_bytes() != weights
 
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
-    """A run that was stopped after its third step."""
+    """A run that was stopped after its fourth step, before that was saved."""
     folder = tmp_path_factory.mktemp("stopped")
 
     def stop(step, total, record):
@@ -115,13 +135,122 @@ def stopped_run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_checkpoint_without_a_whole_marker_is_replaced(damage, stopped_run, tmp_path):
-    shutil.copytree(stopped_run, tmp_path / "run")
-    marker = tmp_path / "run" / "checkpoint-3" / MARKER
-    marker.unlink() if damage == "missing" else marker.write_text('{"step": 3')
-    assert train(tiny_recipe(tmp_path / "run", training=EVERY_STEP))["resumed_from"] == 2
-    assert steps_in(tmp_path / "run") == [4, 5]
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(tiny_recipe(folder, training=EVERY_STEP))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("optimizer.pt", "missing"),
+        ("optimizer.pt", "flipped"),
+        ("scheduler.pt", "missing"),
+        ("scheduler.pt", "cut"),
+        ("rng_state.pth", "missing"),
+        ("trainer_state.json", "flipped"),
+        ("model.safetensors", "flipped"),
+        (MARKER, "missing"),
+        (MARKER, "cut"),
+        (MARKER, "flipped"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_written_anew_from_the_one_before(
+    name, how, stopped_run, whole_run, tmp_path, caplog
+):
+    output = tmp_path / "run"
+    shutil.copytree(stopped_run, output)
+    damage(output / "checkpoint-3" / name, how)
+    assert train(tiny_recipe(output, training={**EVERY_STEP, "keep_checkpoints": 3}))["resumed_from"] == 2
+    killed = (name, how) == (MARKER, "missing")
+    assert ("not complete" if killed else f"{output / 'checkpoint-3' / name}' ") in caplog.text
+    assert steps_in(output) == [3, 4, 5] and find_newest(output) == (output / "checkpoint-5", [])
+    assert find_damage(output / "checkpoint-3", read_sealed(output / "checkpoint-3" / MARKER)["files"]) is None
+    assert log(output) == log(whole_run)
+    for file in ("final/model.safetensors", "checkpoint-5/model.safetensors"):
+        assert (output / file).read_bytes() == (whole_run / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["cut", "flipped", "missing", "earlier_format", "other_json", "swapped", "weights"])
+def test_where_no_checkpoint_is_whole_nothing_is_removed(kind, stopped_run, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(stopped_run, output)
+    markers = [output / f"checkpoint-{step}" / MARKER for step in (2, 3)]
+    texts = [marker.read_text() for marker in markers]
+    for step, marker in zip((2, 3), markers):
+        if kind == "weights":
+            damage(marker.with_name("model.safetensors"), "flipped")
+        elif kind in ("earlier_format", "other_json"):
+            marker.write_text("[1]" if kind == "other_json" else f'{{"step": {step}, "loss": 5.5}}')
+        elif kind == "swapped":
+            marker.write_text(texts[3 - step])
+        else:
+            damage(marker, kind)
+    before = tree(output)
+    recipe = tiny_recipe(output, training=EVERY_STEP)
+    with pytest.raises(ValueError, match=r"None is whole, and nothing was removed; .* start over with --no-resume"):
+        train(recipe)
+    assert tree(output) == before
+    assert train(recipe, resume=False)["resumed_from"] == 0 and steps_in(output) == [4, 5]
+
+
+def write_corpus(source, kind, words):
+    texts = [f"{words} {number}" for number in range(40)]
+    if kind == "saved":
+        shutil.rmtree(source, ignore_errors=True)
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(source)
+    else:
+        source.mkdir(exist_ok=True)
+        (source / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return source if kind != "file" else source / "train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("kind", "streaming"),
+    [("file", False), ("file", True), ("folder", False), ("saved", False)],
+    ids=["file", "stream", "folder", "saved"],
+)
+def test_other_content_of_the_data_is_refused_and_touched_files_are_not(kind, streaming, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    evaluation = write_corpus(tmp_path / "evaluation", "file", "Mary has")
+    source = write_corpus(tmp_path / "data", kind, "John has")
+    data = {"source": str(source), "documents": 40, "streaming": streaming, "evaluation": {"source": str(evaluation)}}
+    recipe = tiny_recipe(tmp_path / "run", data=data, training={"max_steps": 2, "save_steps": 1})
+    first = train(recipe)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    for file in source.rglob("*") if source.is_dir() else [source]:
+        os.utime(file, (5, 5))
+    write_corpus(tmp_path / "evaluation", "file", "Anne has")  # which moves no training loss
+    again = train(recipe)
+    assert again["resumed_from"] == 1 and again["loss"] == pytest.approx(first["loss"], abs=1e-6)
+    assert again["evaluation_loss"] != first["evaluation_loss"]
+    write_corpus(tmp_path / "data", kind, "Anne saw")
+    for file in source.rglob("*") if source.is_dir() else [source]:
+        os.utime(file, (5, 5))  # as if it had not been written
+    for step in (2, 1):  # a finished run, and one that is not
+        with pytest.raises(ValueError, match=f"data.source '{source}' has other content than .*checkpoint-{step}"):
+            train(recipe)
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    assert train(recipe)["loss"] != pytest.approx(first["loss"], abs=1e-3)
+    shutil.rmtree(tmp_path / "data")
+    assert train(recipe)["resumed_from"] == 2  # nothing is read
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    training = {"max_steps": 2, "save_steps": 1}
+    recipe = tiny_recipe(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"), training=training)
+    train(recipe)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match=r"tokenizer '.*' has other content than .*checkpoint-1"):
+        train(recipe)
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    assert train(recipe)["resumed_from"] == 1
 
 
 def test_what_moves_no_loss_may_change_and_anything_else_is_named(stopped_run, tmp_path):
@@ -136,9 +265,10 @@ def test_what_moves_no_loss_may_change_and_anything_else_is_named(stopped_run, t
             train(tiny_recipe(stopped_run, **merge_recipes({"training": EVERY_STEP}, sections)))
     assert steps_in(stopped_run) == [2, 3]
     shutil.copytree(stopped_run, tmp_path / "moved")
+    (tmp_path / "moved" / "recipe.yaml").write_text("name: [")  # is for people, and written anew
     free = {"per_device_batch_size": 1, "logging_steps": 1, "gradient_checkpointing": True, "keep_checkpoints": 3}
     recipe = tiny_recipe(tmp_path / "moved", name="other", data={"evaluation": None}, training={**EVERY_STEP, **free})
-    assert train(recipe)["resumed_from"] == 3
+    assert train(recipe)["resumed_from"] == 3 and load_recipe(tmp_path / "moved" / "recipe.yaml") == recipe
 
 
 def test_a_folder_in_use_or_of_another_trainer_is_left_alone(tmp_path):
