@@ -20,7 +20,7 @@ VERSION = re.search(
 REPOSITORY = ""
 
 EXTRAS = {
-    "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml"],
+    "convert": ["tensorstore>=0.1.78", "ml_dtypes", "msgpack", "pyyaml", "gguf", "accelerate>=1.1"],
     "eval": ["lm-eval>=0.4.13", "datasets>=4", "accelerate>=1.1", "matplotlib", "pandas", "scipy", "tabulate"],
     "demo": ["gradio>=6", "matplotlib"],
     "analysis": [
@@ -35,7 +35,7 @@ EXTRAS = {
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
     "serve": ["transformers[serving]"],
-    "vllm": ["vllm>=0.32,<0.33"],
+    "vllm": ["vllm>=0.32,<0.34"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
         "dcformer[convert,eval,demo,analysis,train,finetune,quantization,docs]",

@@ -21,12 +21,20 @@ if TYPE_CHECKING:
 
 _OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 _OWN = "generation_config.json"
+# Options that nothing reads without another.
+_ONLY_WITH = {
+    "prompts": "--output",
+    **dict.fromkeys(["output", "field", "batch_size"], "--prompts"),
+    "chat_template": "--chat",
+    **dict.fromkeys(["chat", "device", "attn_implementation", "oov_policy"], "--engine transformers"),
+    **dict.fromkeys(["num_beams", "cache_implementation", "assistant_model"], "--engine transformers"),
+}
 
 
 def generate_command(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue.", show_default="stdin")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Answer every line of stdin as a message.")] = False,
+    chat: Annotated[bool | None, typer.Option("--chat", help="Answer every line of stdin as a message.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, for --chat.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens to write.", show_default=f"{_OWN}, else 256")
@@ -39,14 +47,14 @@ def generate_command(
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Draw from the top of this probability.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, over the likeliest's.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
-    num_beams: Annotated[int | None, typer.Option(help="Follow so many texts; print the best at the end.")] = None,
+    num_beams: Annotated[int | None, typer.Option(min=1, help="Follow so many texts; print the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
-    field: Annotated[str, typer.Option(help="Field of the prompt, text or token ids, in JSONL.")] = "prompt",
+    field: Annotated[str | None, typer.Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at once.", show_default="8; vllm 1024")] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What answers --prompts.")] = "transformers",
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What computes answers.")] = "transformers",
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
@@ -69,15 +77,23 @@ def generate_command(
     with running_quietly(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
         if prompts is not None and (chat or prompt is not None):
             raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
-        if (prompts is None) != (output is None):
-            raise ValueError("--prompts and --output need each other; give both or none.")
+        others = {"--prompts": prompts, "--output": output, "--chat": chat}
+        others["--engine transformers"] = engine == "transformers"
+        for name, other in _ONLY_WITH.items():
+            if given[name] is not None and not others[other]:
+                raise ValueError(f"{name}={given[name]} goes only with {other}; add that, or leave it out.")
         if prompts is not None:
             _answer_file(given)
         elif chat:
             _converse(_load(given), prompt or "-")
         else:
             text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
-            _print(_load(given).stream(text))
+            if engine == "vllm":
+                generator = _load_vllm(given)
+                (answer,) = generator.generate([generator.encode(text)], seed)
+                typer.echo(answer, nl=not answer.endswith("\n"))
+            else:
+                _print(_load(given).stream(text))
 
 
 def _load(given: dict[str, Any]) -> TextGenerator:
@@ -91,6 +107,9 @@ def _load(given: dict[str, Any]) -> TextGenerator:
     with status("Loading"):
         loaded = load_model(given["model"], **shared, **own)
         assistant = load_model(given["assistant_model"], **shared) if given["assistant_model"] else None
+    beams = given["num_beams"] or loaded.model.generation_config.num_beams or 1
+    if assistant is not None and beams > 1:  # Transformers would not ask it
+        raise ValueError(f"assistant_model={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
     if given["chat_template"] is not None:
         loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8")
     if given["seed"] is not None:
@@ -137,7 +156,8 @@ def _answer_file(given: dict[str, Any]) -> None:
     from ..generation import read_prompts, write_answers
     from ..pretrained import find_model_folder
 
-    records, seed, field = read_prompts(given["prompts"], given["field"]), given["seed"], given["field"]
+    seed, field = given["seed"], "prompt" if given["field"] is None else given["field"]
+    records = read_prompts(given["prompts"], field)
     generator: Any = _load_vllm(given) if given["engine"] == "vllm" else _load(given)
     prompts = [generator.encode(record[field], f"Line {number}") for number, record in enumerate(records, start=1)]
 
@@ -149,10 +169,13 @@ def _answer_file(given: dict[str, Any]) -> None:
         return [answer.text for answer in generator.generate(prompts[start:end])]
 
     # All that answers depend on, for a run that goes on.
-    weights = sorted(Path(find_model_folder(given["model"])).glob("*.safetensors"))
     settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
     settings["prompts"] = file_digest(given["prompts"])
-    settings["weights"] = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in weights}
+    sources = (given[name] for name in ("model", "tokenizer", "assistant_model"))
+    folders = [Path(find_model_folder(source)) for source in sources if source]
+    for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
+        if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
+            settings[str(file)] = [file.stat().st_size, file.stat().st_mtime_ns]
     size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
@@ -167,9 +190,6 @@ def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
     from ..generation import VLLMGenerator
     from ..loading import find_model
 
-    unknown = ("device", "attn_implementation", "oov_policy", "num_beams", "cache_implementation", "assistant_model")
-    if foreign := [name for name in unknown if given[name] is not None]:
-        raise ValueError(f"{foreign[0]}={given[foreign[0]]!r} is for --engine transformers; leave it out.")
     found = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
     options = {name: given[name] for name in (*_OF_GENERATE, "dtype", "tokenizer")}
     return VLLMGenerator(found, stop_strings=given["stop"] or (), **options)

@@ -51,15 +51,18 @@ def serve(
         arguments (defaults to none): Further ones, which the engine takes as they are.
 
     Raises:
-        ValueError: if a tokenizer is given for Transformers' server, which would not use it.
+        ValueError: for a tokenizer for Transformers' server, which would not use it, or `--model` for vLLM's.
     """
     revision = None if found.revision == "main" else found.revision
     options: dict[str, str | int | None] = {"host": host, "port": port, "dtype": dtype}
     if engine == "vllm":
         if dtype is None and str(found.config.get_text_config().dtype) == "torch.float32":
             options["dtype"] = "float32"  # vLLM itself would round such weights to 16 bits
-        options |= {"model": found.path, "served-model-name": found.name, "revision": revision, "tokenizer": tokenizer}
-        command, environment = [_VLLM_MODULE], {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+        if any(argument.split("=")[0] == "--model" for argument in arguments):
+            raise ValueError("MODEL names what is served; leave --model out.")
+        options |= {"served-model-name": found.name, "model": found.path, "revision": revision, "tokenizer": tokenizer}
+        # vLLM reads --model; a word in its one place for words lets it refuse a stray one among the arguments.
+        command, environment = [_VLLM_MODULE, found.path], {"VLLM_NO_USAGE_STATS": "1", **os.environ}
         if not any("memory" in argument for argument in arguments):
             # In GiB. On CPUs vLLM would take nine tenths of the machine's memory; GPUs know no such variable.
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")

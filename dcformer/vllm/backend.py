@@ -42,9 +42,6 @@ _BYTES_AT_ONCE_ON_CPU = 16 * 2**20
 class ComposedAttentionBackend(AttentionBackend):
     """The backend `DCMHA`, which layers that compose heads name themselves."""
 
-    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
-
     @staticmethod
     def get_name() -> str:
         return "DCMHA"
@@ -60,14 +57,6 @@ class ComposedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

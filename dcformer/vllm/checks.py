@@ -3,15 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.renderers.hf import HfRenderer
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from ..configuration_dcformer import DCFormerConfig
-from ..hub_dcformer import padded_rows
 from ..parallel_dcformer import shards_heads
 
 
@@ -26,15 +21,8 @@ class ModelChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Choose the renderer that checks token ids, and make room for the rows of `oov_policy="pad"`."""
-        config = model_config.hf_config
+        """Choose the renderer that checks token ids."""
         model_config.tokenizer_mode = TOKENIZER_MODE
-        if config.oov_policy == "pad" and not hasattr(config, "trained_vocab_size"):
-            config.trained_vocab_size = config.vocab_size
-            config.vocab_size = padded_rows(config.vocab_size)
-            model_config.model_arch_config = model_config.get_model_arch_config()
-            processors = list(model_config.logits_processors or [])
-            model_config.logits_processors = [*processors, f"{__name__}:AddedRows"]
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -55,7 +43,7 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     by_length = config.position_embedding_type == "rope" and rope_type in _ROPE_TYPES_BY_LENGTH
     context_ranks = {
-        name: getattr(parallel, name, 1) for name in ("prefill_context_parallel_size", "decode_context_parallel_size")
+        name: getattr(parallel, name) for name in ("prefill_context_parallel_size", "decode_context_parallel_size")
     }
     of_any_model = [
         (
@@ -83,11 +71,6 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
     return [*of_any_model, *(of_composed_heads if config.composes_heads else [])]
 
 
-def trained_rows(config: DCFormerConfig) -> int:
-    """Rows of the vocabulary that the checkpoint holds, without those of `oov_policy="pad"`."""
-    return getattr(config, "trained_vocab_size", config.vocab_size)
-
-
 class CheckedRenderer(HfRenderer):
     """vLLM's own check admits every id of a tokenizer that is larger than the embedding; this one does not."""
 
@@ -99,24 +82,6 @@ class CheckedRenderer(HfRenderer):
             position, token = wrong[0]
             raise VLLMValidationError(
                 f"Token id {token} at position {position} has no row in the embedding, which has {config.vocab_size}; "
-                "use a tokenizer of that vocabulary, or oov_policy='clamp' or 'pad' in config.json.",
+                "use a tokenizer of that vocabulary, or oov_policy='clamp' in config.json.",
                 parameter=parameter,
             )
-
-
-class AddedRows(LogitsProcessor):
-    """Never sample a row that `oov_policy="pad"` added, as `suppress_tokens` does in `generate`."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
-        self.trained_rows = trained_rows(vllm_config.model_config.hf_config)
-
-    def is_argmax_invariant(self) -> bool:
-        return True  # an added row is the mean of the others, so its logit is never the largest
-
-    def update_state(self, batch_update: Any) -> None:
-        """Nothing depends on the requests."""
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """(requests, vocabulary) logits, changed in place."""
-        logits[:, self.trained_rows :] = float("-inf")
-        return logits

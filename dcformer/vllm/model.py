@@ -1,7 +1,7 @@
 """DCFormer and DCPythia of vLLM's layers, under the names that the Transformers models have."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from ..hub_dcformer import authors_patterns
 from ..modeling_dcformer import DCFormerPreTrainedModel, DCFormerRotaryEmbedding, apply_rotary_pos_emb, at_least_float32
 from ..parallel_dcformer import DIMENSION_OF_GROUPS
 from .backend import ComposedAttention
-from .checks import trained_rows
 
 
 def make_norm(config: DCFormerConfig) -> nn.Module:
@@ -181,7 +180,7 @@ class DCFormerModel(nn.Module):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """(tokens, hidden) embeddings of (tokens,) ids."""
-        # `oov_policy="clamp"`; by the other policies the renderer refuses such an id with its request.
+        # `oov_policy="clamp"`; by the other policy the renderer refuses such an id with its request.
         return self.embed_tokens(input_ids.clamp(0, self.config.vocab_size - 1))
 
     def forward(
@@ -246,19 +245,4 @@ class DCFormerForCausalLM(nn.Module):
             self, ignore_unexpected_prefixes=["lm_head."] if self.config.tie_word_embeddings else None
         )
         mapper = WeightsMapper(orig_to_new_regex=patterns, orig_to_new_stacked=stacked)
-        return loader.load_weights(self._with_all_rows(weights), mapper=mapper)
-
-    def _with_all_rows(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the file, with the rows of `oov_policy="pad"` behind those of a vocabulary."""
-        rows, padded = trained_rows(self.config), self.config.vocab_size
-        for name, weight in weights:
-            holds_vocabulary = name.split(".")[-2:][0] in ("embed_tokens", "tok_embeddings", "lm_head", "output")
-            if padded > rows and weight.dim() == 2 and weight.shape[0] == rows and holds_vocabulary:
-                # In float32 at least: in 16 bits a sum over a vocabulary is worthless.
-                mean = at_least_float32(weight).mean(0, keepdim=True).to(weight.dtype)
-                weight = torch.cat((weight, mean.expand(padded - rows, -1)))
-            yield name, weight
-
-
-class DCPythiaForCausalLM(DCFormerForCausalLM):
-    """DCFormerForCausalLM with the configuration of a DCPythia."""
+        return loader.load_weights(weights, mapper=mapper)

@@ -1,18 +1,14 @@
 """The plugin's entry point, which vLLM calls in every process that it starts."""
 
 import logging
-import re
+
+from packaging.specifiers import SpecifierSet
 
 
-MODEL_CLASSES = {
-    "DCFormerForCausalLM": "dcformer.vllm.model:DCFormerForCausalLM",
-    "DCPythiaForCausalLM": "dcformer.vllm.model:DCPythiaForCausalLM",
-    # The names in the authors' own config.json.
-    "DCFormer": "dcformer.vllm.model:DCFormerForCausalLM",
-    "DCPythia": "dcformer.vllm.model:DCPythiaForCausalLM",
-}
+# Ours, and those in the authors' own config.json.
+ARCHITECTURES = ("DCFormerForCausalLM", "DCPythiaForCausalLM", "DCFormer", "DCPythia")
 # vLLM promises no stable interface to models and attention backends from outside.
-FIRST_VERSION, FIRST_VERSION_AFTER = (0, 32), (0, 33)
+TESTED_VERSIONS = ">=0.32,<0.34"
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +17,10 @@ def register() -> None:
     """Add the models and the attention backend to a tested version of vLLM; may be called more than once."""
     import vllm
 
-    if not is_tested_with(vllm.__version__):
-        first, after = (".".join(map(str, numbers)) for numbers in (FIRST_VERSION, FIRST_VERSION_AFTER))
+    if not SpecifierSet(TESTED_VERSIONS).contains(vllm.__version__, prereleases=True):
         logger.warning(
-            f"DCFormer models need vLLM >={first},<{after} and are not registered in vLLM {vllm.__version__}; "
-            f"pip install 'vllm>={first},<{after}'."
+            f"DCFormer models need vLLM {TESTED_VERSIONS} and are not registered in vLLM {vllm.__version__}; "
+            f"pip install 'vllm{TESTED_VERSIONS}'."
         )
         return
 
@@ -44,12 +39,6 @@ def register() -> None:
     register_backend("DCMHA", "dcformer.vllm.backend.ComposedAttentionBackend")
     TokenizerRegistry.register(TOKENIZER_MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
     RENDERER_REGISTRY.register(TOKENIZER_MODE, "dcformer.vllm.checks", "CheckedRenderer")
-    for name, model_class in MODEL_CLASSES.items():
-        ModelRegistry.register_model(name, model_class)
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, "dcformer.vllm.model:DCFormerForCausalLM")
         MODELS_CONFIG_MAP[name] = ModelChecks
-
-
-def is_tested_with(version: str) -> bool:
-    """Whether a version of vLLM is in the tested range."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and FIRST_VERSION <= (int(numbers[1]), int(numbers[2])) < FIRST_VERSION_AFTER

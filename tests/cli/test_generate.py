@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import dcformer
 from dcformer.cli import app
-from dcformer.generation import TextGenerator
+from dcformer.generation import Generated, TextGenerator
 from dcformer.head_tasks import build_tokenizer
 
 
@@ -99,6 +100,15 @@ def test_an_assistant_changes_no_greedy_text(endless):
     assert texts[0] == texts[1] != "\n"
 
 
+def test_an_assistant_is_refused_where_the_model_itself_asks_for_beams(tmp_path):
+    shutil.copytree(ANSWERS, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"num_beams": 2}')
+    options = (tmp_path, PROMPT, "--max-new-tokens", 2, "--assistant-model", ANSWERS)
+    refused = call(*options)
+    assert refused.exit_code == 1 and "drafts for num_beams=1, got 2" in refused.stderr
+    assert call(*options, "--num-beams", 1).exit_code == 0
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("['content']", "['content'].split()[0]")])
 def test_a_conversation_goes_on_from_its_cache_and_says_the_same(endless, template, tmp_path, monkeypatch):
     """The second template changes answers, so that the cache is of another text."""
@@ -158,7 +168,24 @@ def test_a_killed_run_goes_on_and_no_answer_is_lost_or_doubled(endless, prompts,
     assert output.read_text() == (tmp_path / "whole.jsonl").read_text() and len(records_of(output)) == 60
 
 
-@pytest.mark.parametrize("policy", [None, "clamp", "pad"])
+@pytest.mark.parametrize("changed", [None, "model/generation_config.json", "tokenizer/tokenizer.json"])
+def test_a_run_goes_on_with_the_same_model_alone(endless, prompts, tmp_path, monkeypatch, changed):
+    for name in ("model", "tokenizer"):
+        shutil.copytree(endless, tmp_path / name)
+    command = [tmp_path / "model", "--tokenizer", tmp_path / "tokenizer", "--prompts", prompts, "--batch-size", 2]
+    command += ["--output", tmp_path / "model" / "answers.jsonl", "--max-new-tokens", 2]
+    answers = [[Generated([], "text", [])] * 2, KeyboardInterrupt]
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(TextGenerator, "generate", create_autospec(TextGenerator.generate, side_effect=answers))
+        assert call(*command).exit_code != 0
+    if changed is not None:
+        (tmp_path / changed).write_bytes(b" " + (tmp_path / changed).read_bytes())
+    again = call(*command)
+    assert again.exit_code == (changed is not None)
+    assert again.stderr == "" if changed is None else f"another {tmp_path / changed}" in again.stderr
+
+
+@pytest.mark.parametrize("policy", [None, "clamp"])
 def test_ids_without_an_embedding_do_what_the_policy_says(tmp_path, policy):
     tokenizer = build_tokenizer(64)
     tiny_model(vocab_size=len(tokenizer) - 9).save_pretrained(tmp_path)
@@ -174,7 +201,16 @@ WRONG = {
     "empty prompt": (["dcformer-tiny"], "text to continue, got ''"),
     "two kinds of prompt": (["dcformer-tiny", "x", "--prompts", "f"], "--prompts"),
     "no chat template": (["dcformer-tiny", "hello", "--chat"], "chat_template"),
-    "output alone": (["dcformer-tiny", "x", "--output", "f"], "--output"),
+    "output alone": (["dcformer-tiny", "x", "--output", "f"], "output=f goes only with --prompts"),
+    "no output": (["dcformer-tiny", "--prompts", "f"], "prompts=f goes only with --output"),
+    "batches of one": (["dcformer-tiny", "x", "--batch-size", "3"], "batch_size=3 goes only with --prompts"),
+    "field of no file": (["dcformer-tiny", "--chat", "--field", "text"], "field=text goes only with --prompts"),
+    "template": (["dcformer-tiny", "x", "--chat-template", "f"], "chat_template=f goes only with --chat"),
+    "no chat in a file": (["dcformer-tiny", "--prompts", "f", "--output", "o", "--chat-template", "f"], "--chat"),
+    "chat with vLLM": (["dcformer-tiny", "--chat", "--engine", "vllm"], "chat=True goes only with --engine transf"),
+    "beams with vLLM": (["dcformer-tiny", "x", "--engine", "vllm", "--num-beams", "2"], "num_beams=2"),
+    "vLLM alone": (["dcformer-tiny", "x", "--engine", "vllm"], "needs vLLM"),
+    "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
     "not JSON": (["dcformer-tiny", "--prompts", "{bad}", "--output", "o"], "Line 2 of "),
@@ -184,7 +220,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments, words", WRONG.values(), ids=WRONG)
-def test_a_wrong_use_is_one_line(arguments, words, tmp_path):
+def test_a_wrong_use_is_one_line(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n')
     done = call(*(argument.replace("{bad}", str(tmp_path / "bad.jsonl")) for argument in arguments), input="")
     assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -50,8 +50,8 @@ def test_vllm_gets_the_model_and_all_further_options(vllm, started):
     assert done.exit_code == 0 and "http://127.0.0.1:8000/v1" in done.stdout, done.output
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    own = ["--dtype", "float16", "--model", BUNDLED, "--served-model-name", "dcformer-tiny"]
-    assert command[3:] == [*ADDRESS, *own, "-tp", "1", "--max-num-seqs=4"]
+    own = ["--dtype", "float16", "--served-model-name", "dcformer-tiny", "--model", BUNDLED]
+    assert command[3:] == [BUNDLED, *ADDRESS, *own, "-tp", "1", "--max-num-seqs=4"]
     assert {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}.items() <= environment.items()
 
 
@@ -76,5 +76,8 @@ def test_transformers_finds_a_bundled_model_by_its_name(started):
 def test_what_would_be_ignored_is_refused(started):
     with pytest.raises(ValueError, match="tokenizer="):
         serve(find_model("dcformer-tiny"), "transformers", tokenizer=BUNDLED)
+    for another in (["--model", "transformer-tiny"], ["-tp", "1", "--model=transformer-tiny"]):
+        with pytest.raises(ValueError, match="MODEL names what is served"):
+            serve(find_model("dcformer-tiny"), "vllm", arguments=another)
     assert CliRunner().invoke(app, ["serve", "--max-model-len", "512"]).exit_code == 2
     assert CliRunner().invoke(app, ["serve", "no/such/folder"]).exit_code == 1 and not started

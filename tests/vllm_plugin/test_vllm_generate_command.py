@@ -1,4 +1,4 @@
-"""`dcformer generate --prompts` answers by vLLM as by Transformers."""
+"""`dcformer generate` answers by vLLM as by Transformers."""
 
 import functools
 import json
@@ -22,9 +22,19 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("options", [(), ("--stop", "Paris")], ids=["whole", "stopped"])
-def test_both_engines_write_the_same_file(tmp_path, monkeypatch, options):
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
     monkeypatch.setattr(vllm, "LLM", functools.partial(vllm.LLM, enforce_eager=True))
+
+
+def test_both_engines_print_the_same_text():
+    arguments = ["generate", ANSWERS, RECORDS[0]["prompt"], "--max-new-tokens", "20", "--dtype", "float32", "--engine"]
+    by_transformers, by_vllm = (CliRunner().invoke(app, [*arguments, name]) for name in ("transformers", "vllm"))
+    assert by_vllm.exit_code == 0 and by_vllm.stdout == by_transformers.stdout == "India\n", by_vllm.output
+
+
+@pytest.mark.parametrize("options", [(), ("--stop", "Paris")], ids=["whole", "stopped"])
+def test_both_engines_write_the_same_file(tmp_path, options):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     for engine in ("transformers", "vllm"):
