@@ -167,6 +167,13 @@ class TextGenerator:
         return answers
 
 
+# Fields of generation_config.json that vLLM is told, or that change no text.
+_READ_BY_VLLM = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
+_READ_BY_VLLM |= {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "use_cache", "cache_implementation"}
+_READ_BY_VLLM |= {"transformers_version", "_from_model_config"}
+_NEUTRAL = (None, False, 1, [], {})  # of all others, such as one beam; False is 0 too
+
+
 class VLLMGenerator:
     """
     vLLM with a model and options of generate().
@@ -179,6 +186,7 @@ class VLLMGenerator:
 
     Raises:
         ImportError: without vLLM.
+        ValueError: if generation_config.json asks for what vLLM is not told.
     """
 
     def __init__(
@@ -197,6 +205,12 @@ class VLLMGenerator:
             self._own = GenerationConfig.from_pretrained(found.path, revision=found.revision)
         except OSError:  # a model without the file
             self._own = GenerationConfig.from_model_config(found.config)
+        for name, value in self._own.to_diff_dict().items():
+            if name not in _READ_BY_VLLM and value not in _NEUTRAL:
+                raise ValueError(
+                    f"generation_config.json of {found.name!r} has {name}={value!r}, which --engine vllm does not "
+                    "obey; remove it there, or take --engine transformers."
+                )
         stored = found.config.get_text_config().dtype  # by itself vLLM rounds weights in float32 to 16 bits
         dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
         self._llm = self._vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
@@ -211,10 +225,11 @@ class VLLMGenerator:
         defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
         values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
         values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
+        limits = [_new_tokens(self.options, self._own, self.found.config, len(ids)) for ids in prompts]
         params = [
             self._vllm.SamplingParams(
                 **values,
-                max_tokens=_new_tokens(self.options, self._own, self.found.config, len(ids)),
+                max_tokens=self._own.max_length - len(ids) if limits[place] is None else limits[place],
                 seed=None if seed is None else seed + place,
                 stop=list(self.stop_strings),
                 stop_token_ids=_eos_token_ids(self._own, self.found.tokenizer),

@@ -89,3 +89,9 @@ def test_a_device_that_is_not_there_is_not_replaced():
 def test_names_of_the_hub_are_told_from_paths(tmp_path):
     assert all(map(looks_like_path, ("/a", "./a", "~/a", "a/b/c", tmp_path, str(tmp_path))))
     assert not any(map(looks_like_path, ("no-such-model", "organisation/no-such-model")))
+
+
+def test_a_folder_has_no_revision(folder):
+    for name in (folder, "dcformer-tiny"):
+        with pytest.raises(ValueError, match=r"revision='v1' .* is a folder"):
+            load_model(name, revision="v1")

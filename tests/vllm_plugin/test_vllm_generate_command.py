@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +32,19 @@ def test_both_engines_print_the_same_text():
     arguments = ["generate", ANSWERS, RECORDS[0]["prompt"], "--max-new-tokens", "20", "--dtype", "float32", "--engine"]
     by_transformers, by_vllm = (CliRunner().invoke(app, [*arguments, name]) for name in ("transformers", "vllm"))
     assert by_vllm.exit_code == 0 and by_vllm.stdout == by_transformers.stdout == "India\n", by_vllm.output
+
+
+def test_what_a_model_asks_for_is_obeyed_or_refused(tmp_path):
+    model = shutil.copytree(ANSWERS, tmp_path / "model")
+    config = json.loads((model / "generation_config.json").read_text())
+    arguments = ["generate", str(model), RECORDS[2]["prompt"], "--dtype", "float32", "--engine"]
+    for own in ({"max_length": 70}, {"no_repeat_ngram_size": 2}):
+        (model / "generation_config.json").write_text(json.dumps({**config, **own}))
+        by_transformers, by_vllm = (CliRunner().invoke(app, [*arguments, name]) for name in ("transformers", "vllm"))
+        if "max_length" in own:
+            assert by_vllm.stdout == by_transformers.stdout and by_vllm.exit_code == 0, by_vllm.output
+        else:
+            assert by_vllm.exit_code == 1 and "no_repeat_ngram_size=2, which --engine vllm" in by_vllm.output
 
 
 @pytest.mark.parametrize("options", [(), ("--stop", "Paris")], ids=["whole", "stopped"])
