@@ -99,7 +99,7 @@ def find_model(
     path = find_model_folder(name)
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     refuse_without_model(path)
-    if revision is not None and looks_like_path(path):
+    if revision not in (None, "main") and looks_like_path(path):
         raise ValueError(f"revision={revision!r} is of a name on the Hub, and {name!r} is a folder; leave it out.")
     config = AutoConfig.from_pretrained(path, **options)
     own_classes = getattr(config, "auto_map", None) or {}

@@ -1,7 +1,7 @@
-"""Processes for tests that kill them: each is forked from one that has imported `dcformer` and done nothing else.
+"""Processes for tests that need others: each is forked from one that has imported `dcformer` and done nothing else.
 
 A new interpreter needs seconds for that import, a fork none. The process of the tests itself cannot be forked: the
-threads of torch and tensorstore would be missing in the copy.
+threads of torch and tensorstore would be missing in the copy, and torch refuses to differentiate there.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 def start(function, *arguments, **options) -> BaseProcess:
     """A process that calls a function of an importable module; `kill` ends it at once, `join` waits for its end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dcformer.conversion"])
+    context.set_forkserver_preload(["dcformer.conversion", "dcformer.training.trainer"])
     process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process

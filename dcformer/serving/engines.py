@@ -59,7 +59,7 @@ def serve(
         if dtype is None and str(found.config.get_text_config().dtype) == "torch.float32":
             options["dtype"] = "float32"  # vLLM itself would round such weights to 16 bits
         if any(argument.split("=")[0] == "--model" for argument in arguments):
-            raise ValueError("MODEL names what is served; leave --model out.")
+            raise ValueError("MODEL names what is served; leave the model out of the further arguments.")
         options |= {"served-model-name": found.name, "model": found.path, "revision": revision, "tokenizer": tokenizer}
         # vLLM reads --model; a word in its one place for words lets it refuse a stray one among the arguments.
         command, environment = [_VLLM_MODULE, found.path], {"VLLM_NO_USAGE_STATS": "1", **os.environ}

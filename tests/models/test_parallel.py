@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import json
-import multiprocessing
 import os
 import runpy
 import socket
@@ -12,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import killable
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,22 +52,21 @@ def check(function):
     return function
 
 
+def call_as_one_of_two(rank, port, function, *arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    dist.init_process_group("gloo")
+    function(*arguments)
+    dist.destroy_process_group()
+
+
 def run_in_two_processes(function, *arguments):
-    """Call a function in two gloo processes, forked from this one."""
+    """Call a function of this module in two gloo processes."""
     with socket.socket() as unused:
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
 
-    def run(rank):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-        dist.init_process_group("gloo")
-        function(*arguments)
-        dist.destroy_process_group()
-
-    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = [killable.start(call_as_one_of_two, rank, port, function, *arguments) for rank in range(2)]
     for process in processes:
         process.join(300)
         process.kill()

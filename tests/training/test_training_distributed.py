@@ -1,11 +1,11 @@
 """Two processes, replicated (DDP) or sharded (FSDP2), train as one does."""
 
 import json
-import multiprocessing
 import os
 import socket
 from pathlib import Path
 
+import killable
 import pytest
 import torch
 import yaml
@@ -31,6 +31,12 @@ def recipe_of(folder, name):
     return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": RUNS.get(name, False)})
 
 
+def train_as_one_of_two(rank, port, file):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
+    app(["train", str(file)])
+
+
 def train_in_two_processes(recipe):
     """Run the command as torchrun does, whose environment this is, but without importing torch twice again."""
     file = Path(recipe.output).with_suffix(".yaml")
@@ -39,14 +45,7 @@ def train_in_two_processes(recipe):
         unused.bind(("localhost", 0))
         port = unused.getsockname()[1]
 
-    def run(rank):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-        app(["train", str(file)])
-
-    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = [killable.start(train_as_one_of_two, rank, port, file) for rank in range(2)]
     for process in processes:
         process.join(120)
         process.kill()

@@ -2,12 +2,12 @@
 
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
 
 import datasets
+import killable
 import pytest
 from tiny_recipes import deterministic, tiny_recipe
 
@@ -31,22 +31,22 @@ RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 
 EVERY_STEP = {"max_steps": 5, "save_steps": 1, "logging_steps": 2}
 
 
+def kill_itself(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(step, recipe, while_saving):
+    if while_saving:
+        save = RecipeTrainer._save_rng_state
+        RecipeTrainer._save_rng_state = lambda self, folder: (
+            kill_itself() if folder.endswith(f"-{step}") else save(self, folder)
+        )
+    train(recipe, on_progress=lambda done, total, record: None if done < step or while_saving else kill_itself())
+
+
 def killed_at(step, recipe, while_saving=False):
     """Train in another process that kills itself with SIGKILL after a step, or amid the saving that follows it."""
-
-    def kill(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def run():
-        if while_saving:
-            save = RecipeTrainer._save_rng_state
-            RecipeTrainer._save_rng_state = lambda self, folder: (
-                kill() if folder.endswith(f"-{step}") else save(self, folder)
-            )
-        train(recipe, on_progress=lambda done, total, record: None if done < step or while_saving else kill())
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
+    process = killable.start(train_until_killed, step, recipe, while_saving)
     process.join()
     assert process.exitcode == -signal.SIGKILL
 
