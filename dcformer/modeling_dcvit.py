@@ -8,26 +8,25 @@ sdpa or FlashAttention.
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import create_bidirectional_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.vit.configuration_vit import ViTConfig
 from transformers.models.vit.modeling_vit import (
+    ViTAttention,
     ViTEmbeddings,
     ViTForImageClassification,
-    ViTMLP,
+    ViTLayer,
     ViTModel,
     ViTPooler,
-    eager_attention_forward,
+    ViTPreTrainedModel,
 )
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
@@ -38,9 +37,6 @@ from .compose_dcformer import DCFormerCompose, make_compose
 from .configuration_dcformer import DCFormerConfig
 from .dcmha import checked_implementation, composed_attention_forward
 from .hub_dcformer import ComposingModel, register_model
-
-
-_Config = TypeVar("_Config", bound="DCViTConfig")
 
 
 @strict
@@ -90,7 +86,7 @@ class DCViTConfig(ViTConfig):
     composes_heads = DCFormerConfig.composes_heads
 
     @classmethod
-    def from_vit(cls: type[_Config], config: ViTConfig, **overrides: Any) -> _Config:
+    def from_vit(cls, config: ViTConfig, **overrides: Any) -> Self:
         """The configuration of a ViT with composition that starts as identity; `overrides` are fields to set."""
         return cls.from_dict({**_of_vit(config.to_dict()), **overrides})
 
@@ -117,77 +113,42 @@ def _of_vit(values: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "model_type": DCViTConfig.model_type, "compose_init": "identity"}
 
 
-class DCViTAttention(nn.Module):
+class DCViTAttention(ViTAttention):
     def __init__(self, config: DCViTConfig):
-        super().__init__()
-        self.config = config
-        self.num_attention_heads = config.num_attention_heads
-        self.head_dim = config.hidden_size // config.num_attention_heads
-        self.attention_dropout = config.attention_probs_dropout_prob
-        self.scaling = self.head_dim**-0.5
-        self.is_causal = False
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(config.hidden_size, config.hidden_size, bias=config.qkv_bias) for _ in range(3)
-        )
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        super().__init__(config)
         self.compose = make_compose(config)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        input_shape = hidden_states.shape[:-1]
+        if self.compose is None:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            checked_implementation(self.config._attn_implementation), composed_attention_forward
+        )
         query, key, value = (
-            projection(hidden_states).view(*input_shape, -1, self.head_dim).transpose(1, 2)
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # (batch, heads, length, channels)
-        eager: Callable = eager_attention_forward
-        if self.compose is not None:
-            checked_implementation(self.config._attn_implementation)
-            eager = composed_attention_forward
-            pre, post = self.compose(hidden_states)
-            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
-            kwargs.update(pre=pre, post=post)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **kwargs,
-        )
+        pre, post = self.compose(hidden_states)
+        kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
+        kwargs.update(pre=pre, post=post, scaling=self.scaling)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, **kwargs)
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
 
-class DCViTLayer(GradientCheckpointingLayer):
+class DCViTLayer(ViTLayer):
     def __init__(self, config: DCViTConfig):
-        super().__init__()
+        super().__init__(config)
         self.attention = DCViTAttention(config)
-        self.layernorm_before = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.layernorm_after = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = ViTMLP(config)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
-    ) -> Tensor:
-        attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
-        hidden_states = hidden_states + self.dropout(attended)
-        return hidden_states + self.dropout(self.mlp(self.layernorm_after(hidden_states)))
 
 
-class DCViTPreTrainedModel(ComposingModel):
+class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     config: DCViTConfig
     config_class = DCViTConfig
-    base_model_prefix = "vit"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    supports_gradient_checkpointing = True
     _no_split_modules = ["ViTEmbeddings", "DCViTLayer"]
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
-    _input_embed_layer = "patch_embeddings"
     # Weights that one task does not use and another starts anew, as in ViT.
     _heads_that_may_be_new = r"^(classifier|(vit\.)?pooler)\."
     _vit_class: type[PreTrainedModel]
@@ -195,12 +156,7 @@ class DCViTPreTrainedModel(ComposingModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ViTEmbeddings):
-            init.trunc_normal_(module.position_embeddings, std=self.config.initializer_range)
-            init.trunc_normal_(module.cls_token, std=self.config.initializer_range)
-            if module.mask_token is not None:
-                init.zeros_(module.mask_token)
-        elif isinstance(module, DCFormerCompose):
+        if isinstance(module, DCFormerCompose):
             module.reset_parameters(identity=self.config.compose_init == "identity")
 
     @classmethod
@@ -225,27 +181,18 @@ class DCViTPreTrainedModel(ComposingModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """As the base class. The files of a ViT load as they are; the composition then starts as identity."""
-        is_vit = _is_vit(pretrained_model_name_or_path, kwargs)
-        if is_vit:
-            kwargs.setdefault("key_mapping", _names_of_vit())
-        wants_info = output_loading_info or is_vit  # with it, missing weights are no error
+        wants_info = output_loading_info
+        if pretrained_model_name_or_path is not None:
+            where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
+            values, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **where)
+            if values.get("model_type") == ViTConfig.model_type:
+                # Files of a ViT keep older names of its parameters than its classes have today.
+                renamings = get_checkpoint_conversion_mapping(ViTModel.__name__)
+                names = {renaming.source_patterns[0]: renaming.target_patterns[0] for renaming in renamings}
+                kwargs.setdefault("key_mapping", names)
+                wants_info = True  # with it, missing weights are no error
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs)
         return loaded[0] if wants_info and not output_loading_info else loaded
-
-
-def _is_vit(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> bool:
-    """Whether a checkpoint is one of a ViT, which has no composition."""
-    if path is None:
-        return False
-    where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
-    values, _ = PreTrainedConfig.get_config_dict(path, **where)
-    return values.get("model_type") == ViTConfig.model_type
-
-
-def _names_of_vit() -> dict[str, str]:
-    """How Transformers renames ViT's parameters, whose files keep older names than its classes have today."""
-    renamings = get_checkpoint_conversion_mapping(ViTModel.__name__)
-    return {renaming.source_patterns[0]: renaming.target_patterns[0] for renaming in renamings}
 
 
 class DCViTModel(DCViTPreTrainedModel):
@@ -347,9 +294,7 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
             **kwargs,
         )
         logits = self.classifier(outputs.last_hidden_state[:, 0])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )

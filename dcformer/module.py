@@ -4,7 +4,7 @@ Section 3 of the paper calls DCMHA a drop-in replacement in any architecture. In
 come from the query's sequence and the key-wise ones from the key's, as equation 8 writes them; values compose nothing.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,7 @@ class DCMultiheadAttention(nn.Module):
         self.compose.reset_parameters(self.identity)
 
     @classmethod
-    def from_torch(
-        cls, attention: nn.MultiheadAttention, *, identity: bool = True, **options: Any
-    ) -> "DCMultiheadAttention":
+    def from_torch(cls, attention: nn.MultiheadAttention, *, identity: bool = True, **options: Any) -> Self:
         """
         A copy of a torch module, which computes exactly what it computed until the composition is trained.
 
@@ -119,16 +117,13 @@ class DCMultiheadAttention(nn.Module):
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("A module with add_bias_kv or add_zero_attn has a key without key-wise compose weights.")
+        names = ("embed_dim", "num_heads", "dropout", "kdim", "vdim", "batch_first")
+        like = attention.out_proj.weight
         copy = cls(
-            attention.embed_dim,
-            attention.num_heads,
-            attention.dropout,
-            attention.in_proj_bias is not None,
-            attention.kdim,
-            attention.vdim,
-            attention.batch_first,
-            attention.out_proj.weight.device,
-            attention.out_proj.weight.dtype,
+            **{name: getattr(attention, name) for name in names},
+            bias=attention.in_proj_bias is not None,
+            device=like.device,
+            dtype=like.dtype,
             identity=identity,
             **options,
         )
@@ -181,9 +176,12 @@ class DCMultiheadAttention(nn.Module):
         # (batch, length, channels) each
         mask = self._visibility(query.shape[:2], key.shape[1], key_padding_mask, attn_mask, is_causal)
         pre, post = self.compose(query) if is_same else self.compose(query, key)
+        separate: Any = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        projections = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+        biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         q, k, v = (
             functional.linear(states, weight, bias).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-            for states, weight, bias in zip((query, key, value), *self._projections())
+            for states, weight, bias in zip((query, key, value), projections, biases)
         )  # (batch, heads, length, head channels)
         options: dict[str, Any] = {"attention_mask": mask, "dropout": self.dropout if self.training else 0.0}
         result = composed_attention(q, k, v, pre, post, return_weights=need_weights, **options)
@@ -194,13 +192,6 @@ class DCMultiheadAttention(nn.Module):
         if not batched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output if self.batch_first else output.transpose(0, 1), weights
-
-    def _projections(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Weights and biases of query, key and value."""
-        weights: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        return weights, (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether there is a batch; raise ValueError for sequences that do not fit together."""

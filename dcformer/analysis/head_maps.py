@@ -1,7 +1,5 @@
 """The heads x heads matrices of equation 8: how a pair of tokens composes the heads, and who lends to whom."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

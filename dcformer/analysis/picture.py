@@ -1,7 +1,5 @@
 """Signed heat maps as SVG: blue above zero, orange below, which every eye tells apart, and grey out of sight."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 

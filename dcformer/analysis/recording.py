@@ -1,7 +1,5 @@
 """What the attention layers of a model compute, handed over map by map while it runs (equation 4 of the paper)."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

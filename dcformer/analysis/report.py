@@ -281,9 +281,7 @@ def _attention_section(output: Path, recording: Recording) -> str:
         titles, note = {"weights": "softmax"}, "of a model that composes nothing."
     for layer in recording["weights"]:
         cut = {name: recording[name][layer][0, :, -MOST_TOKENS:, -MOST_TOKENS:] for name in titles}
-        lines, columns = _grid(cut)
-        size = 2.2 * columns + 0.8, 2.4 * lines + 0.8
-        _drawn(output, f"attention_layer{layer}", size, _heads(cut, labels, titles))
+        _draw_heads(output, f"attention_layer{layer}", cut, labels, titles)
         figures = []
         for head in range(len(recording.heads)):
             for name, title in titles.items():
@@ -300,33 +298,31 @@ def _attention_section(output: Path, recording: Recording) -> str:
     return _section("Attention", f"{note} Every map has a scale of its own.", *parts)
 
 
-def _heads(maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str]) -> Callable[[Figure], None]:
-    """Draws a row of heads for every map, (heads, query, key) each, between these tokens."""
+def _draw_heads(
+    output: Path, name: str, maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str]
+) -> None:
+    """Draw a row of heads for every map, (heads, query, key) each, between these tokens."""
+    heads = len(next(iter(maps.values())))
+    lines, columns = math.ceil(heads / _HEADS_IN_A_ROW) * len(maps), min(heads, _HEADS_IN_A_ROW)
 
     def draw(figure: Figure) -> None:
         from matplotlib.colors import LinearSegmentedColormap
 
         colours = LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
         figure.set_layout_engine("compressed")
-        axes = figure.subplots(*_grid(maps), squeeze=False)
+        axes = figure.subplots(lines, columns, squeeze=False)
         for axis in axes.flat:
             axis.set_axis_off()
-        for number, (name, values) in enumerate(maps.items()):
+        for number, (kind, values) in enumerate(maps.items()):
             for head, weights in enumerate(values):
                 line, column = head // _HEADS_IN_A_ROW * len(maps) + number, head % _HEADS_IN_A_ROW
                 axis = axes[line, column]
                 strongest = max(float(weights.abs().max()), 1e-6)
                 axis.imshow(weights.masked_fill(weights == 0, torch.nan), cmap=colours, vmin=-strongest, vmax=strongest)
-                axis.set_title(f"Head {head}, {titles[name]}", fontsize=7)
+                axis.set_title(f"Head {head}, {titles[kind]}", fontsize=7)
                 axis.set_axis_on()
                 ticks = range(len(labels)), [label(text) for text in labels]
                 axis.set_xticks(*(ticks if number == len(maps) - 1 else ([], [])), rotation=90, fontsize=5)
                 axis.set_yticks(*(ticks if column == 0 else ([], [])), fontsize=5)
 
-    return draw
-
-
-def _grid(maps: dict[str, Tensor]) -> tuple[int, int]:
-    """Rows and columns of a picture of these maps, (heads, query, key) each."""
-    heads = len(next(iter(maps.values())))
-    return math.ceil(heads / _HEADS_IN_A_ROW) * len(maps), min(heads, _HEADS_IN_A_ROW)
+    _drawn(output, name, (2.2 * columns + 0.8, 2.4 * lines + 0.8), draw)

@@ -4,8 +4,6 @@ Everything runs in the same process: each of our implementations, torch's scaled
 (FlashAttention on a GPU) and with the same window, FlexAttention, and the authors' formulation, eager and compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ compose are compared with the plain implementation in float64 before they are ti
 given, at the heads and channels that are timed and a length that no tile divides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

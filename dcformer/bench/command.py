@@ -1,7 +1,5 @@
 """`dcformer bench`: which part, on which device, and where its rows go."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

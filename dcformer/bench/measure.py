@@ -4,8 +4,6 @@ Calls are timed in turns, so that a slow spell of the machine meets all that is 
 two events in its queue, after its L2 cache has been overwritten; they hold no Python that runs ahead of the queue.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -21,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from rich.table import Table
+from rich.table import Column, Table
 
 from .. import __version__
 from ..common.terminal import make_console
@@ -65,7 +63,6 @@ class Timer:
             self._overwritten = torch.empty(size, dtype=torch.int8, device=device)
 
     def time(self, call: Call, prepare: Call | None = None, parts: int = 1) -> Timing:
-        """Time one call."""
         return self({"": Case(call, prepare, parts=parts)})[""]
 
     def __call__(self, cases: Mapping[Any, Case | Call]) -> dict[Any, Timing]:
@@ -171,25 +168,23 @@ class Row:
     has_failed: bool = False  # it computed wrong values or raised; the command then ends with status 1
 
 
+@dataclasses.dataclass
 class Run:
     """One run of a benchmark: device, sizes, timer, and the report; nothing new begins after `seconds`."""
 
-    def __init__(
-        self,
-        command: str,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-        is_quick: bool = False,
-        seconds: float = math.inf,
-    ):
-        self.command, self.device, self.dtype = command, device, dtype
-        self.is_quick, self.seconds = is_quick, seconds
-        self.compiles = device.type == "cuda"  # whether what needs torch.compile takes part
-        self.timer = Timer(device, seconds=0.02 if is_quick else 0.3)
-        self.rows: list[Row] = []
-        self.notes: list[str] = []
-        self.problems: dict[Hashable, str | None] = {}  # of candidates, by what was checked
-        self._end = time.perf_counter() + seconds
+    command: str
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    is_quick: bool = False
+    seconds: float = math.inf
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    problems: dict[Hashable, str | None] = dataclasses.field(default_factory=dict)  # of candidates, by what was checked
+
+    def __post_init__(self) -> None:
+        self.compiles = self.device.type == "cuda"  # whether what needs torch.compile takes part
+        self.timer = Timer(self.device, seconds=0.02 if self.is_quick else 0.3)
+        self._end = time.perf_counter() + self.seconds
 
     @functools.cached_property
     def rates(self) -> roofline.Rates:
@@ -233,7 +228,6 @@ class Run:
             print(sentence)
 
     def write(self, path: Path) -> None:
-        """Write everything as JSON."""
         content = {
             "command": self.command,
             "environment": environment(self.device),
@@ -255,10 +249,8 @@ def add_ratios(rows: Sequence[Row], base: str, title: str) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column holds names, the others figures; empty columns are left out."""
-    table = Table(columns[0])
     kept = [place for place in range(1, len(columns)) if any(row[place] for row in rows)]
-    for place in kept:
-        table.add_column(columns[place], justify="right")
+    table = Table(columns[0], *(Column(columns[place], justify="right") for place in kept))
     for row in rows:
         table.add_row(row[0], *(row[place] for place in kept))
     make_console(_TABLE_WIDTH).print(table)

@@ -3,8 +3,6 @@
 Models have the layers of the published ones in size, but fewer of them, half of them local.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """`dcformer analyse`: a page of what the heads of a model do before and after composition."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

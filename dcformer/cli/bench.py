@@ -1,7 +1,5 @@
 """`dcformer bench`: how fast attention, decoding and training are here, and which implementation is chosen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

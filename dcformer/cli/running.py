@@ -1,7 +1,5 @@
 """How commands run and print: models registered, errors in one line, without the noise of other libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -55,11 +53,9 @@ def print_line(text: str) -> None:
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = Table(*(Column(name, overflow="fold") for name in columns), title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(str, row))
     make_console().print(table)

@@ -1,7 +1,5 @@
 """`dcformer serve`, OpenAI's API for a model, and `dcformer demo`, a page in the browser."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

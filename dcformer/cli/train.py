@@ -1,7 +1,5 @@
 """`dcformer train`; for several processes `torchrun -m dcformer.cli train`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

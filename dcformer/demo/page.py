@@ -1,7 +1,5 @@
 """The page: its controls, what they do, and serving it on this machine."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -76,11 +74,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                     start = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Stop", elem_id="stop")
                 if loaded.name in ("dcformer-tiny", "transformer-tiny"):
-                    gr.Examples(
-                        [[text] for text in _EXAMPLES],
-                        prompt,
-                        label="C, which it was trained on",
-                    )
+                    gr.Examples([[text] for text in _EXAMPLES], prompt, label="C, which it was trained on")
             with gr.Column():
                 answer = gr.Textbox(label="Answer", lines=7, max_lines=20, elem_id="answer")
                 sampling = _sampling_controls(gr, loaded.model.generation_config)

@@ -1,7 +1,5 @@
 """Attention weights of one head as SVG: the softmax alone beside the composed weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -7,8 +7,6 @@ to one split. `authors_facts.bin` holds the digests of the facts of the authors'
 document; `scripts/write_authors_facts.py` writes it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ no other, in whatever order, wording or question. A document tells the same fact
 of facts than the document has lines: lists of dates, the fewest, have 27 in `test`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -14,12 +14,11 @@ for what leads from the question to the fact: `same-person`; `the-other-person`,
 `different-object` and so on where it only asks which one differs.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 
 from .facts import Fact, facts_digest
 from .vocabulary import VOCABULARY, opposites, singular
@@ -48,8 +47,6 @@ Make = Callable[[random.Random, int], Example]
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of task."""
-
     name: str  # `task0` to `task73` as the authors number them; `task74`
     pattern: str  # what attention has to look for
     transformation: str  # what it makes of what it finds: `copy` or `source->target`
@@ -87,25 +84,17 @@ class Family:
 
     def kinds(self) -> Iterator[tuple[str, str, Make]]:
         """Yield (pattern, transformation, make) of the eight kinds, in the authors' order."""
-        for by_person in (True, False):
-            for negated in (True, False):
-                shared = "person" if by_person else self.target_name
-                for statement in self.statements:
-                    yield (
-                        f"{'the-other' if negated else 'same'}-{shared}",
-                        self.transformation if by_person else "copy",
-                        self._maker(statement, by_person, negated),
-                    )
+        for by_person, negated, statement in product((True, False), (True, False), self.statements):
+            pattern = f"{'the-other' if negated else 'same'}-{'person' if by_person else self.target_name}"
+            make = partial(self._make, by_person, negated, statement)
+            yield pattern, self.transformation if by_person else "copy", make
 
-    def _maker(self, statement: str, by_person: bool, negated: bool) -> Make:
-        def make(rng: random.Random, wording: int) -> Example:
-            # The last of the three is the one asked for; those that stand together against it come first.
-            facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
-            question, answer = self._ask(by_person, negated, facts[0 if negated else 2], facts[2], wording)
-            rng.shuffle(facts)
-            return Example(f"{_told(facts, statement)} {question}", answer, _said(facts))
-
-        return make
+    def _make(self, by_person: bool, negated: bool, statement: str, rng: random.Random, wording: int) -> Example:
+        # The last of the three is the one asked for; those that stand together against it come first.
+        facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
+        question, answer = self._ask(by_person, negated, facts[0 if negated else 2], facts[2], wording)
+        rng.shuffle(facts)
+        return Example(f"{_told(facts, statement)} {question}", answer, _said(facts))
 
     def make_questions(self, rng: random.Random, facts: int = 3) -> list[Example]:
         """
@@ -116,8 +105,7 @@ class Family:
         told = self._draw_facts(rng)[:facts]
         asked = [
             self._ask(by_person, False, fact, fact, rng.randrange(len(self.verbs)))
-            for fact in told
-            for by_person in (True, False)
+            for fact, by_person in product(told, (True, False))
         ]
         rng.shuffle(asked)
         rng.shuffle(told)
@@ -183,54 +171,41 @@ def _said(facts: list[tuple[str, Content]]) -> tuple[Fact, ...]:
     return tuple((person, content.thing) for person, content in facts)
 
 
-def _list_maker(draw: Draw, named: str | None, lead: str, copies: bool = False) -> Make:
+def _make_list(draw: Draw, named: str | None, lead: str, copies: bool, rng: random.Random, wording: int) -> Example:
     """
-    Make questions about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
+    Ask about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
 
     `named` is what the question calls those that it does not ask for: the `"thing"` that is listed twice, the `"class"`
     of two things, or nothing. `lead` stands before the answer, which is the thing itself if `copies`.
     """
-
-    def make(rng: random.Random, wording: int) -> Example:
-        first, second, asked = draw(rng, named == "class")
-        listed = [first, second if named == "class" else first, asked]
-        rng.shuffle(listed)
-        which = {None: "different", "thing": f"not {singular(first.thing)}", "class": f"not {first.target}"}[named]
-        things = tuple(content.thing for content in listed)
-        question = f"There are {', '.join(things)}. Which is {which}? {lead.format(unit=asked.unit)}".rstrip()
-        return Example(question, singular(asked.thing) if copies else asked.target, tuple((thing,) for thing in things))
-
-    return make
+    first, second, asked = draw(rng, named == "class")
+    listed = [first, second if named == "class" else first, asked]
+    rng.shuffle(listed)
+    which = {None: "different", "thing": f"not {singular(first.thing)}", "class": f"not {first.target}"}[named]
+    things = tuple(content.thing for content in listed)
+    question = f"There are {', '.join(things)}. Which is {which}? {lead.format(unit=asked.unit)}".rstrip()
+    return Example(question, singular(asked.thing) if copies else asked.target, tuple((thing,) for thing in things))
 
 
-def _members(groups: dict[str, list[str]]) -> Draw:
+def _members(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
     """Draw things with the group they belong to: a class, a capability or a country."""
-
-    def draw(rng: random.Random, two_agree: bool) -> list[Content]:
-        while True:
-            names = rng.sample(sorted(groups), 3)
-            if two_agree:
-                names[1] = names[0]
-            things = [rng.choice(groups[name]) for name in names]
-            # A thing of two groups in question, or the same thing twice, would make two answers right.
-            owned = [sum(thing in groups[name] for name in set(names)) for thing in things]
-            if len(set(things)) == 3 and owned == [1, 1, 1]:
-                return [Content(thing, name) for thing, name in zip(things, names)]
-
-    return draw
-
-
-def _copies(groups: dict[str, list[str]]) -> Draw:
-    """Draw things that questions name as they are."""
-    things = sorted({thing for members in groups.values() for thing in members})
-
-    def draw(rng: random.Random, two_agree: bool) -> list[Content]:
-        drawn = rng.sample(things, 3)
+    while True:
+        names = rng.sample(sorted(groups), 3)
         if two_agree:
-            drawn[1] = drawn[0]
-        return [Content(thing, singular(thing)) for thing in drawn]
+            names[1] = names[0]
+        things = [rng.choice(groups[name]) for name in names]
+        # A thing of two groups in question, or the same thing twice, would make two answers right.
+        owned = [sum(thing in groups[name] for name in set(names)) for thing in things]
+        if len(set(things)) == 3 and owned == [1, 1, 1]:
+            return [Content(thing, name) for thing, name in zip(things, names)]
 
-    return draw
+
+def _copies(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
+    """Draw things that questions name as they are."""
+    drawn = rng.sample(sorted({thing for members in groups.values() for thing in members}), 3)
+    if two_agree:
+        drawn[1] = drawn[0]
+    return [Content(thing, singular(thing)) for thing in drawn]
 
 
 def _adjectives(rng: random.Random, two_agree: bool) -> list[Content]:
@@ -247,21 +222,17 @@ def _adjectives(rng: random.Random, two_agree: bool) -> list[Content]:
     return [Content(adjective, target) for adjective, target in zip(drawn, targets)]
 
 
-def _ordinals(step: int) -> Draw:
+def _ordinals(step: int, rng: random.Random, two_agree: bool) -> list[Content]:
     """Draw dates or times of one sort, with the next or the one before as target."""
-
-    def draw(rng: random.Random, two_agree: bool) -> list[Content]:
-        unit = rng.choice(sorted(VOCABULARY["ordinals"]))
-        values = VOCABULARY["ordinals"][unit]["values"]
-        # The last of a row is a target only, as nothing comes after it; before the first comes nothing either.
-        places = rng.sample(range(len(values) - 1), 3)
-        while places[2] + step < 0:
-            rng.shuffle(places)
-        if two_agree:
-            places[1] = places[0]
-        return [Content(values[place], values[max(place + step, 0)], unit) for place in places]
-
-    return draw
+    unit = rng.choice(sorted(VOCABULARY["ordinals"]))
+    values = VOCABULARY["ordinals"][unit]["values"]
+    # The last of a row is a target only, as nothing comes after it; before the first comes nothing either.
+    places = rng.sample(range(len(values) - 1), 3)
+    while places[2] + step < 0:
+        rng.shuffle(places)
+    if two_agree:
+        places[1] = places[0]
+    return [Content(values[place], values[max(place + step, 0)], unit) for place in places]
 
 
 _OWN = (("has", "does not have"), ("possesses", "does not possess"), ("owns", "does not own"))
@@ -277,11 +248,11 @@ _OWNED = ("{person} has {thing}.", "{the_noun} {be} {person}'s.")
 _LIKED = ("{person} likes {thing}.", "{thing} attracts {person}.")
 _OBJECTS, _TOOLS, _CITIES = (VOCABULARY[name] for name in ("superclasses", "capabilities", "countries"))
 FAMILIES = (
-    Family("object->superclass", "class", _members(_OBJECTS), _OWNED, _OWN, "a kind of {target}"),
-    Family("copy", "object", _copies(_OBJECTS), _OWNED, _OWN, "{target}"),
-    Family("city->country", "country", _members(_CITIES), _LIKED, _WISH, "the city in {target}"),
-    Family("copy", "city", _copies(_CITIES), _LIKED, _WISH, "{target}"),
-    Family("object->capability", "capability", _members(_TOOLS), _OWNED, _OWN, "the thing that can {target}"),
+    Family("object->superclass", "class", partial(_members, _OBJECTS), _OWNED, _OWN, "a kind of {target}"),
+    Family("copy", "object", partial(_copies, _OBJECTS), _OWNED, _OWN, "{target}"),
+    Family("city->country", "country", partial(_members, _CITIES), _LIKED, _WISH, "the city in {target}"),
+    Family("copy", "city", partial(_copies, _CITIES), _LIKED, _WISH, "{target}"),
+    Family("object->capability", "capability", partial(_members, _TOOLS), _OWNED, _OWN, "the thing that can {target}"),
     Family(
         "adjective->opposite",
         "opposite",
@@ -293,7 +264,7 @@ FAMILIES = (
     Family(
         "ordinal->next",
         "ordinal",
-        _ordinals(1),
+        partial(_ordinals, 1),
         ("{person} arrived {on} {thing}.", "{capital_on} {thing} arrived {person}."),
         _ARRIVE,
         "the {unit} just before {target}",
@@ -305,24 +276,20 @@ _FIRST_LIST = 8 * len(FAMILIES)
 
 
 def _list_kinds() -> Iterator[tuple[str, str, Make]]:
-    for content_name, groups, lead, transformation, target_lead in (
-        ("object", _OBJECTS, "The", "object->superclass", "A kind of"),
-        ("city", _CITIES, "", "city->country", "The city in"),
-        ("object", _TOOLS, "The", "object->capability", "The thing that can"),
-    ):
-        patterns = [(f"the-other-{content_name}", "thing"), (f"different-{content_name}", None)]
-        for pattern, named in patterns:
-            yield pattern, "copy", _list_maker(_copies(groups), named, lead, copies=True)
-        for pattern, named in patterns:
-            yield pattern, transformation, _list_maker(_members(groups), named, target_lead)
-    for content_name, draw, transformation, lead in (
-        ("adjective", _adjectives, "adjective->opposite", "The opposite of"),
-        ("ordinal", _ordinals(1), "ordinal->next", "The {unit} just before"),
-        ("ordinal", _ordinals(-1), "ordinal->previous", "The {unit} just after"),
+    for content_name, transformation, draw, lead in (
+        ("object", "copy", partial(_copies, _OBJECTS), "The"),
+        ("object", "object->superclass", partial(_members, _OBJECTS), "A kind of"),
+        ("city", "copy", partial(_copies, _CITIES), ""),
+        ("city", "city->country", partial(_members, _CITIES), "The city in"),
+        ("object", "copy", partial(_copies, _TOOLS), "The"),
+        ("object", "object->capability", partial(_members, _TOOLS), "The thing that can"),
+        ("adjective", "adjective->opposite", _adjectives, "The opposite of"),
+        ("ordinal", "ordinal->next", partial(_ordinals, 1), "The {unit} just before"),
+        ("ordinal", "ordinal->previous", partial(_ordinals, -1), "The {unit} just after"),
     ):
         for pattern, named in ((f"the-other-{content_name}", "thing"), (f"different-{content_name}", None)):
-            yield pattern, transformation, _list_maker(draw, named, lead)
-    yield "the-other-class", "copy", _list_maker(_members(_OBJECTS), "class", "The", copies=True)
+            yield pattern, transformation, partial(_make_list, draw, named, lead, transformation == "copy")
+    yield "the-other-class", "copy", partial(_make_list, partial(_members, _OBJECTS), "class", "The", True)
 
 
 TASK_KINDS = {

@@ -15,8 +15,6 @@ of these documents shortens this:
 - `examples`: documents as the tasks have them.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Mapping

@@ -11,11 +11,10 @@ Rules that answer without reading the question: reference lines for every table 
 A model reads questions only if it scores above all three.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from .facts import Fact, parse_line
@@ -53,58 +52,43 @@ def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
 
 def _choices(facts: Sequence[Fact]) -> dict[str, list[int]]:
     """Rule -> the places of the facts that it chooses from; in lists, things take the place of names."""
-    things, every = [fact[-1] for fact in facts], list(range(len(facts)))
-    lone = _single([fact[0] for fact in facts])
-    odd = lone or _single(things) or _single_by_group(things)
+    every = list(range(len(facts)))
+    lone = _alone([{fact[0]} for fact in facts])
+    groups = [set().union(*(_targets(kind).get(fact[-1], ()) for kind in _GROUPS_OF)) for fact in facts]
+    odd = lone or _alone([{fact[-1]} for fact in facts]) or _alone(groups)
     return {BLIND_CHOICE: every, LONE_NAME: lone or every, ODD_ONE_OUT: odd or every}
 
 
-def _single(words: Sequence[str]) -> list[int]:
-    """The place of the word that occurs once, if there is exactly one such word."""
-    places = [place for place, word in enumerate(words) if words.count(word) == 1]
-    return places if len(places) == 1 else []
-
-
-def _single_by_group(things: Sequence[str]) -> list[int]:
-    """The place of the thing that shares no group with another, if there is exactly one."""
-    groups = [frozenset().union(*(_groups(name).get(thing, ()) for name in _GROUPS_OF.values())) for thing in things]
-    places = [
-        place
-        for place, own in enumerate(groups)
-        if not any(own & other for at, other in enumerate(groups) if at != place)
-    ]
+def _alone(sets: Sequence[Set[str]]) -> list[int]:
+    """The place of the set that shares nothing with another, if there is exactly one."""
+    places = [place for place, own in enumerate(sets) if sum(not own.isdisjoint(each) for each in sets) <= 1]
     return places if len(places) == 1 else []
 
 
 def _probability(answer: str, fact: Fact, question: str, transformation: str) -> float:
     """Probability of the answer if this fact is chosen; several targets are equally probable."""
     if question.startswith("Who "):
-        targets = frozenset({fact[0]})
+        targets = {fact[0]}
     elif transformation == "copy":
-        targets = frozenset({fact[-1]})
+        targets = {fact[-1]}
     else:
-        targets = _targets(transformation, fact[-1])
+        targets = _targets(transformation)[fact[-1]]
     return 1 / len(targets) if answer in targets else 0.0
 
 
 @cache
-def _targets(transformation: str, thing: str) -> frozenset[str]:
+def _targets(transformation: str) -> dict[str, set[str]]:
+    """Thing -> all that a transformation makes of it, which is nothing where a row of dates ends."""
+    rows = [ordinal["values"] for ordinal in VOCABULARY["ordinals"].values()]
+    found: dict[str, set[str]] = {value: set() for row in rows for value in row}
+    pairs = [pair for row in rows for pair in pairwise(row)]
     if transformation == "adjective->opposite":
-        return frozenset(opposites().get(thing, ()))
-    if transformation.startswith("ordinal->"):
-        step = 1 if transformation == "ordinal->next" else -1
-        rows = [ordinal["values"] for ordinal in VOCABULARY["ordinals"].values()]
-        places = [(row, row.index(thing) + step) for row in rows if thing in row]
-        # Before the first of a row there is nothing, and no question asks for it.
-        return frozenset(row[place] for row, place in places if 0 <= place < len(row))
-    return _groups(_GROUPS_OF[transformation])[thing]
-
-
-@cache
-def _groups(name: str) -> dict[str, frozenset[str]]:
-    """Thing -> the groups of one sort that it belongs to."""
-    found: dict[str, set[str]] = {}
-    for group, members in VOCABULARY[name].items():
-        for thing in members:
-            found.setdefault(singular(thing), set()).add(group)
-    return {thing: frozenset(groups) for thing, groups in found.items()}
+        pairs = [(one, other) for one, others in opposites().items() for other in others]
+    elif transformation == "ordinal->previous":
+        pairs = [(value, before) for before, value in pairs]
+    elif transformation in _GROUPS_OF:
+        groups = VOCABULARY[_GROUPS_OF[transformation]]
+        pairs = [(singular(thing), group) for group, things in groups.items() for thing in things]
+    for thing, target in pairs:
+        found.setdefault(thing, set()).add(target)
+    return found

@@ -1,7 +1,5 @@
 """A tokenizer for the head tasks: one token per word or mark, as the tasks are about words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The words of the head tasks: people, things with their groups, opposites and rows of dates."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -11,15 +9,11 @@ from typing import Any
 VOCABULARY: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8"))
 
 
-def noun(thing: str) -> str:
-    """A thing without its article."""
-    return thing.removeprefix("a ").removeprefix("an ")
-
-
 @cache
 def singular(thing: str) -> str:
-    """The noun as questions have it."""
-    return VOCABULARY["singular_of"].get(noun(thing), noun(thing))
+    """The noun as questions have it, without an article."""
+    noun = thing.removeprefix("a ").removeprefix("an ")
+    return VOCABULARY["singular_of"].get(noun, noun)
 
 
 @cache
