@@ -50,12 +50,19 @@ from .hub_dcformer import ComposingModel, register_model
 
 logger = logging.get_logger(__name__)
 
-# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24. Since then the
-# older name of the argument brings a warning, as for the models of Transformers; before, both names are as good.
+# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24.
 CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signature(create_causal_mask).parameters)
-takes_older_cache_name = deprecate_kwarg(
-    "past_key_values", "5.40.0" if CACHE_NAME == "cache" else "5.0.0", new_name="cache"
-)
+
+
+def takes_older_cache_name(forward: Callable) -> Callable:
+    """Take `past_key_values` for `cache`: with a warning where Transformers warns too, else as the name it looks up."""
+    if CACHE_NAME == "cache":
+        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+    silent = deprecate_kwarg("past_key_values", "5.0.0", new_name="cache")(forward)
+    signature = inspect.signature(forward)
+    parameters = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
+    silent.__signature__ = signature.replace(parameters=parameters)
+    return silent
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -360,8 +367,8 @@ class DCFormerPreTrainedModel(ComposingModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # Transformers' heads ask for their decoder by the class of the configuration, and where code comes with a folder
-        # that may be another copy than the one of this file.
+        # Transformers' heads ask for their decoder by the class of the configuration, which is another copy than the one
+        # of this file where code comes with a folder.
         decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
         AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
 
@@ -469,9 +476,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
         sizes = (part.num_embeddings for part in self.embed_tokens.modules() if isinstance(part, nn.Embedding))
         rows = next(sizes, self.config.vocab_size)
         # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
-        if self.config.oov_policy == "clamp" or not values_are_known(input_ids):
+        if self.config.oov_policy == "clamp" or input_ids.is_meta or is_tracing(input_ids):
             return input_ids.clamp(0, rows - 1)
-        if (outside := (input_ids < 0) | (input_ids >= rows)).any():
+        if values_are_known(input_ids) and (outside := (input_ids < 0) | (input_ids >= rows)).any():
             position = outside.nonzero()[0].tolist()
             raise ValueError(
                 f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "

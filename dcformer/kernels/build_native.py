@@ -1,7 +1,8 @@
 """Compiling the C++ operator: by `pip install` (setup.py loads this file alone) or where it is first used.
 
 There is one library for each instruction set, of plain C functions that take pointers. It uses nothing of torch or
-Python, so that it compiles in seconds and serves every version of both. Its name holds a digest of the sources.
+Python, so that it compiles in seconds and serves every version of both. Its name holds digests of the sources and of
+itself, by which one of other sources is passed over, and a damaged one, which could end the process.
 """
 
 import hashlib
@@ -31,13 +32,22 @@ def instruction_sets() -> tuple[str, ...]:
     return ("neon",) if machine in ("aarch64", "arm64") else ()
 
 
-def library_name(instruction_set: str) -> str:
-    """File name of the library that these sources make."""
-    digest = hashlib.sha256(repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
-    for path in sorted(SOURCES.iterdir()):
-        if path.suffix in (".cpp", ".h"):
-            digest.update(path.read_bytes())
-    return f"dcformer-{instruction_set}-{digest.hexdigest()[:12]}.so"
+def find_library(instruction_set: str, folder: Path) -> Path | None:
+    """The library that `compile_library` made of these sources in a folder, if it is there as it was made."""
+    for path in folder.glob(f"{_stem(instruction_set)}-*.so"):
+        if path.stem.endswith(_digest(path.read_bytes())):
+            return path
+    return None
+
+
+def _stem(instruction_set: str) -> str:
+    """How the file name begins of every library that these sources make."""
+    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
+    return f"dcformer-{instruction_set}-{_digest(repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode(), *sources)}"
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
 
 
 def find_compiler() -> str | None:
@@ -52,13 +62,10 @@ def compile_library(instruction_set: str, folder: Path) -> Path:
     if compiler is None:
         raise OSError("there is no C++ compiler")
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / library_name(instruction_set)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / target.name
-        flags = (*FLAGS, *INSTRUCTION_SETS[instruction_set])
-        command = [compiler, *flags, str(SOURCES / "attention.cpp"), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        made = Path(scratch) / "library.so"
+        flags = (*FLAGS, *INSTRUCTION_SETS[instruction_set], "-o", str(made))
+        done = subprocess.run([compiler, *flags, str(SOURCES / "attention.cpp")], capture_output=True, text=True)
         if done.returncode != 0:
             raise OSError(f"{compiler} failed with status {done.returncode}: {done.stderr.strip()}")
-        made.replace(target)
-    return target
+        return made.replace(folder / f"{_stem(instruction_set)}-{_digest(made.read_bytes())}.so")

@@ -44,12 +44,6 @@ class Call(NamedTuple):
         groups = composed[0].groups if composed else 1
         return cls(query, key, value, *_tensors(pre), *_tensors(post), *masks, groups, *band, scaling)
 
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether it will be differentiated, as far as can be known."""
-        tensors = self[: len(DIFFERENTIABLE)]
-        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
     def with_channels_last(self) -> "Call":
         """The same with the channels of query, key and value side by side in memory, as the kernels read them."""
         return self._replace(**{name: channels_last(getattr(self, name)) for name in ("query", "key", "value")})
@@ -57,6 +51,12 @@ class Call(NamedTuple):
 
 # Those that may have gradients.
 DIFFERENTIABLE = Call._fields[:9]
+
+
+def needs_gradient(call: Call) -> bool:  # no property: older Dynamos stop at one of a named tuple
+    """Whether it will be differentiated, as far as can be known."""
+    tensors = call[: len(DIFFERENTIABLE)]
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def is_empty(weights: Weights) -> bool:

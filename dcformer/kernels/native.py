@@ -25,8 +25,8 @@ from .. import compose_dcformer
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility, Weights, register_implementation
 from ..modeling_dcformer import DCFormerRMSNorm
-from .build_native import compile_library, instruction_sets, library_name
-from .call import Call, channels_last, why_no_kernel
+from .build_native import compile_library, find_library, instruction_sets
+from .call import Call, channels_last, needs_gradient, why_no_kernel
 from .ops import differentiable_op, inference_op
 
 
@@ -45,7 +45,7 @@ _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, torch.nn.GELU
 def native_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -> Tensor:
     """The `forward` of an [`Implementation`], without dropout and with tiles of its own."""
     call = Call.of(*inputs, mask, scaling)
-    if call.needs_gradient:
+    if needs_gradient(call):
         return forward_op(*call)[0]
     return attention_op(*call) if is_tracing(call.query) else _forward(call)
 
@@ -318,18 +318,7 @@ def _parallel_for() -> int:
 
 def _run(function: str, call: tuple[int, ...]) -> None:
     fields = array("q", call)
-    _functions()[function](fields.buffer_info()[0])
-
-
-@functools.cache
-def _functions() -> dict[str, Any]:
-    library = _library()
-    assert isinstance(library, ctypes.CDLL)
-    functions = {}
-    for name in ("dcformer_forward", "dcformer_backward", "dcformer_compose_block", "dcformer_project"):
-        functions[name] = getattr(library, name)
-        functions[name].argtypes = [ctypes.c_void_p]
-    return functions
+    getattr(_library(), function)(ctypes.c_void_p(fields.buffer_info()[0]))
 
 
 @torch.compiler.assume_constant_result
@@ -346,14 +335,15 @@ def _library() -> ctypes.CDLL | str:
     instruction_set = _instruction_set()
     if instruction_set is None:
         return "it is made for CPUs with AVX2, AVX-512 or NEON"
-    name = library_name(instruction_set)
-    cache = Path(os.environ.get("DCFORMER_CACHE", "~/.cache/dcformer")).expanduser()
     try:
-        found = [folder / name for folder in (Path(__file__).with_name("native"), cache) if (folder / name).exists()]
-        library = ctypes.CDLL(str(found[0] if found else compile_library(instruction_set, cache)))
+        found = find_library(instruction_set, Path(__file__).with_name("native"))
+        if found is None:
+            cache = Path(os.environ.get("DCFORMER_CACHE") or "~/.cache/dcformer").expanduser()
+            found = find_library(instruction_set, cache) or compile_library(instruction_set, cache)
+        library = ctypes.CDLL(str(found))
         _parallel_for()
         return library
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, RuntimeError) as error:  # the last of a user without a home directory
         reason = f"it could not be compiled or loaded ({error})"
         logger.warning(
             "Composed attention runs in plain torch, which takes several times as long: %s. It needs a C++ compiler, a "

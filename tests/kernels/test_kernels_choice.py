@@ -1,20 +1,19 @@
 """The kernels in the operator's table: as operators of torch, by name in models, and where they are chosen unasked."""
 
+import contextlib
 import functools
-import logging
 
 import pytest
 import torch
 from golden_runs import JAX_RUNS
 from golden_runs import TOLERANCE as GOLDEN_TOLERANCE
 from operator_inputs import DEVICE, make_inputs
-from reference import composed_attention_reference
 from test_golden import load_jax, load_torch
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
 
 from dcformer import ComposeWeights, Visibility, composed_attention
-from dcformer.kernels import triton_form
+from dcformer.kernels import decode, forward, triton_form
 from dcformer.kernels.call import Call
 from dcformer.kernels.ops import decode_op, forward_op
 
@@ -92,11 +91,14 @@ def test_a_choice_by_name_that_cannot_run_says_why(change, options, reason):
 
 
 def test_machines_without_triton_or_a_gpu_that_it_compiles_for_are_refused(monkeypatch):
-    monkeypatch.setattr(triton_form, "_capability", {0: (7, 5), 1: (8, 0)}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device" in triton_form._why_not_here("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (7, 5), 1: (8, 0)}.get)
     assert "compute capability 7.5" in triton_form._why_not_here("cuda", 0)
     assert triton_form._why_not_here("cuda", 1) is None
     assert triton_form._why_not_here("mps", None) == "the tensors are on mps"
-    for version, reason in ((None, r"pip install 'dcformer\[triton\]'"), ("3.3.1", r"3\.3\.1 is too old")):
+    for version, reason in ((None, "pip install triton"), ("3.3.1", r"3\.3\.1 is too old")):
         monkeypatch.setattr(triton_form, "triton_version", lambda version=version: version)
         with pytest.raises(ValueError, match=reason):
             triton(*inputs_of(10))
@@ -138,78 +140,77 @@ def test_models_generate_the_same_by_name():
     assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-5, rtol=1e-5)
 
 
-def why_not(inputs, **options) -> str | None:
-    mask = Visibility(inputs.query.shape[2], inputs.key.shape[2])
-    return triton_form.why_not_automatic(*inputs, mask=mask, **options)
+@pytest.fixture
+def unasked(monkeypatch):
+    """A CPU stands for a CUDA device, where the kernels are chosen unasked."""
+    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
+    torch._dynamo.reset()
 
 
 @pytest.fixture
-def compared(monkeypatch):
-    """What was compared so far, with nothing in it; a CPU stands for a CUDA device."""
-    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
-    monkeypatch.setattr(triton_form, "_TOKENS", 12)  # the interpreter is slow
-    found: dict = {}
-    monkeypatch.setattr(triton_form, "_compared", found)
+def ran(unasked, monkeypatch):
+    """The numbers of queries that the kernels were run with."""
+    found: list[int] = []
+
+    def watched(function):
+        def run(call, *arguments):
+            found.append(call.query.shape[2])
+            return function(call, *arguments)
+
+        return run
+
+    monkeypatch.setattr(forward, "composed_forward", watched(forward.composed_forward))
+    monkeypatch.setattr(decode, "composed_decode", watched(decode.composed_decode))
     return found
 
 
-def test_the_kernels_are_chosen_after_one_comparison_that_agrees(compared, monkeypatch):
-    before = torch.random.get_rng_state()
-    with torch.inference_mode():
-        assert why_not(inputs_of(20)) is None
-    assert torch.equal(torch.random.get_rng_state(), before)
-    # What a prefill has settled, the steps that follow need not.
-    assert set(compared.values()) == {None} and len(compared) == 2
-    monkeypatch.setattr(triton_form, "_largest_error", None)
-    assert why_not(inputs_of(33)) is None and why_not(inputs_of(1, 9)) is None
-    assert composed_attention(*inputs_of(20)).shape == (1, 2, 20, 8)
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"backend": "eager", "dynamic": True}], ids=str)
+def test_what_is_compiled_before_it_ever_ran_runs_on_the_kernels(options, context, ran):
+    compiled = torch.compile(lambda *inputs: composed_attention(*inputs), fullgraph=True, **options)
+    with context():
+        for queries in (13, 1):
+            inputs = inputs_of(queries, 14, batch=2)
+            assert_close(compiled(*inputs), composed_attention(*inputs, implementation="plain"), **TOLERANCE)
+    assert ran == [13, 1]
 
 
-@pytest.mark.parametrize(
-    ("form", "reason"),
-    [
-        (lambda query, *arguments, **options: 1.1 * composed_attention_reference(query, *arguments), "results differ"),
-        (lambda *arguments, **options: 1 / 0, "fails here with ZeroDivisionError"),
-    ],
-    ids=["wrong", "raises"],
-)
-def test_kernels_that_fail_the_comparison_are_left_out_with_one_warning(form, reason, compared, monkeypatch, caplog):
-    monkeypatch.setattr(triton_form, "triton_attention", form)
-    with caplog.at_level(logging.WARNING):
-        reasons = {why_not(inputs_of(1, 9)) for _ in range(2)}
-    assert len(reasons) == 1 and len(caplog.records) == 1
-    assert reason in reasons.pop()
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_the_first_step_of_training_with_checkpoints_runs_on_the_kernels(is_compiled, use_reentrant, ran):
+    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 13).to(DEVICE)
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(tokens, labels=tokens, use_cache=False).loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    found = gradients(torch.compile(model, backend="aot_eager") if is_compiled else model)
+    assert ran == [13, 13]
+    model.set_attn_implementation("dcmha_plain")
+    assert_close(found, gradients(model), atol=2e-5, rtol=1e-4)
 
 
-def test_in_a_graph_or_a_backward_pass_only_what_is_known_counts(compared, monkeypatch):
-    monkeypatch.setattr(triton_form, "_largest_error", lambda *arguments: 0.0)
-    inputs, reasons = inputs_of(20), []
+def test_a_model_compiled_under_autocast_holds_the_kernels(unasked):
+    graphs = []
 
-    class Asking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def keep(graph, example_inputs):
+        graphs.append(graph)
+        return graph
 
-        @staticmethod
-        def backward(ctx, gradient):
-            reasons.append(why_not(inputs))
-            return gradient
+    compiled = torch.compile(tiny_model(num_hidden_layers=1).to(DEVICE), backend=keep, fullgraph=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        compiled(random_tokens(1, 9).to(DEVICE), use_cache=False)
+    assert "dcformer.composed_forward" in str(graphs[0].graph)
 
-    def ask():
-        Asking.apply(torch.zeros(1, requires_grad=True)).sum().backward()
-        return reasons.pop()
 
-    def traced():
-        asked = []
-
-        def function(query):
-            asked.append(why_not(inputs._replace(query=query)))
-            return query + 1
-
-        torch._dynamo.reset()  # a graph keeps what was known when it was made
-        torch.compile(function, backend="eager")(inputs.query)
-        return asked.pop()
-
-    assert "not compared" in ask() and "not compared" in traced() and not compared
-    assert why_not(inputs) is None
-    assert ask() is None and traced() is None
+@torch.no_grad()
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_exported_before_it_ever_ran_holds_the_kernels_for_every_length(strict, unasked):
+    length = torch.export.Dim("length", min=2, max=64)
+    inputs = {"input_ids": random_tokens(1, 13).to(DEVICE), "use_cache": False}
+    shapes = {"input_ids": {1: length}, "use_cache": None}
+    model = tiny_model(num_hidden_layers=1).to(DEVICE)
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=strict)
+    assert "dcformer.composed_forward" in str(exported.graph)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import shutil
 import sys
 
 import pytest
@@ -191,10 +192,63 @@ def test_it_is_compiled_once_into_the_cache(not_yet_loaded, monkeypatch, tmp_pat
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     assert native._why_no_library() is None
     (made,) = (tmp_path / "cache").iterdir()
-    assert made.name == build_native.library_name(native._instruction_set())
+    assert made == build_native.find_library(native._instruction_set(), tmp_path / "cache")
     native._library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native._why_no_library() is None
+
+
+DAMAGES = {
+    "cut": lambda content: content[: len(content) // 2],
+    "one byte short": lambda content: content[:-1],
+    "empty": lambda content: b"",
+    "garbage": lambda content: b"\x7fELF" + bytes(len(content)),
+    "one bit": lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+}
+
+
+@pytest.mark.parametrize("place", ["installed", "cached"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_compiled_anew(damage, place, not_yet_loaded, monkeypatch, tmp_path):
+    whole = build_native.find_library(native._instruction_set(), build_native.SOURCES)
+    if whole is None:  # as where the package was installed without a compiler
+        whole = build_native.compile_library(native._instruction_set(), tmp_path)
+    folders = {"installed": tmp_path / "native", "cached": tmp_path / "cache"}
+    folders[place].mkdir()
+    (folders[place] / whole.name).write_bytes(DAMAGES[damage](whole.read_bytes()))
+    compiled = []
+
+    def compile_library(instruction_set, folder):
+        compiled.append(folder)
+        return shutil.copy(whole, tmp_path / "new.so")
+
+    monkeypatch.setattr(native, "compile_library", compile_library)
+    monkeypatch.setenv("DCFORMER_CACHE", str(folders["cached"]))
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    assert native._why_no_library() is None
+    assert compiled == [folders["cached"]]
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """As a container's user without a name: no HOME, and no entry for the uid."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("DCFORMER_CACHE", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there users have other homes")
+@pytest.mark.usefixtures("homeless", "not_yet_loaded")
+def test_without_a_home_an_installed_library_is_used_or_one_warning_says_why_not(monkeypatch, tmp_path, caplog):
+    tokens, model = random_tokens(1, 9), tiny_model(num_hidden_layers=1)
+    expected = model(tokens).logits
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native._library.cache_clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    assert len(caplog.records) == 1 and "DCFORMER_CACHE" in caplog.text
 
 
 def test_without_a_compiler_one_warning_says_what_to_install(not_yet_loaded, monkeypatch, tmp_path, caplog):

@@ -260,6 +260,8 @@ def test_gradients_of_single_samples_are_those_of_samples_alone(variant, batch):
         expected = torch.autograd.grad(alone, list(parameters.values()))
         for name, gradient in zip(parameters, expected):
             torch.testing.assert_close(found[name][number], gradient, atol=1e-9, rtol=1e-9, msg=name)
+    with pytest.raises(IndexError):  # no id is clamped without a word
+        vmap(grad(loss), in_dims=(None, 0))(parameters, {**samples, "input_ids": tokens + 67})
 
 
 @pytest.mark.parametrize("variant", ["dcformer", "dcpythia"])

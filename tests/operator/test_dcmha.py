@@ -288,6 +288,34 @@ def test_torch_func_sees_through_the_plain_form():
     assert_close(twice[0], function(*tensors), **EXACT)
 
 
+SAMPLES = torch.Generator().manual_seed(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"),
+    [
+        ("dense", torch.rand(3, 1, 20, 20, generator=SAMPLES) > 0.3),
+        ("dense", torch.randn(3, 1, 20, 20, generator=SAMPLES).double()),
+        ("padding", torch.arange(20) >= torch.tensor([[0], [7], [3]])),
+        ("sequence_ids", torch.arange(20) // torch.tensor([[20], [4], [7]])),
+    ],
+    ids=["boolean", "float", "padding", "documents"],
+)
+def test_samples_bring_masks_of_their_own_under_vmap(name, masks):
+    inputs = make_inputs(batch=1)
+    queries = torch.stack([inputs.query, -inputs.query, 2 * inputs.query])
+
+    def loss(query, mask, function=composed_attention, **options):
+        visibility = Visibility(20, 20, sliding_window=9, **{name: mask[None]})
+        return function(query, *inputs[1:], attention_mask=visibility, **options).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(functools.partial(loss, chunk_size=8)))(queries, masks)
+    for gradient, query, mask in zip(found, queries, masks):
+        leaf = query.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(loss(leaf, mask, composed_attention_reference), leaf)
+        assert_close(gradient, expected, **EXACT)
+
+
 def test_a_learned_bias_gets_its_gradient():
     inputs, bias = make_inputs(), torch.zeros(2, 1, 20, 20, dtype=torch.float64, requires_grad=True)
     gradients = [
@@ -380,7 +408,7 @@ def test_an_implementation_from_outside_is_chosen_by_name_in_the_operator_and_in
     named = tiny_model(attn_implementation="dcmha_doubled")
     assert torch.equal(named(tokens).logits, model(tokens).logits)
     static = StaticCache(config=named.config, max_cache_len=24)  # its mask is a tensor, by Transformers' mask interface
-    assert_close(named(tokens, past_key_values=static).logits, named(tokens).logits, atol=1e-4, rtol=0)
+    assert_close(named(tokens, cache=static).logits, named(tokens).logits, atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match=r"'doubled' cannot run here: it takes 30 keys at most, and there are 31"):
         named(random_tokens(2, 31))
 

@@ -92,7 +92,7 @@ def test_cache_bytes_per_token_equals_the_bytes_of_a_filled_cache(variant, cache
     model = tiny_model(variant).to(torch.bfloat16)
     cache = CACHES[cache](model.config)
     with torch.no_grad():
-        model(random_tokens(3, 11), past_key_values=cache, use_cache=True)
+        model(random_tokens(3, 11), cache=cache, use_cache=True)
     for layer in cache.layers:
         tokens = layer.keys.shape[0] * layer.keys.shape[2]
         assert (layer.keys.nbytes + layer.values.nbytes) / tokens == cache_bytes_per_token(model.config)
@@ -137,8 +137,8 @@ def test_a_cache_that_was_changed_between_forwards_continues_rightly(variant, ma
     model, past = tiny_model(variant).double(), random_tokens(3, PAST)
     cache, kept = make_cache(model.config), seen(past)
     new = random_tokens(len(kept), 4, seed=2)
-    model(past, past_key_values=cache, use_cache=True)
+    model(past, cache=cache, use_cache=True)
     change(cache)
-    logits = model(new, past_key_values=cache, use_cache=True).logits
+    logits = model(new, cache=cache, use_cache=True).logits
     expected = model(torch.cat([kept, new], dim=1), use_cache=False).logits[:, kept.shape[1] :]
     assert_close(logits, expected, **CLOSE)
