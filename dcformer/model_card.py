@@ -36,7 +36,6 @@ def write_card(
     class_name: str,
     parameters: int,
     dtype: str,
-    tags: Iterable[str] = (),
     licence: str | None = None,
     base_model: str | None = None,
     sections: Sequence[tuple[str, str]] = (),
@@ -48,7 +47,6 @@ def write_card(
     Args:
         name (`str`): The folder or the name on the Hub.
         config (`DCFormerConfig`), class_name (`str`), parameters (`int`), dtype (`str`): Of a causal language model.
-        tags (defaults to none): Further tags for the Hub.
         licence, base_model (`str`, *optional*): As the Hub names them.
         sections (defaults to none): Heading and Markdown text of further sections.
         limits (`str`): Text of the section on limits.
@@ -57,7 +55,7 @@ def write_card(
         license=licence,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=list(dict.fromkeys([config.model_type, "dcmha", *tags])),
+        tags=[config.model_type, "dcmha"],
         base_model=base_model,
     )
     kind = "with plain attention heads, a baseline of Dynamically Composable Multi-Head Attention (ICML 2024)"

@@ -30,12 +30,10 @@ def check_plot_path(path: str | os.PathLike) -> Path:
 def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
     """Write what the block draws on the figure, of this width and height in inches; `extra` installs matplotlib."""
     matplotlib = import_optional("matplotlib", f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
         figure = Figure(figsize=figsize, layout="constrained")
-        FigureCanvasAgg(figure)
         yield figure
         figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
 

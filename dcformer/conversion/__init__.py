@@ -22,15 +22,28 @@ from .upcycle import upcycle
 from .verify import Comparison, HashCheck, compare, verify_hashes
 
 
-__all__ = ["ConversionReport", "Destination", "HashCheck", "Inspection", "MaxTextReport", "Part", "Plan", "SourceArray"]
-__all__ += [
+__all__ = [
+    "Comparison",
+    "ConversionReport",
+    "Destination",
+    "HashCheck",
+    "Inspection",
+    "MaxTextReport",
+    "Part",
+    "Plan",
+    "REPORT_FILE",
+    "SourceArray",
+    "compare",
+    "complete",
     "convert_maxtext",
     "convert_pax",
     "convert_to_maxtext",
     "convert_torch",
+    "detect_format",
+    "dtype_name",
+    "inspect_checkpoint",
+    "open_weights",
     "upcycle",
+    "verify_hashes",
     "write_model",
-    "complete",
 ]
-__all__ += ["REPORT_FILE", "Comparison", "compare", "verify_hashes", "inspect_checkpoint", "detect_format"]
-__all__ += ["dtype_name", "open_weights"]

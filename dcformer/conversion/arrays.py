@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -92,21 +92,16 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def open_safetensors(path: Path) -> list[SourceArray]:
-    """The tensors of one safetensors file."""
-
-    def loader(name: str) -> Callable[[tuple[slice, ...]], Tensor]:
-        def load(slices: tuple[slice, ...]) -> Tensor:
-            with safe_open(path, framework="pt") as file:
-                return file.get_slice(name)[slices]
-
-        return load
+    def load(name: str, slices: tuple[slice, ...]) -> Tensor:
+        with safe_open(path, framework="pt") as file:
+            return file.get_slice(name)[slices]
 
     arrays = []
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dictionary
             shape = tuple(file.get_slice(name).get_shape())
             dtype = file.get_slice(name)[tuple(slice(0, 0) for _ in shape)].dtype
-            arrays.append(SourceArray(name, str(path), shape, dtype, shape, loader(name)))
+            arrays.append(SourceArray(name, str(path), shape, dtype, shape, partial(load, name)))
     return arrays
 
 
@@ -118,20 +113,17 @@ def _open_torch(path: Path) -> list[SourceArray]:
     if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
 
-    @functools.cache
+    @cache
     def check() -> None:  # when the first tensor is read; torch does not look at the checksums
         if archive is not None and (damaged := archive.testzip()) is not None:
             raise ValueError(f"{str(path)!r} is damaged: the checksum of {damaged} differs. Copy it again.")
 
-    def loader(values: Tensor) -> Callable[[tuple[slice, ...]], Tensor]:
-        def load(slices: tuple[slice, ...]) -> Tensor:
-            check()
-            return values[slices]
-
-        return load
+    def load(name: str, slices: tuple[slice, ...]) -> Tensor:
+        check()
+        return state[name][slices]
 
     return [
-        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), loader(values))
+        SourceArray(name, str(path), tuple(values.shape), values.dtype, tuple(values.shape), partial(load, name))
         for name, values in state.items()
     ]
 
@@ -139,12 +131,9 @@ def _open_torch(path: Path) -> list[SourceArray]:
 def open_npz(path: Path) -> dict[str, SourceArray]:
     """The arrays of an .npz file, by name. Only headers are read, and nothing is unpickled."""
 
-    def loader(name: str) -> Callable[[], np.ndarray]:
-        def load() -> np.ndarray:
-            with np.load(path, allow_pickle=False) as arrays:
-                return arrays[name]
-
-        return load
+    def load(name: str) -> np.ndarray:
+        with np.load(path, allow_pickle=False) as arrays:
+            return arrays[name]
 
     found = {}
     with zipfile.ZipFile(path) as archive:
@@ -156,20 +145,17 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
             name = member.removesuffix(".npy")
             if name in found:
                 raise ValueError(f"{str(path)!r} holds the array {name!r} twice.")
-            found[name] = _numpy_array(name, path, shape, dtype, loader(name))
+            found[name] = _numpy_array(name, path, shape, dtype, partial(load, name))
     return found
 
 
 def open_npy_folder(folder: Path) -> dict[str, SourceArray]:
     """The arrays of the .npy files in a folder, by the names of the files, without unpickling."""
-
-    def loader(path: Path) -> Callable[[], np.ndarray]:
-        return lambda: np.load(path, allow_pickle=False, mmap_mode="r")
-
     found = {}
     for path in sorted(folder.glob("*.npy")):
-        values = loader(path)()
-        found[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, loader(path))
+        load = partial(np.load, path, allow_pickle=False, mmap_mode="r")
+        values = load()
+        found[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, load)
     return found
 
 

@@ -55,7 +55,6 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
             plan.ignored[name] = reason
             continue
         plan.arrays[name] = array
-        offset, words = 0, "as is"
         if match := _SPLIT.fullmatch(name):
             layer, letter, kind = match.groups()
             sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
@@ -63,7 +62,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
         else:
             parameter = our_name(name, patterns)
-            words = words if parameter == name else "renamed"
+            offset, words = 0, "as is" if parameter == name else "renamed"
             if array.shape != shapes.get(parameter, array.shape):
                 raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
         found.append((parameter, Part(name, array.whole, tuple(range(len(array.shape))), offset, words)))
@@ -79,9 +78,8 @@ def local_folder(source: str | os.PathLike) -> Path:
     """The folder itself, or the download of a name on the Hub."""
     if Path(source).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return Path(source)
-    return Path(
-        snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin", "*.jinja", "tokenizer*"])
-    )
+    patterns = ["*.json", "*.safetensors", "*.bin", "*.jinja", "tokenizer*"]
+    return Path(snapshot_download(str(source), allow_patterns=patterns))
 
 
 def read_config(path: Path) -> DCFormerConfig:

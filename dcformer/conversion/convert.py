@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ from .authors_torch import local_folder, plan_torch
 from .destination import Destination
 from .maxtext import plan_maxtext
 from .pax import plan_pax
-from .plan import Origin, Plan, listed, meta_model, model_class
+from .plan import Origin, Plan, listed, meta_model
 from .report import ConversionReport, read_report, write_model_card, write_report
 from .stores import is_remote
-from .verify import LOGIT_TOLERANCE, load_reference, refuse_changed, verify_folder
+from .verify import LOGIT_TOLERANCE, Progress, load_reference, refuse_changed, verify_folder
 from .writer import INDEX_FILE, ShardWriter, source_digest
-
-
-# Called with the number of bytes to read; returns the function that is called with every part done.
-Progress = Callable[[int], Callable[[int], object]]
 
 
 def convert_maxtext(
@@ -163,13 +158,12 @@ def write_model(
         ValueError: if the weights are not finite, or the model does not reproduce the reference logits.
     """
     started = time.monotonic()
-    shard_bytes = max_shard_size if isinstance(max_shard_size, int) else convert_file_size_to_int(max_shard_size)
+    shard_bytes = convert_file_size_to_int(max_shard_size)
     reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
-    is_path = isinstance(tokenizer, str | os.PathLike)
-    loaded_tokenizer: Any = load_tokenizer(tokenizer) if is_path else tokenizer  # type: ignore[arg-type]
-    if loaded_tokenizer is not None:
-        _take_special_tokens(plan, loaded_tokenizer)
-    plan.config.architectures = [model_class(plan.config).__name__]
+    loaded: Any = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
+    if loaded is not None:
+        _take_special_tokens(plan, loaded)
+    plan.config.architectures = [type(meta_model(plan.config)).__name__]
     total = plan.source_bytes(plan.parameters)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes, "verify": verify}
     with target.open(fingerprint) as folder:
@@ -195,8 +189,8 @@ def write_model(
         GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
         if plan.generation is not None:
             shutil.copyfile(plan.generation, folder / plan.generation.name)
-        if loaded_tokenizer is not None:
-            loaded_tokenizer.save_pretrained(folder)
+        if loaded is not None:
+            loaded.save_pretrained(folder)
         if writer.index is not None:
             (folder / INDEX_FILE).write_text(json.dumps(writer.index, indent=2) + "\n", encoding="utf-8")
         if verify or reference is not None:

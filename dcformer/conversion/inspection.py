@@ -17,10 +17,7 @@ from .plan import Origin, Plan
 from .stores import Store, is_remote
 
 
-FormatName = Literal["torch", "pax", "maxtext"]
-
-
-def detect_format(path: str | os.PathLike) -> FormatName:
+def detect_format(path: str | os.PathLike) -> Literal["torch", "pax", "maxtext"]:
     """
     The format of a checkpoint: `"torch"` for a folder with `config.json`, the authors' or ours, `"pax"` or `"maxtext"`.
 
@@ -32,11 +29,9 @@ def detect_format(path: str | os.PathLike) -> FormatName:
     """
     if not is_remote(path):
         local = local_folder(path)
-        if local.suffix == ".npz":
-            return "pax"
         if (local / "config.json").is_file():
             return "torch"
-        if any(local.glob("*.npy")):
+        if local.suffix == ".npz" or any(local.glob("*.npy")):
             return "pax"
         path = local
     return "pax" if any(PAX_ROOT.rstrip(".") in name for name in Store(path).names) else "maxtext"
@@ -120,31 +115,25 @@ def inspect_checkpoint(
         ValueError: if the arrays cannot be listed.
     """
     source, arrays, training_state = _contents(path, step)
-    plan, note = None, ""
+    tensors = [array for _, array in sorted(arrays.items())]
+    state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
+    found = Inspection(
+        **source,
+        tensors=tensors,
+        optimizer_arrays=len(training_state) - len(state),
+        state_arrays=state,
+        total_parameters=sum(math.prod(tensor.shape) for tensor in tensors),
+        total_bytes=sum(tensor.nbytes for tensor in tensors),
+        dtypes=dict(Counter(dtype_name(tensor.dtype) for tensor in tensors)),
+    )
     try:
         plan = open_checkpoint(path, step=step, train_config=train_config, config=config)
     except ValueError as error:
-        note = str(error)
-    tensors = [array for _, array in sorted(arrays.items())]
-    state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
-    if plan is None:
-        total = sum(math.prod(tensor.shape) for tensor in tensors)
+        found.note = str(error)
     else:
-        total = sum(parameter.size for parameter in plan.model_parameters().values())
-    return Inspection(
-        (source if plan is None else plan.source)["format"],
-        source["location"],
-        source["step"],
-        tensors,
-        len(training_state) - len(state),
-        state,
-        total,
-        sum(tensor.nbytes for tensor in tensors),
-        dict(Counter(dtype_name(tensor.dtype) for tensor in tensors)),
-        [] if plan is None else plan.origins,
-        note,
-        source.get("skipped_steps", {}),
-    )
+        found.format, found.architecture = plan.source["format"], plan.origins
+        found.total_parameters = sum(parameter.numel() for parameter in plan.model_parameters().values())
+    return found
 
 
 def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any], dict[str, SourceArray], list[str]]:
@@ -159,4 +148,4 @@ def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any]
     checkpoint = open_orbax(path, step)
     state = [name for name in checkpoint.names if name.split(".")[0] in TRAINING_STATE]
     arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
-    return checkpoint.source(f"orbax ({checkpoint.format})"), arrays, state
+    return checkpoint.source("orbax"), arrays, state

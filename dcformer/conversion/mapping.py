@@ -10,10 +10,11 @@ Source: the authors' MaxText fork (layers/dcformer.py, dc_attentions.py) and the
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..configuration_dcformer import DCFormerConfig
-from .plan import Part
+from .plan import Part, Plan
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,8 @@ class Row:
     def per_layer(self) -> bool:
         return "{sub}" in self.array
 
-    def matches(self, name: str) -> int | None:
-        """The sub-block of an array that this row is for (0 for a row without one), or None."""
-        match = re.fullmatch(re.escape(self.array).replace(r"\{sub\}", r"(?P<sub>\d+)"), name)
-        if match is None:
-            return None
-        return int(match["sub"]) if self.per_layer else 0
 
-
+_SUB = re.compile(r"(?<=_)\d+(?=\.)")  # the number of a sub-block in the name of an array
 _QKV, _COMPOSE = "self_attn.qkv_proj.weight", "self_attn.compose"
 _STATIC = "group head_of_group head_out"
 _LOW_RANK = "group slot inner two_ranks head_of_group"
@@ -134,10 +129,10 @@ def array_shape(row: Row, sizes: dict[str, int], stack_axis: int | None, blocks:
     return tuple(shape)
 
 
-def find_rows(rows: tuple[Row, ...], name: str) -> tuple[list[Row], int] | None:
-    """The rows that are for an array, and its sub-block; None if there is none."""
-    found = [(row, sub) for row in rows if (sub := row.matches(name)) is not None]
-    return ([row for row, _ in found], found[0][1]) if found else None
+def find_rows(rows: tuple[Row, ...], name: str) -> tuple[list[Row], int]:
+    """The rows that are for an array, and its sub-block, 0 if it is in no layer."""
+    number, general = _SUB.search(name), _SUB.sub("{sub}", name, count=1)
+    return [row for row in rows if row.array == general], int(number[0]) if number else 0
 
 
 def check_shape(name: str, shape: tuple[int, ...], row: Row, expected: tuple[int, ...], where: str) -> None:
@@ -146,6 +141,15 @@ def check_shape(name: str, shape: tuple[int, ...], row: Row, expected: tuple[int
             f"{name} has shape {shape} in {where}, but by the configuration and the other arrays it must be {expected} "
             f"({row.axes})."
         )
+
+
+def add_parts(
+    plan: Plan, rows: list[Row], array: str, sizes: dict[str, int], layers: Sequence[int], stack_axis: int | None
+) -> None:
+    """Plan the parts of an array by its rows; `layers` are those that it stacks, or the only one that it is of."""
+    for row in rows:
+        for block, prefix in enumerate([f"model.layers.{layer}." for layer in layers] if row.per_layer else [""]):
+            plan.parts[prefix + row.parameter].append(part_for(row, array, sizes, stack_axis, block))
 
 
 def part_for(row: Row, array: str, sizes: dict[str, int], stack_axis: int | None = None, block: int = 0) -> Part:

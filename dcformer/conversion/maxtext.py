@@ -11,7 +11,7 @@ from typing import Any
 
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray
-from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, check_shape, find_rows, part_for, part_offset
+from .mapping import MAXTEXT_ROWS, Row, add_parts, array_shape, axis_sizes, check_shape, find_rows, part_offset
 from .orbax import open_orbax
 from .plan import UNUSED_FILE, Origin, Plan, complete, listed
 from .settings import read_yaml, refuse_misspelt
@@ -88,8 +88,8 @@ def plan_maxtext(
     plan = Plan(
         config,
         arrays,
-        checkpoint.source(f"MaxText ({checkpoint.format})") | {"layers_per_block": tree.layers_per_block},
-        checkpoint.stamps,
+        checkpoint.source("MaxText") | {"layers_per_block": tree.layers_per_block},
+        checkpoint.store.stamps(checkpoint.folder),
         ignored=ignored,
         origins=origins,
         training=train,
@@ -117,11 +117,11 @@ def _read_tree(arrays: dict[str, SourceArray], root: str, where: str, stack_axis
         below, block = name.removeprefix(root), None
         if in_layer := _IN_LAYER.fullmatch(below):
             block, below = None if in_layer[1] is None else int(in_layer[1]), in_layer[2]
-        found = find_rows(MAXTEXT_ROWS, below)
-        if found is None or found[0][0].per_layer != bool(in_layer):
-            unknown.append(name)
+        rows, sub = find_rows(MAXTEXT_ROWS, below)
+        if rows and rows[0].per_layer == bool(in_layer):
+            entries[name] = _Entry(array, rows, sub, block)
         else:
-            entries[name] = _Entry(array, *found, block)
+            unknown.append(name)
     if unknown:
         raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
     in_layers = [entry for entry in entries.values() if entry.rows[0].per_layer]
@@ -181,9 +181,8 @@ def _infer_config(tree: _Tree, train: dict[str, Any], path: Path) -> tuple[DCFor
     put("qk_norm", tree.has("q_norm.scale"), _KNOWN)
     put("tie_word_embeddings", not tree.has("logits_dense.kernel"), _KNOWN)
     windows, origin, is_default = _windows(tree, train, file)
-    finite = [window for window in windows if window is not None]
     layer_types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    put("sliding_window", finite[0] if finite else None, origin, is_default)
+    put("sliding_window", next((window for window in windows if window is not None), None), origin, is_default)
     put("layer_types", layer_types * (tree.num_layers // tree.layers_per_block), origin, is_default)
     # YAML takes 1e-5 for text.
     choose("norm_eps", "normalization_layer_epsilon", 1e-5, float)
@@ -303,14 +302,8 @@ def _add_parts(plan: Plan, tree: _Tree) -> None:
             continue
         expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
         check_shape(name, entry.array.shape, entry.rows[0], expected, plan.source["location"])
-        for row in entry.rows:
-            if not row.per_layer:
-                plan.parts[row.parameter].append(part_for(row, name, sizes))
-                continue
-            for block in range(tree.sizes["block"]) if entry.block is None else [entry.block]:
-                parameter = f"model.layers.{block * n + entry.sub}.{row.parameter}"
-                index = block if entry.block is None else 0
-                plan.parts[parameter].append(part_for(row, name, sizes, tree.stack_axis, index))
+        layers = range(entry.sub, tree.num_layers, n) if entry.block is None else [entry.block * n + entry.sub]
+        add_parts(plan, entry.rows, name, sizes, layers, tree.stack_axis)
     if config.composes_heads and config.compose_static and not (config.compose_pre and config.compose_post):
         # JAX has no static matrix for a stage that is off; ours holds both, and never reads that one.
         half = part_offset("post", sizes)

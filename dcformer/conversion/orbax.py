@@ -27,8 +27,10 @@ from .stores import Store, import_tensorstore
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _COMMITTED = "commit_success.txt"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)", re.DOTALL)
+# The file beside an array that tells its format, and tensorstore's name of it.
+_DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 # Items are tried in this order when a step holds several with parameters.
-_ITEM_ORDER = ("state", "default", "items", "params")
+_ITEM_ORDER = {"state": 0, "default": 1, "items": 2, "params": 3}
 # Entries of `_METADATA` that are not arrays.
 _CONTAINERS = ("Dict", "None", "List", "Tuple")
 _EMBEDDINGS = ("token_embedder", "embedding_lookup")
@@ -65,10 +67,6 @@ class OrbaxItem:
     def location(self) -> str:
         return f"{self.store.location}/{self.folder}".rstrip("/")
 
-    @property
-    def stamps(self) -> list:
-        return self.store.stamps(self.folder)
-
     @cached_property
     def is_ocdbt(self) -> bool:
         return f"{self.folder}manifest.ocdbt" in self.store.names
@@ -79,21 +77,15 @@ class OrbaxItem:
         return self.store.spec(self.folder + path)
 
     @cached_property
-    def _files(self) -> list[str]:
-        if self.is_ocdbt:
-            keys = import_tensorstore().KvStore.open(self._spec("")).result().list().result()
-            return [key.decode() for key in keys]
-        return [name.removeprefix(self.folder) for name in self.store.names if name.startswith(self.folder)]
-
-    @cached_property
     def _drivers(self) -> dict[str, str]:
         """Driver of every stored array."""
-        drivers = {}
-        for file in self._files:
-            array, _, last = file.rpartition("/")
-            if array and last in (".zarray", "zarr.json"):
-                drivers[array] = "zarr" if last == ".zarray" else "zarr3"
-        return drivers
+        if self.is_ocdbt:
+            keys = import_tensorstore().KvStore.open(self._spec("")).result().list().result()
+            files = [key.decode() for key in keys]
+        else:
+            files = [name.removeprefix(self.folder) for name in self.store.names if name.startswith(self.folder)]
+        stored = [file.rpartition("/") for file in files]
+        return {array: _DRIVERS[last] for array, _, last in stored if array and last in _DRIVERS}
 
     @cached_property
     def names(self) -> list[str]:
@@ -110,13 +102,10 @@ class OrbaxItem:
     def has_parameters(self) -> bool:
         return any(part in name for name in self.names for part in _EMBEDDINGS)
 
-    @property
-    def format(self) -> str:
-        return f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if 'zarr3' in self._drivers.values() else 'zarr 2'}"
-
-    def source(self, format: str) -> dict[str, Any]:
+    def source(self, kind: str) -> dict[str, Any]:
         """Where the arrays come from, for a report."""
-        source: dict[str, Any] = {"format": format, "location": self.location, "step": self.step}
+        stored = f"{'OCDBT, ' if self.is_ocdbt else ''}{'zarr 3' if 'zarr3' in self._drivers.values() else 'zarr 2'}"
+        source: dict[str, Any] = {"format": f"{kind} ({stored})", "location": self.location, "step": self.step}
         return source | ({"skipped_steps": self.skipped_steps} if self.skipped_steps else {})
 
     def open(self, names: list[str]) -> dict[str, SourceArray]:
@@ -153,9 +142,8 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
             f"{str(location)!r} holds no complete orbax checkpoint: no _METADATA, manifest.ocdbt or zarr arrays"
             + (f"; unfinished steps: {sorted(unfinished)}." if unfinished else ".")
         )
-    steps = [item for item in items if item.step is not None]
     # A copy such as `backup_9999` beside steps that are bare numbers is not one of the run's.
-    if any(not item.prefix for item in steps):
+    if any(item.step is not None and not item.prefix for item in items):
         items = [item for item in items if not item.prefix]
     wanted = {(item.run, item.prefix) for item in items if item.step is not None and step in (None, item.step)}
     if len(wanted) > 1:
@@ -170,7 +158,7 @@ def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxIte
         there = listed([str(number) for number in whole], most=12)
         raise FileNotFoundError(f"{str(location)!r} has no complete step {step}; there are: {there or 'none'}.")
     for number in [step] if step is not None else reversed(whole):
-        candidates = sorted(by_step[number], key=_preference)
+        candidates = sorted(by_step[number], key=lambda item: (_ITEM_ORDER.get(item.name, len(_ITEM_ORDER)), item.name))
         if len(folders := sorted({item.step_folder for item in candidates})) > 1:
             raise ValueError(f"{str(location)!r} holds step {number} twice, {folders}; give the folder of one.")
         chosen = next((item for item in candidates if item.has_parameters), None)
@@ -196,7 +184,7 @@ def _find_items(store: Store) -> tuple[list[OrbaxItem], set[int]]:
             unfinished |= {int(match[2]) for part in parts if (match := _STEP.fullmatch(part))}
         elif file in ("_METADATA", "manifest.ocdbt"):
             folders.add("/".join(above))
-        elif file in (".zarray", "zarr.json") and above:
+        elif file in _DRIVERS and above:
             folders.add("/".join(above[:-1]))
     items = []
     for folder in sorted(folders):
@@ -221,7 +209,3 @@ def _uncommitted(store: Store, items: list[OrbaxItem]) -> dict[int, str]:
     # Versions of orbax that leave this file out on local disks may have written the first steps of a run.
     expected = {step for step in steps if committed and not (store.is_local and step < min(committed))}
     return dict.fromkeys(expected - committed, f"{_COMMITTED} is missing, which other steps have")
-
-
-def _preference(item: OrbaxItem) -> tuple[int, str]:
-    return (_ITEM_ORDER.index(item.name) if item.name in _ITEM_ORDER else len(_ITEM_ORDER), item.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .arrays import SourceArray, file_stamps, open_npy_folder, open_npz
 from .authors_torch import read_config
-from .mapping import PAX_ROWS, array_shape, axis_sizes, check_shape, find_rows, part_for
+from .mapping import PAX_ROWS, add_parts, array_shape, axis_sizes, check_shape, find_rows
 from .orbax import open_orbax
 from .plan import Origin, Plan, complete, listed
 from .stores import is_remote
@@ -17,8 +17,6 @@ from .stores import is_remote
 
 PAX_ROOT = "mdl_vars.params.lm."
 TRAINING_STATE = re.compile(r"(state\.)?(opt_states?[._].*|step|.*\.(count|mu|nu|m|v)\..*)")
-# Their vocabulary is longer than the model's, up to a multiple that shards well.
-_PADDED = {"embedding_lookup.emb_var", "softmax.logits_ffn.linear.w"}
 
 
 def plan_pax(
@@ -51,7 +49,7 @@ def open_pax(
         checkpoint = open_orbax(source, step)
         state = [name for name in checkpoint.names if TRAINING_STATE.fullmatch(name)]
         arrays = checkpoint.open([name for name in checkpoint.names if name not in state])
-        return arrays, state, checkpoint.source(f"PAX ({checkpoint.format})"), checkpoint.stamps
+        return arrays, state, checkpoint.source("PAX"), checkpoint.store.stamps(checkpoint.folder)
     if path.is_dir():
         arrays, form, files = open_npy_folder(path), "PAX (folder of .npy files)", list(path.glob("*.npy"))
     else:
@@ -63,33 +61,22 @@ def open_pax(
 
 def _add_parts(plan: Plan) -> None:
     sizes, where = axis_sizes(plan.config), plan.source["location"]
-    found, unknown = [], []
-    for name in plan.arrays:
-        match = find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1])
-        if match is None:
-            unknown.append(name)
-        else:
-            found.append((PAX_ROWS.index(match[0][0]), match[1], name))
-    if unknown:
-        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(sorted(unknown))}.")
-    per_block = 1 + max((sub for row, sub, _ in found if PAX_ROWS[row].per_layer), default=0)
+    found = {name: find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1]) for name in plan.arrays}
+    if unknown := sorted(name for name, (rows, _) in found.items() if not rows):
+        raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(unknown)}.")
+    per_block = 1 + max((sub for _, sub in found.values()), default=0)
     layers = plan.config.num_hidden_layers
     if layers % per_block != 0:
         raise ValueError(f"num_hidden_layers is {layers}, which blocks of {per_block} layers in {where} do not divide.")
-    blocks = layers // per_block
-    for row_index, sub, name in sorted(found):
-        row, shape = PAX_ROWS[row_index], plan.arrays[name].shape
-        expected = array_shape(row, sizes, 0, blocks)
-        if row.array in _PADDED and len(shape) == len(expected):
-            axis = row.axes.split().index("vocab")
-            if shape[axis] > expected[axis]:
+    for index, sub, name in sorted((PAX_ROWS.index(row), sub, name) for name, ((row,), sub) in found.items()):
+        row, shape = PAX_ROWS[index], plan.arrays[name].shape
+        expected = array_shape(row, sizes, 0, layers // per_block)
+        axes = row.axes.split()
+        if "vocab" in axes and len(shape) == len(expected):
+            axis = axes.index("vocab")
+            if shape[axis] > expected[axis]:  # padded to a multiple that shards well
                 rows = f"{name}, {expected[axis]} to {shape[axis] - 1} of axis {axis}"
                 plan.ignored[rows] = "padding of the vocabulary"
                 shape = (*shape[:axis], expected[axis], *shape[axis + 1 :])
         check_shape(name, shape, row, expected, where)
-        if not row.per_layer:
-            plan.parts[row.parameter].append(part_for(row, name, sizes))
-            continue
-        for block in range(blocks):
-            parameter = f"model.layers.{block * per_block + sub}.{row.parameter}"
-            plan.parts[parameter].append(part_for(row, name, sizes, 0, block))
+        add_parts(plan, [row], name, sizes, range(sub, layers, per_block), 0)

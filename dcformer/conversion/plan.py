@@ -78,23 +78,6 @@ class Part:
         return values.reshape([stop - start for start, stop in self.region])
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """A tensor to write; `file` is set if it does not go into the model's weight files."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: str | None = None
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-
 @dataclass
 class Plan:
     """
@@ -113,7 +96,7 @@ class Plan:
         training: Values of the run's training YAML, for the model card.
         generation: File with the source's settings for `generate`, if they are to be copied.
         check: Further check of the finished folder; returns its results by name, raises ValueError if it fails.
-        parameters: Shape and dtype of every parameter, by name; [`complete`] fills it in.
+        parameters: Every tensor to write, by name, without memory (on the device `meta`); [`complete`] fills it in.
     """
 
     config: DCFormerConfig
@@ -128,15 +111,15 @@ class Plan:
     training: dict[str, Any] = field(default_factory=dict)
     generation: Path | None = None
     check: Callable[[Path], dict[str, str]] | None = None
-    parameters: dict[str, Parameter] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
 
     def source_bytes(self, names: Iterable[str]) -> int:
         """Bytes that are read for parameters."""
         return sum(part.size * self.arrays[part.array].dtype.itemsize for name in names for part in self.parts[name])
 
-    def model_parameters(self) -> dict[str, Parameter]:
+    def model_parameters(self) -> dict[str, Tensor]:
         """Those of the model, without unused arrays."""
-        return {name: parameter for name, parameter in self.parameters.items() if parameter.file is None}
+        return {name: parameter for name, parameter in self.parameters.items() if name not in self.unused}
 
     def fingerprint(self) -> dict[str, Any]:
         """By which a later run knows that it converts the same arrays in the same way."""
@@ -158,22 +141,21 @@ class Plan:
         Raises:
             ValueError: if a finite value overflows the dtype.
         """
-        tensors = {name: torch.zeros(self.parameters[name].size, dtype=self.parameters[name].dtype) for name in names}
+        tensors = {name: torch.zeros_like(self.parameters[name], device="cpu") for name in names}
         by_array: dict[str, list[tuple[str, Part]]] = defaultdict(list)
         for name in tensors:
             for part in self.parts[name]:
                 by_array[part.array].append((name, part))
         for array, needed in by_array.items():
             # A stored chunk often holds all layers of a stack: read all that is needed of it at once.
-            axes = zip(*(part.region for _, part in needed))
-            region = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes)
+            region = joint_region(part for _, part in needed)
             stored = self.arrays[array].read(region)
             for name, part in needed:
                 values = stored[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))]
                 exact = part.to_parameter(values)
-                target = tensors[name][part.offset : part.offset + part.size].view(part.shape).copy_(exact)
+                target = tensors[name].view(-1)[part.offset : part.offset + part.size].view(part.shape).copy_(exact)
                 note(name, part, values, _rounding_error(exact, target, array))
-        return {name: values.view(self.parameters[name].shape) for name, values in tensors.items()}
+        return tensors
 
     def read_one(self, name: str) -> Tensor:
         return self.read([name])[name]
@@ -181,6 +163,12 @@ class Plan:
 
 class UnfitWeightsError(ValueError):
     """Weights that no further attempt can convert."""
+
+
+def joint_region(parts: Iterable[Part]) -> Region:
+    """The smallest region of an array that holds those of all these parts of it."""
+    axes = zip(*(part.region for part in parts))
+    return tuple((min(start for start, _ in axis), max(stop for _, stop in axis)) for axis in axes)
 
 
 def _rounding_error(exact: Tensor, rounded: Tensor, array: str) -> float:
@@ -198,15 +186,11 @@ def _rounding_error(exact: Tensor, rounded: Tensor, array: str) -> float:
     return error
 
 
-def model_class(config: DCFormerConfig) -> type[DCFormerForCausalLM]:
-    """The class of the models of a configuration."""
-    return DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
-
-
 def meta_model(config: DCFormerConfig) -> DCFormerForCausalLM:
     """A model without memory for its weights."""
+    model_class = DCPythiaForCausalLM if config.model_type == "dcpythia" else DCFormerForCausalLM
     with torch.device("meta"):
-        return model_class(config)(config).eval()
+        return model_class(config).eval()
 
 
 def parameter_shapes(config: DCFormerConfig) -> dict[str, tuple[int, ...]]:
@@ -240,11 +224,11 @@ def complete(plan: Plan, dtype: str) -> Plan:
             if not source.is_floating_point or source.itemsize < 2:
                 raise ValueError(f"{part.array} in {where} is {dtype_name(source)}; convert the unquantised model.")
         target = reduce(torch.promote_types, sources) if dtype == "keep" else DTYPES[dtype]
-        plan.parameters[name] = Parameter(shapes[name], target)
+        plan.parameters[name] = torch.empty(shapes[name], dtype=target, device="meta")
     plan.config.dtype = reduce(torch.promote_types, [spec.dtype for spec in plan.parameters.values()])
     for name in plan.unused:
         array = plan.arrays[name]
-        plan.parameters[name] = Parameter(array.shape, array.dtype, UNUSED_FILE)
+        plan.parameters[name] = torch.empty(array.shape, dtype=array.dtype, device="meta")
         plan.parts[name] = [Part(name, array.whole, tuple(range(len(array.shape))))]
     return plan
 

@@ -116,7 +116,7 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
         name,
         plan.config,
         class_name=(plan.config.architectures or [""])[0],
-        parameters=sum(spec.size for spec in plan.model_parameters().values()),
+        parameters=sum(parameter.numel() for parameter in plan.model_parameters().values()),
         dtype=dtype_name(plan.config.dtype),
         licence=source.get("licence"),
         base_model=source.get("base_model"),

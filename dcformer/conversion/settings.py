@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,8 @@ def refuse_misspelt(keys: Iterable[Any], read: Collection[str], known: Collectio
 
 
 def _refuse_twice(keys: Iterable[Any], path: Path) -> None:
-    seen = set()
-    for key in keys:
-        if key in seen:
-            raise ValueError(f"{str(path)!r} has the key {key!r} twice; keep one of them.")
-        seen.add(key)
+    if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        raise ValueError(f"{str(path)!r} has the key {twice[0]!r} twice; keep one of them.")
 
 
 def _mapping(values: Any, path: Path) -> dict[Any, Any]:

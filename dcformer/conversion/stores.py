@@ -74,7 +74,6 @@ class Store:
         return {"driver": "s3", **spec, **given, "s3_request_retries": _RETRIES}
 
     def read(self, path: str) -> bytes:
-        """The bytes of a file."""
         return bytes(import_tensorstore().KvStore.open(self.spec()).result().read(path).result().value)
 
     def stamps(self, folder: str) -> list:

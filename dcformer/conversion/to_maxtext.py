@@ -23,15 +23,15 @@ import yaml
 
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
-from .arrays import Region, SourceArray, dtype_name, open_safetensors
+from .arrays import SourceArray, dtype_name, open_safetensors
 from .authors_torch import local_folder, plan_torch
-from .convert import Progress, remembered_source
+from .convert import remembered_source
 from .destination import Destination, read_note, write_note
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
-from .plan import DTYPES, UNUSED_FILE, Part, Plan
+from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region
 from .report import write_report
 from .stores import import_tensorstore
-from .verify import refuse_changed
+from .verify import Progress, refuse_changed
 from .writer import not_finite_error
 
 
@@ -152,9 +152,8 @@ def convert_to_maxtext(
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
     targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
-    kept = {}
-    if (folder / UNUSED_FILE).is_file():
-        kept = {array.name: array for array in open_safetensors(folder / UNUSED_FILE)}
+    unused = folder / UNUSED_FILE
+    kept = {array.name: array for array in open_safetensors(unused)} if unused.is_file() else {}
     for array in targets:
         array.connect(plan, kept.get(array.name), param_dtype)
     records = [
@@ -172,8 +171,7 @@ def convert_to_maxtext(
         for array in targets:
             _write_array(item, array, plan, target.notes / array.name, verify)
             advance(array.nbytes)
-        step_array = _create_array(item / "step", (), (), torch.int32)
-        step_array.write(step).result()
+        _create_array(item / "step", (), (), torch.int32).write(step).result()
         metadata, tree = orbax_tree([array.name for array in targets])
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
@@ -254,7 +252,7 @@ def _write_array(item: Path, array: _Target, plan: Plan, note: Path, only_finite
     if read_note(note, item) is not None:
         return
     folder = item / array.name
-    regions = [_layer_region(layer) for layer in array.layers]
+    regions = [joint_region(part for _, part in layer) for layer in array.layers]
     stored = _create_array(folder, array.shape, tuple(stop - start for start, stop in regions[0]), array.dtype)
     for layer, region in zip(array.layers, regions):
         values = torch.zeros([stop - start for start, stop in region], dtype=array.dtype)
@@ -270,12 +268,6 @@ def _write_array(item: Path, array: _Target, plan: Plan, note: Path, only_finite
         content = values.numpy().view(stored.dtype.numpy_dtype)
         stored[tuple(slice(*interval) for interval in region)].write(content).result()
     write_note(note, item, folder.rglob("*"), [])
-
-
-def _layer_region(layer: list[tuple[str, Part]]) -> Region:
-    """The region of an array that holds a layer: of a fused array, that of all its parts."""
-    axes = zip(*(part.region for _, part in layer))
-    return tuple((min(start for start, _ in axis), max(stop for _, stop in axis)) for axis in axes)
 
 
 def _create_array(folder: Path, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from .inspection import open_checkpoint
 from .plan import meta_model
 from .report import REPORT_FILE, read_report
 
+
+# Called with the number of bytes to read; returns the function that is called with every part done.
+Progress = Callable[[int], Callable[[int], object]]
 
 LOGIT_TOLERANCE = 2e-4
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
@@ -49,11 +53,7 @@ class HashCheck:
         return not self.problems
 
 
-def verify_hashes(
-    folder: str | os.PathLike,
-    *,
-    progress: Callable[[int], Callable[[int], object]] = lambda total: lambda nbytes: None,
-) -> HashCheck:
+def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda total: lambda nbytes: None) -> HashCheck:
     """
     Check the files of a converted folder against the SHA-256 in its `conversion_report.json`.
 
@@ -178,28 +178,24 @@ def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], token
 def run_streamed(model: PreTrainedModel, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
     """Logits in float32 of any language model whose weights are read one by one, by their names in it."""
     for prefix, module in model.named_modules():
-        names = [name for name, _ in module.named_parameters(recurse=False)]
-        if names:
-            _stream(module, {name: f"{prefix}.{name}" for name in names}, read)
+        if list(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(functools.partial(_load, read, prefix))
+            module.register_forward_hook(_free)
     for index, layer in enumerate(model.base_model.layers):
         layer.register_forward_hook(_finite_check(f"The output of layer {index}"))
     model.get_output_embeddings().register_forward_hook(_finite_check("A logit"))
     return model(tokens, use_cache=False).logits
 
 
-def _stream(module: nn.Module, names: dict[str, str], read: Callable[[str], Tensor]) -> None:
+def _load(read: Callable[[str], Tensor], prefix: str, module: nn.Module, arguments: Any) -> None:
     """Give a module its own parameters for the time of its forward."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(read(f"{prefix}.{name}").float(), requires_grad=False))
 
-    def load(module: nn.Module, arguments: Any) -> None:
-        for name, full in names.items():
-            setattr(module, name, nn.Parameter(read(full).float(), requires_grad=False))
 
-    def free(module: nn.Module, arguments: Any, output: Any) -> None:
-        for name in names:
-            setattr(module, name, nn.Parameter(getattr(module, name).to("meta"), requires_grad=False))
-
-    module.register_forward_pre_hook(load)
-    module.register_forward_hook(free)
+def _free(module: nn.Module, arguments: Any, output: Any) -> None:
+    for name, values in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(values.to("meta"), requires_grad=False))
 
 
 def _finite_check(what: str) -> Callable[[nn.Module, Any, Tensor], None]:
@@ -269,7 +265,7 @@ def compare(
         if name not in ours or name not in theirs:
             result.missing[name] = result.b if name in ours else result.a
         elif ours[name].shape != theirs[name].shape:
-            result.shapes[name] = [ours[name].shape, theirs[name].shape]
+            result.shapes[name] = [tuple(ours[name].shape), tuple(theirs[name].shape)]
         else:
             result.compared += 1
             _compare_tensors(result, name, *(plan.read_one(name) for plan in plans))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,24 +27,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 class ShardWriter:
     """
-    Writes the parameters of a plan into a folder. Memory: a shard, and what is read of one source array for it.
+    Writes the parameters of a plan into a folder, and notes on finished files into another.
 
-    Args:
-        plan: Complete.
-        folder: Where the files go.
-        notes: Folder of the notes on finished files.
-        max_shard_bytes: Largest size of a file, unless a single parameter is larger.
-        only_finite: Refuse parameters that hold NaN or infinity.
+    Memory: a shard, of `max_shard_bytes` or a single larger parameter, and what is read of one source array for it.
     """
 
     def __init__(self, plan: Plan, folder: Path, notes: Path, max_shard_bytes: int, only_finite: bool = True):
         self._plan, self._folder, self._notes, self._only_finite = plan, folder, notes, only_finite
-        split = split_state_dict_into_shards_factory(
-            plan.model_parameters(),
-            get_storage_size=lambda parameter: parameter.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_bytes,
-        )
+        split = split_torch_state_dict_into_shards(plan.model_parameters(), max_shard_size=max_shard_bytes)
         self.shards = split.filename_to_tensors | ({UNUSED_FILE: plan.unused} if plan.unused else {})
         self.index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename} if split.is_sharded else None
         self.resumed = 0
@@ -115,7 +105,6 @@ def source_digest(records: list[dict[str, Any]], plan: Plan) -> str:
 
 
 def not_finite_error(name: str, values: Tensor) -> UnfitWeightsError:
-    """The error for a tensor that holds NaN or infinity."""
     bad = (~values.isfinite()).nonzero()
     return UnfitWeightsError(
         f"{name} holds NaN or infinity, as after a run that diverged: {len(bad)} such values, the first at "
