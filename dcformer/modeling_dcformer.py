@@ -367,8 +367,8 @@ class DCFormerPreTrainedModel(ComposingModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # Transformers' heads ask for their decoder by the class of the configuration, which is another copy than the one
-        # of this file where code comes with a folder.
+        # Transformers' heads ask for their decoder by the class of the configuration, and where code comes with a folder
+        # that may be another copy of it.
         decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
         AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
 

@@ -28,7 +28,7 @@ _ABLATIONS = {branch: (branch,) for branch in BRANCHES} | {
     "post": BRANCHES,
     "all": BRANCHES,
 }
-PANDAS = "Tables of an analysis need pandas: pip install 'dcformer[analysis]'."
+TABLES = "A table of an analysis"
 
 
 def branches_of(compose: DCFormerCompose) -> list[str]:
@@ -99,7 +99,7 @@ def branch_shares(
     Raises:
         ValueError: for a model that composes nothing.
     """
-    pandas = import_optional("pandas", PANDAS)
+    pandas = import_optional("pandas", TABLES, "analysis")
     compose_layers(model)
     factors: dict[int, Any] = {}
     scores: dict[int, Tensor] = {}
@@ -206,7 +206,7 @@ def what_matters(
     Raises:
         ValueError: of [`ablated`], and for inputs without a token that another predicts.
     """
-    pandas = import_optional("pandas", PANDAS)
+    pandas = import_optional("pandas", TABLES, "analysis")
     modules = compose_layers(model)
     cases = [
         (layer, branch)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..common.optional import import_optional
 from ..modeling_dcformer import DCFormerAttention, at_least_float32
-from .branches import PANDAS
+from .branches import TABLES
 from .recording import attention_layers, forwards, in_float64, watch
 
 
@@ -113,7 +113,7 @@ def map_diversity(
         `pandas.DataFrame` with the columns layer, map ("weights", and of a DCFormer "composed_weights"),
         effective_heads and heads.
     """
-    pandas = import_optional("pandas", PANDAS)
+    pandas = import_optional("pandas", TABLES, "analysis")
     is_ours = isinstance(attention_layers(model)[0], DCFormerAttention)
     found: dict[tuple[int, str], list[Tensor]] = {}
 

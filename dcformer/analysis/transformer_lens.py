@@ -8,9 +8,9 @@ from ..common.optional import import_optional
 from ..modeling_dcformer import ATTENTION_MAPS
 
 
-_MISSING = "The bridge needs TransformerLens: pip install 'dcformer[analysis]'."
-bridge = import_optional("transformer_lens.model_bridge", _MISSING)
-factory = import_optional("transformer_lens.factories.architecture_adapter_factory", _MISSING)
+_BRIDGE = ("The bridge to TransformerLens", "analysis")
+bridge = import_optional("transformer_lens.model_bridge", *_BRIDGE)
+factory = import_optional("transformer_lens.factories.architecture_adapter_factory", *_BRIDGE)
 components = bridge.generalized_components
 
 

@@ -29,7 +29,7 @@ def check_plot_path(path: str | os.PathLike) -> Path:
 @contextlib.contextmanager
 def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
     """Write what the block draws on the figure, of this width and height in inches; `extra` installs matplotlib."""
-    matplotlib = import_optional("matplotlib", f"A plot needs matplotlib: pip install 'dcformer[{extra}]'.")
+    matplotlib = import_optional("matplotlib", "A plot", extra)
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):

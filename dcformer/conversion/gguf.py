@@ -29,7 +29,7 @@ def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> PreTrainedMod
     The model of a GGUF file in a folder or of a name on the Hub, as Transformers makes it, in float32; ValueError if
     the file holds what Transformers does not read into it or into its configuration, or lacks weights.
     """
-    gguf = import_optional("gguf", "Reading .gguf files needs gguf: pip install gguf.")
+    gguf = import_optional("gguf", "Reading a GGUF file", "convert")
     reader, where = gguf.GGUFReader(cached_file(folder, file)), repr(os.path.join(folder, file))
     stated = {key: field.contents() for key, field in reader.fields.items()}
     if not (unread := _unread_settings(stated, config)):

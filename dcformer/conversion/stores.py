@@ -18,7 +18,7 @@ _RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}
 
 
 def import_tensorstore() -> Any:
-    return import_optional("tensorstore", "Reading JAX checkpoints needs tensorstore: pip install 'dcformer[convert]'.")
+    return import_optional("tensorstore", "Reading a JAX checkpoint", "convert")
 
 
 def is_remote(location: str | os.PathLike) -> bool:

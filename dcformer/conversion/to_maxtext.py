@@ -139,7 +139,7 @@ def convert_to_maxtext(
     started = time.monotonic()
     if param_dtype not in ("keep", "float32", "bfloat16"):
         raise ValueError(f"param_dtype must be keep, float32 or bfloat16, got {param_dtype!r}.")
-    msgpack = import_optional("msgpack", "Writing MaxText checkpoints needs msgpack: pip install 'dcformer[convert]'.")
+    msgpack = import_optional("msgpack", "Writing a MaxText checkpoint", "convert")
     target = Destination(destination, source, force)
     folder = local_folder(source)
     remembered = remembered_source(folder)

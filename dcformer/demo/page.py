@@ -42,7 +42,7 @@ _CSS = """
 def import_gradio() -> ModuleType:
     """Gradio, without reports of its use and looks for newer versions, which it decides on when it is imported."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
-    return import_optional("gradio", "The page needs gradio: pip install 'dcformer[demo]'.")
+    return import_optional("gradio", "The page", "demo")
 
 
 def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> Any:

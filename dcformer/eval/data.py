@@ -95,7 +95,7 @@ def source_of(task: str) -> Source:
 
 def import_extra(name: str) -> Any:
     """A module of the extra `eval`, imported where it is used, as some take seconds."""
-    return import_optional(name, f"Evaluation needs {name.partition('.')[0]}: pip install 'dcformer[eval]'.")
+    return import_optional(name, "Evaluation", "eval")
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:

@@ -36,7 +36,7 @@ def import_vllm() -> ModuleType:
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    return import_optional("vllm", "--engine vllm (engine='vllm') needs vLLM: pip install 'dcformer[vllm]'.")
+    return import_optional("vllm", "--engine vllm (engine='vllm')", "vllm")
 
 
 def check_device_of_vllm(device: torch.device) -> None:

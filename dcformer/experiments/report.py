@@ -49,7 +49,7 @@ def compare_variants(results: Mapping[str, Any], metric: str) -> pandas.DataFram
     Returns:
         A row per variant: `difference`, `±` (half its own 95 % interval) and `p`, corrected by Holm's method.
     """
-    pandas = import_optional("pandas", _NEEDS_PANDAS)
+    pandas = import_optional("pandas", "A report of a sweep", "train")
     frame = _runs_frame(results).dropna(subset=metric)
     values = {name: dict(zip(rows["seed"], rows[metric])) for name, rows in frame.groupby("variant", sort=False)}
     first = next(iter(values))
@@ -119,12 +119,9 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         figure.suptitle(f"{results['recipe']['name']}: mean and 95 % interval over seeds")
 
 
-_NEEDS_PANDAS = 'Reports of sweeps need pandas: pip install "dcformer[train]".'
-
-
 def _runs_frame(results: Mapping[str, Any]) -> pandas.DataFrame:
     """A row per run, with a column per metric."""
-    pandas = import_optional("pandas", _NEEDS_PANDAS)
+    pandas = import_optional("pandas", "A report of a sweep", "train")
     rows = []
     for run in results["runs"]:
         row = {key: run[key] for key in ("variant", "seed", "parameters")}

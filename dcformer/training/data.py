@@ -376,4 +376,4 @@ def _answer_labels(input_ids: list[int], offsets: list[tuple[int, int]], answers
 
 
 def _import_datasets():
-    return import_optional("datasets", 'Reading training data needs datasets: pip install "dcformer[train]".')
+    return import_optional("datasets", "Reading training data", "train")

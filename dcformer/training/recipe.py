@@ -275,7 +275,7 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _import_omegaconf() -> Any:
-    return import_optional("omegaconf", 'Recipes need OmegaConf: pip install "dcformer[train]".').OmegaConf
+    return import_optional("omegaconf", "Training by a recipe", "train").OmegaConf
 
 
 def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:

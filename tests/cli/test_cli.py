@@ -21,7 +21,14 @@ HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "mat
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 PACKAGE = Path(dcformer.__file__).parent
 GIT = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks"}
-OTHERS = {*GIT, "--help", "--body-text-color", "--metadata", "--include"}  # of every program, CSS and lm-eval
+OTHERS = {
+    *GIT,
+    "--help",
+    "--body-text-color",
+    "--metadata",
+    "--include",
+    "--model",
+}  # of every program, CSS, lm-eval and vLLM
 
 
 def call(*arguments, **options):
