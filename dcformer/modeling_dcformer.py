@@ -367,7 +367,7 @@ class DCFormerPreTrainedModel(ComposingModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # Transformers' heads ask for their decoder by the class of the configuration, and where code comes with a folder
+        # The heads of Transformers ask for their decoder by the class of the configuration; where code comes with a folder
         # that may be another copy of it.
         decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
         AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
