@@ -367,8 +367,8 @@ class DCFormerPreTrainedModel(ComposingModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # The heads of Transformers ask for their decoder by the class of the configuration; where code comes with a folder
-        # that may be another copy of it.
+        # The heads of Transformers ask for their decoder by the class of the configuration; where code comes with a
+        # folder that may be another copy of it.
         decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
         AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
 
