@@ -378,7 +378,7 @@ def _attend_block(
 
     pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
     bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
-    observe = observe or (lambda name, attention: attention)
+    observe = (lambda name, attention: attention) if observe is None else observe
     scores = observe("scores", _scaled_scores(query, key, scaling, dtype))  # (batch, heads, query, key)
     scores = observe("composed_scores", compose(scores, pre))
     if bias is not None:

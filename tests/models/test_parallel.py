@@ -283,7 +283,18 @@ def the_example_answers_as_one_process_does(folder):
         assert ("India" in output.getvalue()) == (dist.get_rank() == 0), way
 
 
-@pytest.mark.parametrize("name", CHECKS)
+OF_TENSOR_PARALLELISM = ("shares", "reads_files", "a_plan", "the_example")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.newer_transformers("shares no vocabulary of an odd size"))
+        if name.startswith(OF_TENSOR_PARALLELISM)
+        else name
+        for name in CHECKS
+    ],
+)
 def test_two_processes(name, failed):
     assert name not in failed, failed[name]
 

@@ -80,6 +80,7 @@ def test_quantised_weights_are_saved_and_read_back(method, folder, tmp_path):
     assert torch.equal(logits(reloaded), logits(model))
 
 
+@pytest.mark.newer_transformers("quantises the cache of windows too")
 def test_generate_makes_a_quantised_cache_for_full_attention_only(monkeypatch):
     def unpack(packed, bits):
         """As quanto's extension in C++ does, whose compilation takes two minutes."""

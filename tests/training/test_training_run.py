@@ -67,7 +67,8 @@ def test_the_final_folder_is_a_model_with_the_loss_that_was_logged(run):
     model = AutoModelForCausalLM.from_pretrained(result["folder"])
     tokenizer = AutoTokenizer.from_pretrained(result["folder"])
     assert model.config.use_cache and model.config.vocab_size == len(tokenizer)
-    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
     with torch.no_grad():
         loss = model(**collate(build_datasets(recipe.data, tokenizer)[1]), use_cache=False).loss.item()
     assert loss == pytest.approx(result["evaluation_loss"], abs=1e-5)
