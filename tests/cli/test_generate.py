@@ -209,7 +209,7 @@ WRONG = {
     "no chat in a file": (["dcformer-tiny", "--prompts", "f", "--output", "o", "--chat-template", "f"], "--chat"),
     "chat with vLLM": (["dcformer-tiny", "--chat", "--engine", "vllm"], "chat=True goes only with --engine transf"),
     "beams with vLLM": (["dcformer-tiny", "x", "--engine", "vllm", "--num-beams", "2"], "num_beams=2"),
-    "vLLM alone": (["dcformer-tiny", "x", "--engine", "vllm"], "needs vLLM"),
+    "vLLM alone": (["dcformer-tiny", "x", "--engine", "vllm"], "needs vllm: pip install"),
     "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),

@@ -105,7 +105,7 @@ def test_the_command_prints_the_address_and_ends_by_ctrl_c(monkeypatch):
 
 def test_a_missing_package_names_the_extra(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ImportError, match=r"dcformer\[demo\]"):
+    with pytest.raises(ImportError, match=r"needs gradio: pip install \"\.\[demo\]\" in a clone"):
         build_page(tiny)
 
 
