@@ -52,7 +52,7 @@ class FoundModel:
         The model in evaluation mode; arguments as of [`load_model`].
 
         Raises:
-            ValueError: if weights are missing, or `oov_policy` is given for a model of another family.
+            ValueError: if weights are missing or too many, or `oov_policy` is given for a model of another family.
         """
         if oov_policy is not None and not isinstance(self.config, DCFormerConfig):
             raise ValueError(
@@ -69,9 +69,11 @@ class FoundModel:
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
-        # Transformers draws missing parameters at random, clears missing buffers, learned ones too, and only warns.
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"The weights of {self.name!r} lack {missing[0]} and {len(missing) - 1} more.")
+        # Transformers draws missing parameters at random, clears missing buffers, learned ones too, leaves out layers
+        # that the configuration does not count, and only warns.
+        for what, keys in (("lack", info["missing_keys"]), ("hold, unlike config.json,", info["unexpected_keys"])):
+            if names := sorted(keys):
+                raise ValueError(f"The weights of {self.name!r} {what} {names[0]} and {len(names) - 1} more.")
         return model.to(place).eval()
 
 

@@ -175,7 +175,7 @@ def _answer_file(given: dict[str, Any]) -> None:
     folders = [Path(find_model_folder(source)) for source in sources if source]
     for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
         if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
-            settings[str(file)] = [file.stat().st_size, file.stat().st_mtime_ns]
+            settings[str(file)] = [file.stat().st_size, file.stat().st_ctime_ns]  # copies keep the other time
     size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))

@@ -1,5 +1,6 @@
 """Models by a bundled name, a folder or the authors' files; what would compute something else is refused."""
 
+import json
 import shutil
 
 import pytest
@@ -95,3 +96,11 @@ def test_a_folder_has_no_revision(folder):
     for name in (folder, "dcformer-tiny"):
         with pytest.raises(ValueError, match=r"revision='v1' .* is a folder"):
             load_model(name, revision="v1")
+
+
+def test_weights_that_the_configuration_does_not_count_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"hold, unlike config\.json, model\.layers\.2\."):
+        load_model(folder)
