@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from . import public as public  # registers the models with the Auto classes
+from .common.files import json_digest
 from .configuration_dcformer import DCFormerConfig
 from .pretrained import find_model_folder
 
@@ -210,6 +211,16 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     return tokenizer
 
 
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """`"sha256:..."` of all that turns text into ids, and of the ids that begin, end and pad it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # calls leave these two behind, and every call sets them anew
+        rules: Any = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    else:  # one in Python does not tell its rules; its vocabulary and what it makes of a text stand for them
+        rules = [sorted(tokenizer.get_vocab().items()), tokenizer("The 2: İt's\n\n  naïve, 東京!")["input_ids"]]
+    return f"sha256:{json_digest([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id])}"
+
+
 def _is_tokenizer(file: Path) -> bool:
     """Whether a JSON file is a `tokenizer.json`, whatever its name."""
     try:
@@ -220,4 +231,4 @@ def _is_tokenizer(file: Path) -> bool:
 
 
 __all__ = ["FoundModel", "LoadedModel", "find_model", "load_model"]
-__all__ += ["choose_device", "load_tokenizer", "looks_like_path"]
+__all__ += ["choose_device", "fingerprint_tokenizer", "load_tokenizer", "looks_like_path"]

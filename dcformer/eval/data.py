@@ -224,14 +224,22 @@ def _documents(column: str, place: Any) -> Dataset:
         rows = datasets.Dataset.from_list([json.loads(line) for _, line in _lines([place])])
     if "problems" in source.fields:
         is_grouped = "problems" in rows.column_names
-        return datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
+        rows = datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
+    where = str(place if isinstance(place, Path) else source)
     if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
-        where = str(place if isinstance(place, Path) else source)
         raise ValueError(
             f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
             f"the {source.split} split, whose answers are published."
         )
+    for name in source.fields:
+        if found := [number for number, value in enumerate(rows[name], start=1) if _has_null(value)]:
+            raise ValueError(f"{name!r} is null or missing in document {found[0]} of {column} in {where!r}; mend it.")
     return rows
+
+
+def _has_null(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, parts))
 
 
 def parse_logiqa(text: str) -> list[dict]:
@@ -259,7 +267,8 @@ def _article(row: dict) -> dict:
     """An article whose questions are a list, or a list written out as Python does."""
     problems = ast.literal_eval(row["problems"]) if isinstance(row["problems"], str) else row["problems"]
     fields = ("question", "options", "answer")
-    return {"article": row["article"], "problems": [{name: each[name] for name in fields} for each in problems]}
+    kept = [{name: each[name] for name in fields} for each in problems or ()]
+    return {"article": row["article"], "problems": kept or None}
 
 
 def jsonl_fields(
@@ -271,8 +280,8 @@ def jsonl_fields(
     for index, (where, line) in enumerate(_lines(files)):
         if index in chosen:
             row = json.loads(line)
-            if not all(field in row for field in fields):
-                raise ValueError(f"{where} lacks {' or '.join(fields)}, got {', '.join(row)}.")
+            if missing := [field for field in fields if row.get(field) is None]:
+                raise ValueError(f"{where} has no {missing[0]!r}, or null; its keys are {', '.join(row)}.")
             yield tuple(row[field] for field in fields)
 
 

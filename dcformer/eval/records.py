@@ -9,7 +9,6 @@ the samples, by which damage is found before either is used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 import dcformer
 
-from ..common.files import find_damage, make_manifest, write_atomically
+from ..common.files import find_damage, json_digest, make_manifest, write_atomically
 from .data import files_fingerprint
 from .suites import PREFIX
 
@@ -108,14 +107,9 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
         **{part: getattr(record, part) for part in ("settings", "observed", "timings")},
         "samples": make_manifest(path.parent, [own_samples])[own_samples.name],
     }
-    content["sha256"] = _digest(content)
+    content["sha256"] = json_digest({**content, "timings": None})  # which are no part of the result
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return path
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Of a record's content without timings, which are no part of the result, as JSON on one line."""
-    return hashlib.sha256(json.dumps({**content, "timings": None}).encode()).hexdigest()
 
 
 def read_record(path: Path) -> Record:
@@ -127,7 +121,7 @@ def read_record(path: Path) -> Record:
     # Of a record with one damaged key two of these are left; lm-eval's own results have none.
     if not isinstance(content, dict) or len({"settings", "observed", "timings"} & content.keys()) < 2:
         raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`; move it to another folder.")
-    if content.pop("sha256", None) != _digest(content):
+    if content.pop("sha256", None) != json_digest({**content, "timings": None}):
         raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_AGAIN}")
     ((name, results),) = content["results"].items()
     metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
@@ -189,14 +183,6 @@ def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:
         return f"commit:{AutoConfig.from_pretrained(os.fspath(path), revision=revision)._commit_hash}"
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     return files_fingerprint([folder / "config.json", *weights])
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """`"sha256:..."` of what turns text into ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    return f"sha256:{hashlib.sha256(f'{content}{special}'.encode()).hexdigest()}"
 
 
 def library_versions(engine: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ import torch
 
 from ..common.files import file_lock
 from ..common.quiet import quiet_libraries
-from ..loading import FoundModel, choose_device, find_model
+from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
 from .data import data_fingerprint, import_extra, origin_of, spread_places
 from .head_tasks import FIELDS, by_text
@@ -210,7 +210,7 @@ def _settings(
     settings = {
         "model": records.model_fingerprint(model.path, model.revision),
         "model_type": model.config.model_type,
-        "tokenizer": records.tokenizer_fingerprint(model.tokenizer),
+        "tokenizer": fingerprint_tokenizer(model.tokenizer),
         "oov_policy": policy if model.has_ids_without_embedding else None,
         **common,
     }

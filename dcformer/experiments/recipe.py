@@ -34,10 +34,6 @@ class SweepRecipe:
             if name not in self.variants:
                 raise ValueError(f"sweep names {name!r}; its variants are {', '.join(self.variants)}.")
 
-    def chosen(self, runs: list[Run]) -> list[Run]:
-        """Those of its runs that are to be done now."""
-        return [run for run in runs if self.only is None or run.variant in self.only]
-
 
 @dataclass(frozen=True)
 class Run:

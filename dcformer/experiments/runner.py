@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..common.files import file_lock, read_sealed, seal, write_atomically
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
-from ..training import Recipe, fingerprint_data, first_difference, resolve_precision, train
+from ..training import Recipe, fingerprint_inputs, first_difference, resolve_precision, train
 from .recipe import Run, SweepRecipe, plan_sweep
 from .report import plot_sweep, print_report
 
@@ -76,7 +76,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         for run in runs:
             if (row := _finished(run, sweep)) is not None:
                 rows[run.name] = row
-        chosen = sweep.chosen(runs)
+        chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
         waiting = [run for run in chosen if not resume or run.name not in rows]
         report = on_progress or stack.enter_context(_progress(len(waiting)))
         results = _write_results(recipe, runs, rows, failures)
@@ -111,7 +111,7 @@ def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
         logger.warning(f"{error} The run {run.name!r} counts as not finished.")
         return None
     differs = first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, MOVES_NO_RESULT)
-    for key, fingerprint in fingerprint_data(run.recipe.data, only_here=True).items():
+    for key, fingerprint in fingerprint_inputs(run.recipe, only_here=True).items():
         if fingerprint != result["fingerprints"].get(key):
             differs = differs or f"the content of {key} has changed"
     if differs:
@@ -126,15 +126,9 @@ def finish_run(
     run: Run, sweep: SweepRecipe, resume: bool = True, on_progress: OnProgress | None = None
 ) -> dict[str, Any]:
     """
-    Train and score one run of a sweep, unless it is finished.
+    Train and score one run of those that `plan_sweep` gives, unless it is finished; arguments as of `run_sweep`.
 
-    Several processes may do so for different runs of a sweep; `run_sweep` then finds these finished.
-
-    Args:
-        run: One of those that `plan_sweep` gives.
-        sweep: The sweep beside it.
-        resume: As of `run_sweep`.
-        on_progress: As of `run_sweep`, without a bar.
+    Several processes may do so for different runs of a sweep; `run_sweep` then finds these finished. There is no bar.
 
     Returns:
         An item of `runs` of `run_sweep`, which is on the disk by then.

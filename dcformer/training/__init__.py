@@ -1,6 +1,5 @@
 """Training: recipes in YAML, a thin layer over `transformers.Trainer`, and runs that can be stopped at any moment."""
 
-from .data import fingerprint_data
 from .recipe import (
     DataRecipe,
     Recipe,
@@ -11,7 +10,7 @@ from .recipe import (
     merge_recipes,
     packaged_recipes,
 )
-from .run import train
+from .run import fingerprint_inputs, train
 from .throughput import flops_per_token, gpu_peak_flops, peak_flops, resolve_precision, visible_pairs
 
 
@@ -20,7 +19,7 @@ __all__ = [
     "Recipe",
     "StageRecipe",
     "TrainingRecipe",
-    "fingerprint_data",
+    "fingerprint_inputs",
     "first_difference",
     "flops_per_token",
     "gpu_peak_flops",

@@ -8,9 +8,7 @@ predicted across documents either. Padding comes last, with positions of its own
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -25,6 +23,7 @@ from torch.utils.data import Sampler
 from ..common.files import check_relative, file_digest, json_digest
 from ..common.optional import import_optional
 from ..head_tasks import generate_documents, iterate_practice
+from ..loading import fingerprint_tokenizer
 from .recipe import HEAD_TASKS, DataRecipe
 
 
@@ -61,19 +60,12 @@ def build_datasets(
         raise error.__cause__ or error from error
 
 
-def fingerprint_data(recipe: DataRecipe, only_here: bool = False) -> dict[str, str]:
-    """Hash what training data are read, as `data.source`, and those of the evaluation, as `data.evaluation.source`."""
-    sources = {"data.source": recipe, "data.evaluation.source": recipe.evaluation}
-    found = {key: _fingerprint(source, only_here) for key, source in sources.items() if source is not None}
-    return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
-
-
-def _fingerprint(recipe: DataRecipe, only_here: bool = False) -> str | None:
+def fingerprint_documents(recipe: DataRecipe, only_here: bool = False) -> str | None:
     """A hash of the content of files; of data on the Hub of their revision, which `only_here` does not ask for."""
     if recipe.source == HEAD_TASKS:  # the same for the same recipe
         content = []
     elif Path(recipe.source).expanduser().exists():
-        content = [_digest(file, file.stat().st_size, file.stat().st_ctime_ns) for file in _files(recipe)]
+        content = fingerprint_files(_files(recipe))
     elif only_here:
         return None
     else:
@@ -81,10 +73,9 @@ def _fingerprint(recipe: DataRecipe, only_here: bool = False) -> str | None:
     return json_digest([recipe.configuration, recipe.split, *content])
 
 
-def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash the vocabulary, and the tokens of some text."""
-    tokens = tokenizer("The 2 tokenizers: İt's\n\n  naïve, 東京!")["input_ids"]
-    return json_digest([sorted(tokenizer.get_vocab().items()), tokens])
+def fingerprint_files(files: Iterable[Path]) -> list[str]:
+    """The SHA-256 of each file."""
+    return [_digest(file, file.stat().st_size, file.stat().st_ctime_ns) for file in files]
 
 
 @cache  # the runs of a sweep have the same data
@@ -154,7 +145,7 @@ def _build_rows(
     if kind is not None and getattr(kind, "dtype", "") not in _TEXT_TYPES:
         raise ValueError(f"{recipe.source!r}: column {recipe.text_column!r} must hold strings, it holds {kind}.")
     if recipe.source != HEAD_TASKS:  # that of datasets knows the time of a change of a file, and not its content
-        documents._fingerprint = _fingerprint(recipe)
+        documents._fingerprint = fingerprint_documents(recipe)
     if recipe.documents is not None and recipe.streaming:
         documents = documents.take(recipe.documents)
     elif recipe.documents is not None:
@@ -223,7 +214,7 @@ def _read(recipe: DataRecipe, columns: list[str]) -> Dataset | IterableDataset:
     builder = _open(recipe)
     if Path(recipe.source).expanduser().exists():
         # In the name of what datasets stores; the time of the last change would be all that tells files apart.
-        options: dict[str, Any] = {"description": _fingerprint(recipe)}
+        options: dict[str, Any] = {"description": fingerprint_documents(recipe)}
         ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
         features = datasets.Features(
             {column: ranges if column == "answers" else datasets.Value("string") for column in columns}
@@ -352,19 +343,9 @@ class _Encoder:
 
     def fingerprint(self, documents: str) -> str:
         """A name for the rows that this encoder makes of the documents of a fingerprint."""
-        recipe, tokenizer = self.recipe, self.tokenizer
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        vocabulary = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-        settings = [_LAYOUT_VERSION, documents, recipe.text_column, recipe.sequence_length, recipe.packing]
-        settings += [
-            recipe.loss_on,
-            self.ending,
-            self.padding_token_id,
-            self.special_tokens,
-            type(tokenizer).__name__,
-            vocabulary,
-        ]
-        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+        recipe, layout = self.recipe, [_LAYOUT_VERSION, fingerprint_tokenizer(self.tokenizer), documents]
+        settings = [recipe.text_column, recipe.sequence_length, recipe.packing, recipe.loss_on]
+        return json_digest(layout + settings)[:32]
 
 
 def _answer_labels(input_ids: list[int], offsets: list[tuple[int, int]], answers: list[list[int]]) -> list[int]:

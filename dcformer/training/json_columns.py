@@ -35,7 +35,7 @@ class JsonColumns(GeneratorBasedBuilder):
                         place, rows = "item", json.loads(first + lines.read())
                     for number, row in enumerate(rows, start=1):
                         if not isinstance(row, bytes) or row.strip():
-                            yield f"{file} {number}", _example(row, list(self.info.features), number == 1)
+                            yield f"{file} {number}", _example(row, list(self.info.features))
                 except json.JSONDecodeError as error:
                     line = f"line {number + error.lineno - 1}, column {error.colno}"
                     raise ValueError(f"{file!r} is not JSON in {line}: {error.msg}.") from error
@@ -43,17 +43,17 @@ class JsonColumns(GeneratorBasedBuilder):
                     raise ValueError(f"{file!r}, {place} {number}: {error}") from error
 
 
-def _example(row: Any, columns: list[str], is_first: bool) -> dict[str, Any]:
+def _example(row: Any, columns: list[str]) -> dict[str, Any]:
     """The columns of a row: a line of JSON, an object, or a text alone. ValueError if they hold something else."""
     row = json.loads(row) if isinstance(row, bytes) else row
     row = row if isinstance(row, dict) else {"text": row}
-    if is_first and (missing := [column for column in columns if column not in row]):
+    if missing := [column for column in columns if column not in row]:
         raise ValueError(f"there is no {missing[0]!r}; the columns are {', '.join(row)}.")
     text, *answers = columns
-    if not isinstance(row.get(text, ""), str | None):
+    if not isinstance(row[text], str | None):
         raise ValueError(f"{text!r} must be a string, got {row[text]!r:.80}.")
-    (row.get(text) or "").encode()  # half of a surrogate pair, which JSON can spell, is no text
-    for start_end in (answers and row.get("answers")) or ():
+    (row[text] or "").encode()  # half of a surrogate pair, which JSON can spell, is no text
+    for start_end in (answers and row["answers"]) or ():
         if not isinstance(start_end, list) or [type(place) for place in start_end] != [int, int]:
             raise ValueError(f"'answers' must be a list of [start, end], got {row['answers']!r:.80}.")
-    return {column: row.get(column) for column in columns}
+    return {column: row[column] for column in columns}

@@ -23,6 +23,7 @@ _PACKAGED = Path(__file__).parent / "recipes"
 # Keys that exclude each other: a recipe that gives one removes the other from the recipe that it extends.
 _ALTERNATIVES = {"training": ("tokens", "max_steps"), "model": ("preset", "pretrained")}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
+_MOST_LAYERS = 10_000  # a configuration of more takes minutes to build; nobody means that
 # Keys of `model:` besides the fields of the configuration.
 _MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation", "output_initializer_range")
 
@@ -174,6 +175,8 @@ class Recipe:
 
     def __post_init__(self):
         _check_model(self.model)
+        if not self.output:
+            raise ValueError("output must name a folder, got ''.")
         attention = self.model.get("attn_implementation") or ""
         if "flash" in attention and self.data.packing != "none" and self.training.per_device_batch_size > 1:
             # It finds documents by their position ids in a batch of one row alone, and would not complain.
@@ -287,9 +290,12 @@ def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:
         file = _find(name, folder).resolve()
         if file in chain:
             raise ValueError(f"Recipes extend each other in a circle: {' extends '.join(f.name for f in chain)}.")
-        chain[file] = omegaconf.to_container(omegaconf.load(file))
+        chain[file] = values = omegaconf.to_container(omegaconf.load(file))
+        keys = {"extends", *(field.name for field in fields(Recipe))}
+        if not isinstance(values, dict) or (values and not keys & values.keys()):  # OmegaConf makes a key of a text
+            raise ValueError(f"{str(file)!r} is no recipe, which is YAML with keys such as model, data and training.")
         name, folder = chain[file].pop("extends", None), file.parent
-    values: dict[str, Any] = {}
+    values = {}
     for update in reversed(chain.values()):
         values = merge_recipes(values, update)
     return values
@@ -332,5 +338,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise ValueError(f"model.model_type must be {' or '.join(_CONFIG_CLASSES)}, got {model['model_type']!r}.")
     if pretrained is not None and model.get("output_initializer_range") is not None:
         raise ValueError(f"model.output_initializer_range is for new weights, got model.pretrained {pretrained!r}.")
+    if isinstance(layers := model.get("num_hidden_layers"), int) and layers > _MOST_LAYERS:
+        raise ValueError(f"model.num_hidden_layers must be at most {_MOST_LAYERS:,}, got {layers:,}.")
     if pretrained is None:  # weights bring a configuration of their own
         build_config(model)

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
-from ..common.files import file_lock, read_sealed, write_atomically
+from ..common.files import file_lock, json_digest, read_sealed, write_atomically
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
-from ..loading import load_tokenizer
+from ..loading import fingerprint_tokenizer, load_tokenizer
 from . import checkpoints
 from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
-from .data import build_datasets, fingerprint_data, fingerprint_tokenizer
+from .data import build_datasets, fingerprint_documents, fingerprint_files
 from .recipe import HEAD_TASKS, Recipe, build_config, first_difference
 from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
@@ -55,8 +55,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
 
     Returns:
         `folder` of the model, `steps`, `loss` (of the last record), `evaluation_loss` and `perplexity` (`None` without
-        an evaluation), `seconds` of this call, `resumed_from` (step, 0 if from the start), and `fingerprints` of data
-        and tokenizer, see `fingerprint_data`.
+        an evaluation), `seconds` of this call, `resumed_from` (step, 0 if from the start), and `fingerprints`,
+        see `fingerprint_inputs`.
 
     Raises:
         ValueError: if the batch does not divide, data hold nothing, or the folder belongs to another recipe or process.
@@ -114,6 +114,23 @@ def build_tokenizer(name: str):
     return build_head_tasks_tokenizer() if name == HEAD_TASKS else load_tokenizer(name)
 
 
+def fingerprint_inputs(recipe: Recipe, only_here: bool = False) -> dict[str, str]:
+    """
+    Hash what a run reads, by keys of the recipe: data, tokenizer, and the folder that `model.pretrained` names.
+
+    `only_here` leaves out data and tokenizers that are not on this machine, or no more.
+    """
+    sources = {"data.source": recipe.data, "data.evaluation.source": recipe.data.evaluation}
+    found = {key: fingerprint_documents(source, only_here) for key, source in sources.items() if source is not None}
+    if not only_here or recipe.tokenizer == HEAD_TASKS or Path(recipe.tokenizer).exists():
+        found["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
+    pretrained = recipe.model.get("pretrained")
+    if pretrained is not None and (folder := Path(pretrained)).is_dir():
+        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        found["model.pretrained"] = json_digest(fingerprint_files([folder / "config.json", *weights]))
+    return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
+
+
 def _in_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
     """The result or error of the first process, in all processes, so that none waits for the others."""
     if arguments.world_size == 1:
@@ -157,11 +174,12 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
         if differs := first_difference(Recipe.from_mapping(known["recipe"]), recipe, _MAY_CHANGE):
             raise ValueError(f"{str(output)!r} is of another recipe: {differs}; {_WAYS_OUT}.")
     finished = checkpoints.step_of(checkpoint) == recipe.training.steps
-    found = fingerprint_data(recipe.data, only_here=finished)
-    if not finished:
-        found["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
-    for key, name in (("data.source", recipe.data.source), ("tokenizer", recipe.tokenizer)):
-        if known and key in found and found[key] != known["fingerprints"][key]:
+    found = fingerprint_inputs(recipe, only_here=finished)
+    names = {"data.source": recipe.data.source, "tokenizer": recipe.tokenizer}
+    # The weights come from the checkpoint by then, but the configuration from there.
+    names["model.pretrained"] = recipe.model.get("pretrained")
+    for key, name in names.items():
+        if known and key in found and found[key] != known["fingerprints"].get(key):
             raise ValueError(
                 f"{key} {name!r} has other content than {str(checkpoint)!r} was trained on; bring it back, {_WAYS_OUT}."
             )
@@ -170,8 +188,6 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
     """Remove checkpoints that are not complete or past the step to resume from; and write the recipe."""
-    from omegaconf import OmegaConf
-
     for checkpoint in checkpoints.checkpoint_folders(output):
         complete = checkpoints.is_complete(checkpoint)
         if not complete or checkpoints.step_of(checkpoint) > trained:
@@ -180,7 +196,13 @@ def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) ->
             checkpoints.remove_checkpoint(checkpoint)
     if not resume:
         shutil.rmtree(output / "final", ignore_errors=True)
-    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(OmegaConf.create(recipe.to_mapping())))
+    _write_recipe(output, recipe.to_mapping())
+
+
+def _write_recipe(output: Path, values: dict[str, Any]) -> None:
+    from omegaconf import OmegaConf
+
+    write_atomically(output / RECIPE_FILE, OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def _build_model(recipe: Recipe, tokenizer) -> torch.nn.Module:
@@ -226,8 +248,9 @@ def _log_for_tensorboard(trainer: RecipeTrainer, trained: int) -> None:
 
 
 def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> None:
-    """Write the final model, the log and the curves from the last checkpoint."""
+    """Write the recipe, the final model, the log and the curves from the last checkpoint."""
     output = Path(recipe.output)
+    _write_recipe(output, read_sealed(checkpoint / checkpoints.MARKER)["recipe"])
     checkpoints.write_final(checkpoint, output / "final")
     write_training_card(output / "final", recipe, records)
     if recipe.training.trainable == "compose":

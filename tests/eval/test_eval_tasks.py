@@ -219,6 +219,48 @@ def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
         data.load_documents("logiqa", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("column", "row", "change", "name"),
+    [
+        ("piqa", {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0}, {"goal": None}, "goal"),
+        ("piqa", {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0}, {"sol1": None}, "sol1"),
+        (
+            "arc_easy",
+            {"question": "Who?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
+            {"choices": {"text": ["a", None], "label": ["A", "B"]}},
+            "choices",
+        ),
+        (
+            "race_high",
+            {"article": "T", "problems": repr([{"question": "Who?", "options": list("abcd"), "answer": "A"}])},
+            {"problems": repr([{"question": None, "options": list("abcd"), "answer": "A"}])},
+            "problems",
+        ),
+        (
+            "race_high",
+            {"article": "T", "problems": repr([{"question": "Who?", "options": list("abcd"), "answer": "A"}])},
+            {"problems": None},
+            "problems",
+        ),
+    ],
+)
+def test_null_where_a_prompt_reads_is_refused_with_its_place(column, row, change, name, tmp_path):
+    split, row = data.SOURCES[column].split, row | {"note": None}  # a column that no prompt reads
+    write_rows(tmp_path, column, split, [row, row])
+    data.load_documents(column, tmp_path)
+    write_rows(tmp_path, column, split, [row, row | change])
+    with pytest.raises(ValueError, match=rf"'{name}' is null or missing in document 2 of {column} in "):
+        data.load_documents(column, tmp_path)
+
+
+def test_null_in_running_text_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "test.jsonl"
+    for line in ('{"text": null}', '{"body": "a"}'):
+        file.write_text(f'{{"text": "a"}}\n\n{line}\n')
+        with pytest.raises(ValueError, match=r"Line 3 of .*test\.jsonl' has no 'text', or null"):
+            list(data.jsonl_fields([file], ("text",)))
+
+
 def test_other_documents_than_the_published_ones_are_refused_or_marked(tmp_path, monkeypatch):
     row = {"goal": "g", "sol1": "a", "sol2": "b", "label": 1}
     write_rows(tmp_path, "piqa", "validation", [row])

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import dcformer.eval
 from dcformer.cli import app
 from dcformer.experiments import compare_variants, plan_sweep, plot_sweep, print_report, run_sweep, summarise
+from dcformer.head_tasks import build_tokenizer
+from dcformer.training import Recipe
 from dcformer.training.trainer import RecipeTrainer
 
 
@@ -155,6 +157,29 @@ def test_results_on_other_content_of_the_data_are_refused(section, tmp_path):
     with pytest.raises(ValueError, match=r"the content of data\..*source has changed"):
         run_sweep(recipe, on_progress=ignore)
     files[section].unlink()
+    assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "model.pretrained"])
+def test_results_of_another_tokenizer_or_other_weights_are_refused(what, copied, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(copied / "composed/seed-0/final", base)
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    sweep = {"seeds": [0], "variants": {"low": {"training": {"learning_rate": 1e-3}}}}
+    values = tiny_mapping(tmp_path / "run", training={**TRAINING, "max_steps": 1}, sweep=sweep)
+    values |= {"tokenizer": str(tmp_path / "tokenizer"), "model": {"pretrained": str(base)}}
+    recipe = Recipe.from_mapping(values)
+    first = run_sweep(recipe, on_progress=ignore)
+    assert run_sweep(recipe, on_progress=ignore) == first
+    if what == "tokenizer":
+        tokenizer = build_tokenizer()
+        tokenizer.eos_token = None
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+    else:
+        shutil.copy(copied / "composed/seed-1/final/model.safetensors", base)
+    with pytest.raises(ValueError, match=f"the content of {what} has changed"):
+        run_sweep(recipe, on_progress=ignore)
+    shutil.rmtree(base if what == "model.pretrained" else tmp_path / "tokenizer")
     assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dcformer.head_tasks import build_tokenizer, generate_documents
+from dcformer.loading import fingerprint_tokenizer
 from dcformer.training import DataRecipe, Recipe
 from dcformer.training import data as training_data
 from dcformer.training.data import RowOrder, build_datasets, fill_batches
@@ -37,6 +38,41 @@ def word_tokenizer(begins: bool = False, ends: bool = True) -> PreTrainedTokeniz
     if ends:
         special["eos_token"] = "<end>"
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", **special)
+
+
+def test_a_fingerprint_is_of_all_that_turns_text_into_ids_and_nothing_else():
+    vocabulary = {token: number for number, token in enumerate(["<end>", "a", "b", "c", "ab", "bc", "abc"])}
+
+    def fingerprint(merges, **special):
+        model = models.BPE(vocabulary, merges)
+        return fingerprint_tokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special))
+
+    merges = [("a", "b"), ("b", "c"), ("ab", "c")]
+    special = [{}, {"eos_token": "<end>"}, {"bos_token": "<end>"}, {"pad_token": "<end>"}, {"eos_token": "a"}]
+    found = [fingerprint(merges, **each) for each in special]
+    found += [fingerprint(merges[:2]), fingerprint([merges[1], merges[0], merges[2]])]
+    assert len(set(found)) == len(found)
+    assert found[1] == fingerprint(merges, eos_token="<end>", model_max_length=5)
+    called = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), pad_token="<end>")
+    called(["ab", "a"], padding="max_length", max_length=9, truncation=True)
+    assert fingerprint_tokenizer(called) == found[3]
+    python = [PythonTokenizer(ids) for ids in ([1, 2], [2, 1], [1, 2])]
+    assert fingerprint_tokenizer(python[0]) == fingerprint_tokenizer(python[2]) != fingerprint_tokenizer(python[1])
+
+
+class PythonTokenizer:
+    """A tokenizer without one of the library tokenizers behind it."""
+
+    bos_token_id = eos_token_id = pad_token_id = None
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __call__(self, text):
+        return {"input_ids": self.ids}
+
+    def get_vocab(self):
+        return {"a": 1, "b": 2}
 
 
 def recipe(source, **values) -> DataRecipe:
@@ -259,6 +295,14 @@ def test_columns_that_are_not_read_may_change_their_type(layout, tmp_path):
     ("name", "content", "values", "words"),
     [
         ("a.jsonl", '{"text": "w1"}\n\n{"text": 7}', {}, r"a\.jsonl', line 3: 'text' must be a string, got 7\."),
+        (
+            "a.jsonl",
+            '{"text": "w1"}\n{"body": "w2"}',
+            {},
+            r"a\.jsonl', line 2: there is no 'text'; the columns are body",
+        ),
+        ("a.jsonl", '\n{"body": "w2"}', {}, r"a\.jsonl', line 2: there is no 'text'"),
+        ("a.json", '[{"text": "w1"}, {}]', {}, r"a\.json', item 2: there is no 'text'"),
         ("a.jsonl", '{"text": ["w1"]}', {}, r"line 1: 'text' must be a string, got \['w1'\]"),
         ("a.json", '[{"text": "w1"}, {"text": {"a": 1}}]', {}, r"a\.json', item 2: 'text' must be a string"),
         ("a.jsonl", '{"text": "w1"}\n{"text": "\\ud800"}', {}, r"a\.jsonl', line 2: .*surrogates"),

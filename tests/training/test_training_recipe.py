@@ -69,6 +69,10 @@ def test_values_may_refer_to_others(tmp_path, write):
         ({"model": {"preset": "dcformer-1b"}}, "dcformer-1b"),
         ({"model": {"preset": "dcformer-405m", "pretrained": "a/b"}}, "not both"),
         ({"model": {"model_type": "llama"}}, "llama"),
+        (
+            {"model": {"num_hidden_layers": 1_000_000_000}},
+            "num_hidden_layers must be at most 10,000, got 1,000,000,000",
+        ),
         ({"model": {"pretrained": "a/b", "output_initializer_range": 0.1}}, "output_initializer_range"),
         ({"training": {"max_steps": 0}}, "max_steps must be at least 1, got 0"),
         ({"training": {"max_steps": None}}, "exactly one of .*None and None"),
@@ -86,6 +90,19 @@ def test_values_may_refer_to_others(tmp_path, write):
 def test_a_wrong_key_or_value_is_named(sections, words):
     with pytest.raises((ValueError, OmegaConfBaseException), match=words):
         tiny_recipe("run", **sections)
+
+
+def test_an_output_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="output must name a folder, got ''"):
+        tiny_recipe("")
+
+
+@pytest.mark.parametrize("content", ["- 1", "some secret text", "secret:x:0\nroot:x:1", "[]", "secret: 1"])
+def test_a_file_that_is_no_recipe_is_named_and_not_printed(content, write):
+    for file in (write("a.yaml", content), write("b.yaml", "extends: a.yaml")):
+        with pytest.raises(ValueError, match=r"a\.yaml' is no recipe") as caught:
+            load_recipe(file)
+        assert "secret" not in str(caught.value)
 
 
 def test_recipes_that_extend_each_other_in_a_circle_are_refused(write):

@@ -9,11 +9,11 @@ import signal
 import datasets
 import killable
 import pytest
-from tiny_recipes import deterministic, tiny_recipe
+from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
 
 from dcformer.common.files import file_lock, find_damage
 from dcformer.head_tasks import build_tokenizer
-from dcformer.training import load_recipe, merge_recipes, train
+from dcformer.training import Recipe, load_recipe, merge_recipes, train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, find_newest, read_sealed, step_of
 from dcformer.training.trainer import RecipeTrainer
 
@@ -114,7 +114,9 @@ def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path, caplog):
         assert "final' is damaged: " + name in caplog.text
     shutil.rmtree(tmp_path / "final")
     (tmp_path / "log.jsonl").write_text("{")
+    (tmp_path / "recipe.yaml").write_text("name: [")
     train(recipe)
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
     assert (tmp_path / "final" / "model.safetensors").read_bytes() == weights and log(tmp_path)[-1]["step"] == 3
     train(tiny_recipe(tmp_path, training={"max_steps": 2}), resume=False)
     assert steps_in(tmp_path) == [2] and (tmp_path / "final" / "model.safetensors").read_bytes() != weights
@@ -238,19 +240,62 @@ def test_other_content_of_the_data_is_refused_and_touched_files_are_not(kind, st
     assert train(recipe)["resumed_from"] == 2  # nothing is read
 
 
-def test_another_tokenizer_is_refused(tmp_path):
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+def set_key(name, change):
+    """A change of a JSON file of a folder."""
+
+    def edit(folder):
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_key("tokenizer.json", lambda values: values.update(normalizer={"type": "Lowercase"})),
+        set_key("tokenizer.json", lambda values: values.update(post_processor=None, pre_tokenizer=None)),
+        set_key("tokenizer_config.json", lambda values: values.update(eos_token=None)),
+        set_key("tokenizer_config.json", lambda values: values.update(bos_token="a")),
+        set_key("tokenizer_config.json", lambda values: values.update(pad_token="a")),
+    ],
+    ids=["normalizer", "pre_tokenizer", "eos", "bos", "pad"],
+)
+def test_another_tokenizer_is_refused(change, tmp_path):
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     training = {"max_steps": 2, "save_steps": 1}
     recipe = tiny_recipe(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"), training=training)
     train(recipe)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match=r"tokenizer '.*' has other content than .*checkpoint-1"):
-        train(recipe)
-    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for step in (2, 1):  # a finished run, and one that is not
+        change(tmp_path / "tokenizer")
+        with pytest.raises(ValueError, match=rf"tokenizer '.*' has other content than .*checkpoint-{step}"):
+            train(recipe)
+        build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        assert train(recipe)["resumed_from"] == step
+        shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     assert train(recipe)["resumed_from"] == 1
+    shutil.rmtree(tmp_path / "tokenizer")
+    assert train(recipe)["resumed_from"] == 2  # nothing is read
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_other_weights_to_start_from_are_refused(file, tmp_path):
+    base = tmp_path / "base"
+    train(tiny_recipe(tmp_path / "first", training={"max_steps": 1}))
+    shutil.copytree(tmp_path / "first" / "final", base)
+    values = tiny_mapping(tmp_path / "run", training={"max_steps": 2, "save_steps": 1})
+    recipe = Recipe.from_mapping({**values, "model": {"pretrained": str(base)}})
+    train(recipe)
+    (base / "README.md").write_text("moves nothing")
+    for step in (2, 1):
+        content = (base / file).read_bytes()
+        (base / file).write_bytes(content + b"\n")
+        with pytest.raises(ValueError, match=rf"model.pretrained '.*' has other content than .*checkpoint-{step}"):
+            train(recipe)
+        (base / file).write_bytes(content)
+        assert train(recipe)["resumed_from"] == step
+        shutil.rmtree(tmp_path / "run" / "checkpoint-2")
 
 
 def test_what_moves_no_loss_may_change_and_anything_else_is_named(stopped_run, tmp_path):
