@@ -1,7 +1,5 @@
 """From a name to a model: a bundled one, a folder, or a name on the Hub, with its tokenizer, device and dtype."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Figures of the paper name it as their source. It does not say which split of a data set it used, so neither do they.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """`dcformer eval`, `report` and `tasks`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal

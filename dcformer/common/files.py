@@ -1,7 +1,5 @@
 """Files that are written whole, folders that one process uses at a time, and manifests of sizes and SHA-256 sums."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Evaluation with lm-evaluation-harness: tasks of the paper's tables, a runner, statistics and reports."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

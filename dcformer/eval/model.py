@@ -6,8 +6,6 @@ several inputs begin with is computed once; a token id without an embedding row 
 a tokenizer appends to texts is no part of a context.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -5,9 +5,6 @@ PIQA, WinoGrande, ARC, LogiQA, BoolQ and HellaSwag are asked in the same words b
 name lm-eval's own functions and templates. A prompt function takes a document, which is one row of the data.
 """
 
-from __future__ import annotations
-
-
 _LETTERS = "ABCD"
 _RACE_BLANK = " _  ."
 

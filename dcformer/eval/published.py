@@ -9,8 +9,6 @@ agrees up to a few documents whose answer hangs on rounding. With five examples 
 two standard errors can be asked for.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ A record is written when its task is finished, samples first, each file in one s
 the samples, by which damage is found before either is used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

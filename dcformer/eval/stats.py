@@ -6,8 +6,6 @@ same per byte. A resample therefore needs only the sums of what it drew. What is
 exact sign test over the documents that are right for one of the two models alone (McNemar's test).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

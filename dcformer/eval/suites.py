@@ -4,8 +4,6 @@ lm-eval knows every task under a prefix, so that none is taken for one of its ow
 go without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ for them reads nothing from the cache of prefixes. Here a request does read from
 than its context: then the cache might hold tokens whose log-probabilities are asked for.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

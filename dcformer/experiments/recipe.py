@@ -1,7 +1,5 @@
 """The `sweep:` mapping of a recipe, and the runs that it describes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -10,8 +10,6 @@ Sweeps: every variant of a recipe with every seed, each a run of `train`, with r
 Runs follow one another in this process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model; or vLLM."""
 
-from __future__ import annotations
-
 import contextvars
 import os
 import threading

@@ -1,7 +1,5 @@
 """Files of prompts, and their answers as JSONL: a run that is killed goes on where it stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

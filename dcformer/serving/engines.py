@@ -1,7 +1,5 @@
 """The two servers of OpenAI's API: which one is taken, and how this process becomes it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

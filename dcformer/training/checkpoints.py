@@ -11,8 +11,6 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/final/                             the trained model, with its tokenizer
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

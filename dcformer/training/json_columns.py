@@ -1,7 +1,5 @@
 """Documents of JSON files for `datasets`, whose own builder fails where a column that nobody reads changes its type."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import itertools

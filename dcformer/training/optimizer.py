@@ -1,7 +1,5 @@
 """The optimizers of a recipe: AdamW, with a rate of its own for composition, and Muon for matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training run, from its recipe to a folder that Transformers loads; `checkpoints` lists the files."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

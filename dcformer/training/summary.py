@@ -1,7 +1,5 @@
 """The figures of a finished run for people: curves of its losses, and the model card."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

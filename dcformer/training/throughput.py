@@ -1,7 +1,5 @@
 """Operations of training per token, and the share that training reaches of what the hardware could do (MFU)."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -5,8 +5,6 @@ It averages losses over the same steps however often the run was stopped, weighs
 evaluation, marks checkpoints that are complete, and stops as soon as a number is no longer finite.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
