@@ -16,6 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 # Cached rows are multiples of so many channels, which keeps them 16-byte aligned in 16-bit types.
 CACHE_ROW_ALIGNMENT = 8
+MAX_LAYERS = 4000  # more would only fill the memory with lists and modules
 
 _Config = TypeVar("_Config", bound="DCFormerConfig")
 _Value = TypeVar("_Value")
@@ -83,11 +84,13 @@ _CHOICES = {
     "oov_policy": ("error", "clamp"),
     "compose_activation": ("gelu", "gelu_pytorch_tanh"),
 }
-_DIVISORS = {
-    "num_key_value_heads": "num_attention_heads",
-    "compose_groups": "num_attention_heads",
-    "mlp_gate_dim": "intermediate_size",
-}
+_DIVISORS = dict.fromkeys(("num_key_value_heads", "compose_groups"), "num_attention_heads")
+_DIVISORS["mlp_gate_dim"] = "intermediate_size"
+# Keys of the authors' and older files, with the fields and the entries of `rope_parameters` that they set.
+SWITCHES = {"use_linear_bias": ("attention_bias", "mlp_bias"), "query_wise": ("compose_key",)}
+SWITCHES |= {"use_dcmha": ("compose_pre", "compose_post"), "mgate": ("mlp_gate_dim",)}
+ROTARY_KEYS = {"rope_theta": "rope_theta", "rope_base": "rope_theta"}
+ROTARY_KEYS |= dict.fromkeys(("rotary_pct", "partial_rotary_factor"), "partial_rotary_factor")
 
 
 @strict
@@ -99,7 +102,7 @@ class DCFormerConfig(PreTrainedConfig):
         vocab_size (`int`, defaults to 50257): Rows of the token embedding.
         hidden_size (`int`, defaults to 2560): Width of the residual stream.
         intermediate_size (`int`, defaults to 6912): Width of the MLP's inner layer.
-        num_hidden_layers (`int`, defaults to 32): Number of decoder layers.
+        num_hidden_layers (`int`, defaults to 32): Number of decoder layers, at most 4000.
         num_attention_heads (`int`, defaults to 32): Query heads; composition mixes these.
         num_key_value_heads (`int`, *optional*): Key/value heads (grouped-query attention). None: one per query head.
         head_dim (`int`, *optional*): Channels per head. None: `hidden_size // num_attention_heads`.
@@ -143,7 +146,7 @@ class DCFormerConfig(PreTrainedConfig):
     FlashAttention.
 
     Raises:
-        ValueError: for a value that no model can have.
+        ValueError: for a value that no model can have, or a key of the authors beside one of ours that disagree.
 
     Source: section 3, section 4 and appendix D of the paper; the authors' `configuration_dcformer.py` for the keys.
     """
@@ -216,23 +219,23 @@ class DCFormerConfig(PreTrainedConfig):
     compose_static: bool = False
     compose_layers: list[int] | None = None
 
+    def __new__(cls, **given: Any) -> Any:
+        config = super().__new__(cls)
+        if given:  # until `__post_init__`, which cannot tell a given value from a default
+            vars(config)["_given"] = given
+        return config
+
     def __post_init__(self, **kwargs: Any) -> None:
         if type(self).__module__ == __name__ and not __name__.startswith("transformers_modules"):
             kwargs.pop("auto_map", None)  # names code beside the weights, which this package replaces
-        pattern = _translate_authors_keys(self, kwargs)
+        _translate_authors_keys(self, kwargs, {**self.__dict__.pop("_given", {}), **kwargs})
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads > 0:
+        if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads != 0:
                 heads = f"{self.num_attention_heads}; or give head_dim"
                 raise ValueError(f"num_attention_heads must divide hidden_size ({self.hidden_size}), got {heads}.")
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.layer_types is None:
-            names = {"L": "sliding_attention", "G": "full_attention"}
-            pattern = "G" if self.sliding_window is None else pattern
-            self.layer_types = [names[pattern[i % len(pattern)]] for i in range(self.num_hidden_layers)]
-        if self.rope_parameters is not None:
-            self.rope_parameters = dict(self.rope_parameters)  # the base class fills in what is missing, in place
         self.base_model_tp_plan = self._mlp_plan()
         super().__post_init__(**kwargs)
         self.validate_architecture()  # `@strict` does so too, but raises errors of another class
@@ -303,9 +306,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Part of `@strict` validation: values that no model can have."""
-        for name, smallest in _SMALLEST.items():
-            if (value := getattr(self, name)) is not None and value < smallest:
-                raise ValueError(f"{name} must be at least {smallest}, got {value}.")
+        self._validate_sizes()
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"{name} must be in [{low}, {high}), got {getattr(self, name)}.")
@@ -324,6 +325,12 @@ class DCFormerConfig(PreTrainedConfig):
             raise ValueError(f"compose_layers must be None for all, or name layers from 0 to {last}, got {layers}.")
         if self.position_embedding_type == "rope":
             self._validate_rotary_sizes()
+
+    def _validate_sizes(self) -> None:
+        for name, smallest in _SMALLEST.items():
+            value, largest = getattr(self, name), MAX_LAYERS if name == "num_hidden_layers" else 2**31 - 1
+            if value is not None and not smallest <= value <= largest:
+                raise ValueError(f"{name} must be at least {smallest} and at most {largest}, got {value}.")
 
     def validate_choices(self) -> None:
         """The part of it for fields of a few values, also for those set after the configuration was made."""
@@ -371,13 +378,18 @@ class DCPythiaConfig(DCFormerConfig):
         return super().convert_rope_params_to_dict(**kwargs)
 
 
-def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> str:
-    """Turn the keys of the authors' `config.json` into fields; returns one period of local and global layers."""
-    if not {"dim", "n_layer", "n_head", "block_size"}.isdisjoint(kwargs):
-        # Their class' defaults, where they differ from ours. The RoPE base changed with the 8B model, whose files are
-        # the only ones to hold these keys.
-        kwargs.setdefault("use_qk_norm", False)
-        kwargs.setdefault("rope_base", 500000 if "mgate" in kwargs or "prefill_pad" in kwargs else 10000)
+def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
+    """Turn the keys of the authors' `config.json` into fields; `given` holds all keys and fields that were given."""
+
+    def put(theirs: str, ours: str, value: Any) -> None:
+        said, default = given.get(ours, value), getattr(type(config), ours, None)
+        if said != value and (said, default) != (None, None):
+            raise ValueError(f"{theirs}={given[theirs]!r} and {ours}={said!r} disagree; give one of them.")
+        setattr(config, ours, value)
+
+    is_theirs = not {"dim", "n_layer", "n_head", "block_size"}.isdisjoint(given)
+    if is_theirs:
+        kwargs.setdefault("use_qk_norm", given.get("qk_norm", False))  # their class' default
         for key in ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"):
             kwargs.pop(key, None)
         # Their DCFormer files carry LLaMA's special tokens beside the GPT-NeoX vocabulary, where 0 ends a text and 2 is
@@ -385,44 +397,43 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> s
         if config.vocab_size == 50257 and (config.bos_token_id, config.eos_token_id) == (1, 2):
             config.bos_token_id = config.eos_token_id = 0
     if getattr(config, "architectures", None):  # tools look a class up in Transformers by this name
-        ours = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
-        config.architectures = [ours.get(name, name) for name in config.architectures]
+        classes = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
+        config.architectures = [classes.get(name, name) for name in config.architectures]
     if kwargs.get("n_local_heads") == -1:
         kwargs["n_local_heads"] = None
-    renamed: dict[str, Any] = {
-        **config.attribute_map,
-        "use_qk_norm": "qk_norm",
-        "use_parallel_residual": "parallel_residual",
-    }
+    renamed = config.attribute_map | {"use_qk_norm": "qk_norm", "use_parallel_residual": "parallel_residual"}
     for theirs in renamed.keys() & kwargs.keys():
-        ours, value = renamed[theirs], kwargs.pop(theirs)
-        if getattr(config, ours) not in (value, getattr(type(config), ours)):
-            raise ValueError(f"{theirs}={value!r} and {ours}={getattr(config, ours)!r} disagree; give one of them.")
-        setattr(config, ours, value)
-    switches = {key: kwargs.pop(key, None) for key in ("use_linear_bias", "query_wise", "use_dcmha", "mgate")}
-    for key, value in switches.items():
+        put(theirs, renamed[theirs], kwargs.pop(theirs))
+    config._validate_sizes()
+    composes, mgate_dim = config.compose_pre or config.compose_post, kwargs.pop("mgate_dim", None)
+    for theirs, fields in SWITCHES.items():
+        value = kwargs.pop(theirs, None)
         if not isinstance(value, bool | None):
-            raise ValueError(f"{key} must be true or false, got {value!r}.")
-    if switches["use_linear_bias"] is not None:
-        config.attention_bias = config.mlp_bias = switches["use_linear_bias"]
-    if switches["query_wise"]:
-        config.compose_key = False
-    if switches["use_dcmha"] is False:
-        config.compose_pre = config.compose_post = False
-    mgate_dim = kwargs.pop("mgate_dim", None)
-    if switches["mgate"]:
-        config.mlp_gate_dim = mgate_dim or 44
-    if "rope_base" in kwargs:
-        kwargs.setdefault("rope_theta", kwargs.pop("rope_base"))
-    if "rotary_pct" in kwargs:
-        kwargs.setdefault("partial_rotary_factor", kwargs.pop("rotary_pct"))
+            raise ValueError(f"{theirs} must be true or false, got {value!r}.")
+        if value is not None and not (theirs == "use_dcmha" and value == composes):
+            meant = {"query_wise": not value, "mgate": (mgate_dim or 44) if value else None}.get(theirs, value)
+            for ours in fields:
+                put(theirs, ours, meant)
+    rope = config.rope_parameters = dict(config.rope_parameters or {})  # the base class fills in what is missing
+    stated = {key: kwargs.pop(key) for key in ROTARY_KEYS if kwargs.get(key) is not None}
+    for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
+        ours = "rope_type" if key == "type" else ROTARY_KEYS.get(key, key)
+        if rope.setdefault(ours, value) != value:
+            raise ValueError(
+                f"{key}={value!r} and {ours}={rope[ours]!r} of rope_parameters disagree; give one of them."
+            )
+    if is_theirs:  # the base changed with the 8B model, whose files are the only ones to hold these keys
+        rope.setdefault("rope_theta", 500000 if "mgate" in given or "prefill_pad" in given else 10000)
     if config.intermediate_size is None:
         gated = -(-int(8 * config.hidden_size / 3) // 256) * 256
         config.intermediate_size = 4 * config.hidden_size if config.mlp_type == "plain" else gated
     patterns = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
     if (window_type := kwargs.pop("window_type", None)) not in patterns:
         raise ValueError(f"window_type must be null, LG, LGLL or LGL6, got {window_type!r}; or give layer_types.")
-    return patterns[window_type]
+    if window_type is not None or config.layer_types is None:
+        names = {"L": "sliding_attention", "G": "full_attention"}
+        pattern = "G" if config.sliding_window is None else patterns[window_type]
+        put("window_type", "layer_types", [names[pattern[i % len(pattern)]] for i in range(config.num_hidden_layers)])
 
 
 __all__ = ["DCFormerConfig", "DCPythiaConfig"]

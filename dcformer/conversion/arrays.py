@@ -1,7 +1,5 @@
 """Arrays of a checkpoint, read lazily as torch tensors, and the files that hold them: safetensors, torch and NumPy."""
 
-from __future__ import annotations
-
 import math
 import zipfile
 from collections.abc import Callable, Iterable
@@ -11,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..common.files import check_relative
-from .settings import read_json
+from .settings import naming, read_json
 
 
 # (start, stop) for each axis of an array.
@@ -97,7 +95,7 @@ def open_safetensors(path: Path) -> list[SourceArray]:
             return file.get_slice(name)[slices]
 
     arrays = []
-    with safe_open(path, framework="pt") as file:
+    with naming(path, SafetensorError), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118  it is no dictionary
             shape = tuple(file.get_slice(name).get_shape())
             dtype = file.get_slice(name)[tuple(slice(0, 0) for _ in shape)].dtype
@@ -106,12 +104,13 @@ def open_safetensors(path: Path) -> list[SourceArray]:
 
 
 def _open_torch(path: Path) -> list[SourceArray]:
-    # Files from before torch 1.6 are no archives: they cannot be mapped, and have no checksums.
-    archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
-    is_mappable = archive is not None and not any(member.compress_type for member in archive.infolist())
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
-    if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
-        raise ValueError(f"{path} is not a dictionary of tensors; give the file that save_pretrained wrote.")
+    with naming(path, Exception):  # damaged pickles and archives raise errors of any class
+        # Files from before torch 1.6 are no archives: they cannot be mapped, and have no checksums.
+        archive = zipfile.ZipFile(path) if zipfile.is_zipfile(path) else None
+        is_mappable = archive is not None and not any(member.compress_type for member in archive.infolist())
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable)
+        if not isinstance(state, dict) or not all(isinstance(values, Tensor) for values in state.values()):
+            raise ValueError("it is not a dictionary of tensors; give the file that save_pretrained wrote.")
 
     @cache
     def check() -> None:  # when the first tensor is read; torch does not look at the checksums
@@ -131,12 +130,13 @@ def _open_torch(path: Path) -> list[SourceArray]:
 def open_npz(path: Path) -> dict[str, SourceArray]:
     """The arrays of an .npz file, by name. Only headers are read, and nothing is unpickled."""
 
+    @naming(path, Exception)
     def load(name: str) -> np.ndarray:
         with np.load(path, allow_pickle=False) as arrays:
             return arrays[name]
 
     found = {}
-    with zipfile.ZipFile(path) as archive:
+    with naming(path, Exception), zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
             with archive.open(member) as file:
                 is_first = np.lib.format.read_magic(file) == (1, 0)
@@ -144,7 +144,7 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
                 shape, _, dtype = read(file)
             name = member.removesuffix(".npy")
             if name in found:
-                raise ValueError(f"{str(path)!r} holds the array {name!r} twice.")
+                raise ValueError(f"it holds the array {name!r} twice.")
             found[name] = _numpy_array(name, path, shape, dtype, partial(load, name))
     return found
 
@@ -154,7 +154,8 @@ def open_npy_folder(folder: Path) -> dict[str, SourceArray]:
     found = {}
     for path in sorted(folder.glob("*.npy")):
         load = partial(np.load, path, allow_pickle=False, mmap_mode="r")
-        values = load()
+        with naming(path, Exception):
+            values = load()
         found[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, load)
     return found
 
@@ -185,6 +186,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def file_stamps(paths: Iterable[Path]) -> list[list[str | int]]:
-    """Name, size and time of files, by which an interrupted conversion knows its source again."""
+    """Name, size and times of files, by which an interrupted conversion knows its source again."""
     stats = [(path, path.stat()) for path in sorted(paths)]
-    return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    # Copying can keep the time of the content, but not that of the inode.
+    return [[str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for path, stat in stats]

@@ -3,8 +3,6 @@
 Folders of ours are read in the same way; their tensors keep their names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..configuration_dcformer import ROTARY_KEYS, SWITCHES, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import authors_patterns
 from .arrays import file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
@@ -28,10 +26,11 @@ _IGNORED = {
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$": "table computed from the configuration",
 }
 # The keys of config.json that mean something, ours and the authors', and others of Transformers that look like them.
-_READ = DCFormerConfig.__annotations__.keys() | DCFormerConfig.attribute_map.keys() | {"rope_theta", "rope_scaling"}
-_READ |= {"partial_rotary_factor", "rotary_pct", "rope_base", "use_qk_norm", "use_parallel_residual", "use_linear_bias"}
-_READ |= {"use_dcmha", "query_wise", "mgate", "mgate_dim", "window_type", "q_chunk_size", "is_training", "prefill_pad"}
-_READ |= {"use_gradient_checkpointing"}
+_READ = (
+    DCFormerConfig.__annotations__.keys() | DCFormerConfig.attribute_map.keys() | SWITCHES.keys() | ROTARY_KEYS.keys()
+)
+_READ |= {"rope_scaling", "use_qk_norm", "use_parallel_residual", "mgate_dim", "window_type", "prefill_pad"}
+_READ |= {"q_chunk_size", "is_training", "use_gradient_checkpointing"}
 _ALIKE = {"model_type", *(f"{kind}_token_id" for kind in ("sep", "cls", "mask", "forced_bos", "forced_eos"))}
 _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 PARTS = {"q": "query", "k": "key", "v": "value"}

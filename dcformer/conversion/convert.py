@@ -1,7 +1,5 @@
 """The conversions to Transformers folders, from the plan to the finished folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -9,8 +9,6 @@ All that is not finished lies in one hidden folder, `.NAME.partial`, beside the 
     replaced/      with --force, the old folder between the two renames
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..common.files import file_lock, find_damage, make_manifest, write_atomically
+from ..common.files import file_lock, find_damage, make_manifest, read_sealed, seal, write_atomically
 from .plan import UnfitWeightsError, listed
 from .report import REPORT_FILE, read_report
 from .stores import is_remote
@@ -87,8 +85,8 @@ class Destination:
                 if self._is_free():
                     self._replaced.rename(self._place)
                 self._check_place()
-            is_known = self._fingerprint.is_file() and self._fingerprint.read_text(encoding="utf-8") == text
-            if not (is_known and self._model.is_dir()):
+            is_known = self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()
+            if not (is_known and self._model.is_dir() and self.notes.is_dir()):
                 self._fingerprint.unlink(missing_ok=True)
                 for folder in (self.notes, self._model):
                     shutil.rmtree(folder, ignore_errors=True)
@@ -110,10 +108,12 @@ class Destination:
 
 def write_note(note: Path, folder: Path, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
     """Note that files below a folder are finished, with what is to be remembered of them."""
-    write_atomically(note, json.dumps({"files": make_manifest(folder, paths), "records": records}))
+    write_atomically(note, seal({"files": make_manifest(folder, paths), "records": records}))
 
 
 def read_note(note: Path, folder: Path) -> list[dict[str, Any]] | None:
-    """What a note remembers of files; None if there is none, or they are not as they were when it was written."""
-    content = json.loads(note.read_bytes()) if note.is_file() else None
-    return None if content is None or find_damage(folder, content["files"]) is not None else content["records"]
+    """What a note remembers of files; None if it is not there or damaged, or they are not as they were then."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        content = read_sealed(note)
+        return content["records"] if find_damage(folder, content["files"]) is None else None
+    return None

@@ -1,7 +1,5 @@
 """GGUF files, which Transformers reads and dequantises: what it would pass over in them is refused."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

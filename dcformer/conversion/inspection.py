@@ -1,7 +1,5 @@
 """Telling, opening and describing a checkpoint of any format."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

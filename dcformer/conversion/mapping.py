@@ -7,8 +7,6 @@ PAX) is not listed.
 Source: the authors' MaxText fork (layers/dcformer.py, dc_attentions.py) and their PAX reader.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """MaxText checkpoints to plans: the architecture (arrays, training YAML, defaults), and where each array goes."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -7,8 +7,6 @@ folder of the step or item ends in `.orbax-checkpoint-tmp`; where it writes `com
 interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -21,6 +19,7 @@ import torch
 from ..common.files import check_relative
 from .arrays import SourceArray, from_numpy
 from .plan import listed
+from .settings import naming
 from .stores import Store, import_tensorstore
 
 
@@ -92,10 +91,11 @@ class OrbaxItem:
         """All arrays, those that `_METADATA` declares and those that are stored, sorted."""
         declared = []
         if f"{self.folder}_METADATA" in self.store.names:
-            for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
-                value = entry.get("value_metadata", {})
-                if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
-                    declared.append(check_relative(".".join(str(key["key"]) for key in entry["key_metadata"])))
+            with naming(f"{self.location}/_METADATA", ValueError, LookupError, TypeError, AttributeError):
+                for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
+                    value = entry.get("value_metadata", {})
+                    if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
+                        declared.append(check_relative(".".join(str(key["key"]) for key in entry["key_metadata"])))
         return sorted({*declared, *self._drivers})
 
     @property

@@ -1,7 +1,5 @@
 """PAX checkpoints to plans: a flat .npz, a folder of .npy files, or the zarr arrays of the checkpoint itself."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

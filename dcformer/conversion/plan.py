@@ -4,8 +4,6 @@ All layout differences (fused projections, transposed kernels, stacked layers) c
 array whose axes are put into another order. It works both ways: `to_parameter` and `from_parameter` are inverses.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The record of a conversion, for programs (`conversion_report.json`) and for people (the model card)."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass, field

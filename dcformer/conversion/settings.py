@@ -1,11 +1,12 @@
 """Settings beside weights, in JSON and YAML: a key that stands twice in them, or is misspelt, is refused."""
 
-from __future__ import annotations
-
+import contextlib
 import difflib
 import json
+import os
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,35 @@ import yaml
 _NEAR = 0.76  # ratio of difflib; of 945 keys in the configurations of MaxText and its forks, 7 are that near to ours
 
 
+@contextlib.contextmanager
+def naming(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises about a file into a ValueError that names the file."""
+    try:
+        yield
+    except OSError:
+        raise  # these name it
+    except errors as error:
+        # Without torch's advice to run the code in a file that it refuses.
+        reason = re.split(r"\n\nCheck | Please use ", str(error).rpartition("WeightsUnpickler error:")[2].strip())[0]
+        raise ValueError(f"{str(path)!r} cannot be read: {reason or 'it ends too early.'}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError if it is none, or holds a key twice."""
-
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twice((key for key, _ in pairs), path)
-        return dict(pairs)
-
-    return _mapping(json.loads(path.read_bytes(), object_pairs_hook=read_object), path)
+    with naming(path, ValueError, RecursionError):
+        return _mapping(json.loads(path.read_bytes(), object_pairs_hook=_without_doubles))
 
 
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML file; ValueError if it is none, or holds a key twice."""
+    with naming(path, yaml.YAMLError, ValueError, RecursionError):
+        return _mapping(yaml.load(path.read_bytes(), _Loader))
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            _refuse_twice((key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)), path)
-            return super().construct_mapping(node, deep)
 
-    return _mapping(yaml.load(path.read_text(encoding="utf-8"), Loader), path)
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _without_doubles([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
+        return super().construct_mapping(node, deep)
 
 
 def refuse_misspelt(keys: Iterable[Any], read: Collection[str], known: Collection[str], path: Path) -> None:
@@ -47,12 +58,14 @@ def refuse_misspelt(keys: Iterable[Any], read: Collection[str], known: Collectio
                 )
 
 
-def _refuse_twice(keys: Iterable[Any], path: Path) -> None:
-    if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        raise ValueError(f"{str(path)!r} has the key {twice[0]!r} twice; keep one of them.")
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"it has the key {key!r} twice; keep one of them.")
+    return dict(pairs)
 
 
-def _mapping(values: Any, path: Path) -> dict[Any, Any]:
+def _mapping(values: Any) -> dict[Any, Any]:
     if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} must hold keys with values, got {values!r:.60}.")
+        raise ValueError(f"it must hold keys with values, got {values!r:.60}.")
     return values

@@ -1,7 +1,5 @@
 """Files of a checkpoint in a local folder or a bucket (`gs://`, `s3://`), listed once and read by tensorstore."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cached_property

@@ -4,8 +4,6 @@ The arrays are those of `MAXTEXT_ROWS`, written one after the other with one zar
 one parameter is in memory.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,23 +1,22 @@
 """Pretrained Transformers of other families as DCFormers of the same function, with a composition yet to be learned."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 import os
 import re
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ..compose_dcformer import make_compose
-from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..configuration_dcformer import MAX_LAYERS, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
 from ..loading import refuse_without_model
 from ..model_card import known_origin
@@ -29,6 +28,7 @@ from .gguf import open_gguf
 from .mapping import axis_sizes, part_offset
 from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
 from .report import ConversionReport
+from .settings import naming, read_json
 from .verify import logit_difference, run_streamed, streamed_logits
 
 
@@ -101,7 +101,11 @@ def upcycle(
     folder, file = os.path.split(source) if str(source).endswith(".gguf") else (str(local_folder(source)), "")
     folder = folder or "."
     refuse_without_model(folder, file or "config.json")
-    config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
+    depth = None if file else read_json(Path(folder, "config.json")).get("num_hidden_layers")
+    if isinstance(depth, int) and depth > MAX_LAYERS:  # of which Transformers would make lists
+        raise ValueError(f"num_hidden_layers of {str(source)!r} must be at most {MAX_LAYERS}, got {depth}.")
+    with naming(source, ValueError, LookupError, struct.error):
+        config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
     _refuse_inexact(config, source)
     model = open_gguf(folder, file, config) if file else None
     if model is not None:
@@ -234,7 +238,7 @@ def _drawn(config: DCFormerConfig, name: str, seed: int) -> Tensor:
 
 def _open_composition(path: Path, source: PreTrainedConfig) -> tuple[dict[str, SourceArray], dict[str, Any]]:
     """The parameters of a file of `save_composition`, and the fields of the configuration that they are made by."""
-    with safe_open(path, framework="pt") as file:
+    with naming(path, SafetensorError), safe_open(path, framework="pt") as file:
         fields = json.loads((file.metadata() or {}).get("composition", "{}"))
     for name in COMPOSED_SHAPE:
         if (size := fields.pop(name, None)) != (needed := getattr(source, name)):

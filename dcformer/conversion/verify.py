@@ -1,7 +1,5 @@
 """Checks: bytes against the hashes of a report, two checkpoints against each other, logits against a reference."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_weights
 from .authors_torch import local_folder, read_config
 from .inspection import open_checkpoint
-from .plan import meta_model
+from .plan import UnfitWeightsError, meta_model
 from .report import REPORT_FILE, read_report
 
 
@@ -161,7 +159,7 @@ def verify_folder(
     raise ValueError(f"The logits differ from the reference: {difference}; allowed is {tolerance:g}.{hint}")
 
 
-class NotFiniteError(ValueError):
+class NotFiniteError(UnfitWeightsError):
     """A model that computes NaN or infinity."""
 
 

@@ -4,8 +4,6 @@ A shard is finished when a note beside it lists its tensors, with its size and S
 reuses it if the file still has these.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -82,3 +82,12 @@ def test_the_rotary_base_of_the_format_is_taken_where_none_is_stated(tmp_path):
     upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
     upcycled = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.allclose(upcycled(TOKENS).logits, model(TOKENS).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"GGUF", None], ids=repr)
+def test_a_damaged_file_is_refused_by_its_name(content, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, source(tmp_path))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 20] if content is None else content)
+    with pytest.raises(ValueError, match=r"tiny\.gguf' cannot be read: "):
+        upcycle(path, tmp_path / "model")

@@ -87,6 +87,7 @@ def declare(name):
 
 MAXTEXT = {
     "chunk_truncated": (lambda item: cut(chunk(item, MLP)), MLP),
+    "declaration_cut": (lambda item: cut(item / "_METADATA"), "_METADATA' cannot be read: "),
     "chunk_missing": (lambda item: chunk(item, MLP).unlink(), MLP),
     "array_missing": (lambda item: shutil.rmtree(item / MLP), MLP),
     "array_missing_undeclared": (put(remove=[MLP]), "mlp.gate_proj"),
@@ -220,6 +221,7 @@ def test_other_keys_of_maxtext_are_accepted(work):
         ("window_size: [5, null]\ndataset_path: {train: a, train: b}\n", "'train'"),
         ("- window_size\n", "train.yml"),
         ("", "train.yml"),
+        ("window_size: [5, ", "train.yml' cannot be read: while parsing"),
     ],
 )
 def test_a_training_yaml_that_says_a_thing_twice_or_nothing_is_refused(work, text, word):
@@ -327,6 +329,15 @@ def flip_byte(folder):
     (folder / "pytorch_model.bin").write_bytes(content)
 
 
+def garbage(file, content=b"\x93garbage"):
+    def corrupt(folder):
+        if file.endswith(".bin"):
+            (folder / "model.safetensors").unlink()
+        (folder / file).write_bytes(content)
+
+    return corrupt
+
+
 HEAD = "lm_head.weight"
 TORCH = {
     "key_misspelt": (replace_text('"sliding_window"', '"sliding_windw"'), "'sliding_windw'"),
@@ -335,7 +346,15 @@ TORCH = {
     "config_no_object": (lambda folder: (folder / "config.json").write_text("[]"), "config.json"),
     "byte_flipped_in_a_torch_file": (flip_byte, "pytorch_model.bin' is damaged: the checksum of"),
     "weights_missing": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-    "weights_truncated": (lambda folder: cut(folder / "model.safetensors"), ""),
+    "weights_truncated": (lambda folder: cut(folder / "model.safetensors"), "model.safetensors' cannot be read: Error"),
+    "config_cut": (lambda folder: cut(folder / "config.json"), "config.json' cannot be read: "),
+    "config_garbage": (garbage("config.json"), "config.json' cannot be read: 'utf-8' codec"),
+    "config_deep": (garbage("config.json", b"[" * 100_000), "config.json' cannot be read: maximum recursion"),
+    "report_garbage": (garbage("conversion_report.json"), "conversion_report.json' cannot be read: 'utf-8'"),
+    "torch_file_empty": (garbage("pytorch_model.bin", b""), "pytorch_model.bin' cannot be read: it ends too early"),
+    "torch_file_garbage": (garbage("pytorch_model.bin"), "pytorch_model.bin' cannot be read: Unsupported operand"),
+    "window_beyond_integers": (set_config(sliding_window=10**30), "sliding_window must be at least 2 and at most"),
+    "layers_beyond_memory": (set_config(num_hidden_layers=10**9, layer_types=None), "num_hidden_layers must be"),
     "tensor_missing": (set_tensors(lambda tensors: tensors.pop(HEAD)), HEAD),
     "tensor_unknown": (set_tensors(put_tensor("router.weight", torch.ones(3))), "router.weight"),
     "tensor_transposed": (set_tensors(put_tensor(HEAD, torch.ones(32, 67))), HEAD),
@@ -383,8 +402,7 @@ def test_a_compressed_torch_file_is_read_as_it_is(work):
 
 def test_code_in_a_torch_file_is_not_run(work, capsys):
     save_object({HEAD: Malicious()})(work / "hub")
-    with pytest.raises(Exception, match="weights_only"):
-        convert_torch(work / "hub", work / "out")
+    assert_refused(work, "pytorch_model.bin' cannot be read: Unsupported global", convert_torch, work / "hub")
     assert capsys.readouterr().out == ""
 
 
@@ -411,6 +429,8 @@ PAX = {
     "not_finite": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1, 16, 24, bad=np.nan)})), "up_proj"),
     "vocabulary_longer": (set_config(vocab_size=40), "emb_var"),
     "layers_do_not_divide": (set_config(n_layer=3), "3"),
+    "layers_beyond_memory": (set_config(n_layer=10**30), "num_hidden_layers must be at least 1 and at most 4000"),
+    "cut": (lambda work: cut(work / "pax.npz"), "pax.npz' cannot be read: "),
 }
 
 

@@ -2,13 +2,17 @@
 
 import errno
 import json
+import os
 import random
+import shutil
 import time
 from pathlib import Path
 
 import killable
 import pytest
+import torch
 from orbax_writer import maxtext_leaves, write_checkpoint
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from dcformer.common.files import LockHeldError, file_lock
@@ -102,6 +106,63 @@ def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, inter
     DAMAGES[damage](min(partial_of(interrupted).glob("model/*.safetensors")))
     assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
     assert contents(interrupted) == expected
+
+
+def replace_rounding(path: Path):
+    path.write_text(path.read_text().replace('"max_rounding_error": 0.0', '"max_rounding_error": 9.0'))
+
+
+NOTES = {
+    "changed": replace_rounding,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:200]),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\xff\x00"),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", NOTES)
+def test_a_shard_whose_note_was_damaged_is_written_again(run, expected, interrupted, damage):
+    NOTES[damage](min(partial_of(interrupted).glob("notes/*")))
+    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
+    assert contents(interrupted) == expected
+
+
+@pytest.mark.parametrize("part", ["fingerprint", "notes"])
+def test_a_damaged_state_starts_anew(run, expected, interrupted, part):
+    path = partial_of(interrupted) / part
+    shutil.rmtree(path) if path.is_dir() else path.write_bytes(b"\xff\x00")
+    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 0
+    assert contents(interrupted) == expected
+
+
+def test_a_source_replaced_with_its_time_kept_starts_anew(tmp_path, monkeypatch):
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        tiny_model(num_hidden_layers=2).save_pretrained(tmp_path / str(seed))
+    stat = (tmp_path / "0" / "model.safetensors").stat()
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            convert_torch(tmp_path / "0", tmp_path / "model", max_shard_size="20KB")
+    shutil.copy(tmp_path / "1" / "model.safetensors", tmp_path / "0")
+    os.utime(tmp_path / "0" / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (tmp_path / "0" / "model.safetensors").stat().st_size == stat.st_size
+    assert convert_torch(tmp_path / "0", tmp_path / "model", max_shard_size="20KB").resumed_shards == 0
+    wanted = load_file(tmp_path / "1" / "model.safetensors")
+    found = {
+        name: values for path in (tmp_path / "model").glob("*.safetensors") for name, values in load_file(path).items()
+    }
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_that_computes_infinity_leaves_nothing_behind(tmp_path):
+    model = tiny_model(num_hidden_layers=2)
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(3e38)
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="output of layer 0 is not finite"):
+        convert_torch(tmp_path / "source", tmp_path / "model")
+    assert not partial_of(tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"verify": True}])

@@ -1,6 +1,7 @@
 """Models of other families become DCFormers of the same function, whose composition is then learned."""
 
 import dataclasses
+import json
 import re
 import shutil
 import sys
@@ -238,6 +239,7 @@ REFUSED = {
     "model_type='mixtral', num_experts=8": {},
     "smollm3 no_rope_layers=[1, 1, 1, 0,": {},
     "gpt_neox hidden_dropout=0.1": {"hidden_dropout": 0.1},
+    "qwen2 num_hidden_layers": {},
     "llama quantization_config=": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
 }
 
@@ -246,5 +248,8 @@ REFUSED = {
 def test_what_has_no_exact_counterpart_is_refused_by_its_name(words, tmp_path):
     model_type = re.match(r"(?:model_type=')?(\w+)", words)[1]
     AutoConfig.for_model(model_type, **REFUSED[words]).save_pretrained(tmp_path / "source")
+    if "num_hidden_layers" in words:  # of which Transformers would make a list
+        path = tmp_path / "source" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 10**30, "layer_types": None}))
     with pytest.raises(ValueError, match=re.escape(words.removeprefix(f"{model_type} "))):
         upcycle(tmp_path / "source", tmp_path / "model")

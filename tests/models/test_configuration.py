@@ -1,5 +1,6 @@
 """Values that the configuration derives, translates, refuses and saves."""
 
+import copy
 import json
 import re
 
@@ -140,6 +141,8 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
         ({"attention_dropout": 1.0}, ["attention_dropout", "[0, 1)", "got 1.0"]),
         ({"query_wise": "False"}, ["query_wise", "'False'"]),
         ({"dim": 64, "hidden_size": 48}, ["dim=64", "hidden_size=48"]),
+        ({"sliding_window": 10**30}, ["sliding_window", "at most 2147483647"]),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, ["num_hidden_layers", "at most 4000", "got 1000000000"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -148,6 +151,64 @@ def test_wrong_values_are_refused_by_name_and_value(change, words):
         DCFormerConfig(**{**TINY, **change})
     for word in words:
         assert word in str(error.value)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+CONTRADICTIONS = [
+    ({"dim": 64}, {"hidden_size": 2560}),  # the default, but given
+    ({"use_qk_norm": False}, {"qk_norm": True}),
+    ({"n_local_heads": -1}, {"num_key_value_heads": 2}),
+    ({"rope_base": 10000}, {"rope_theta": 77}),
+    ({"rope_base": 10000}, {"rope_parameters": {"rope_theta": 77}}),
+    ({"rope_theta": 10000}, {"rope_parameters": {"rope_theta": 77}}),
+    ({"rotary_pct": 0.5}, {"partial_rotary_factor": 1}),
+    ({"rotary_pct": 0.5}, {"rope_parameters": {"partial_rotary_factor": 1.0}}),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_parameters": {"rope_type": "default"}}),
+    ({"rope_scaling": LINEAR}, {"rope_parameters": {**LINEAR, "factor": 4.0}}),
+    ({"query_wise": True}, {"compose_key": True}),
+    ({"query_wise": False}, {"compose_key": False}),
+    ({"use_dcmha": False}, {"compose_post": True}),
+    ({"use_dcmha": True}, {"compose_pre": False, "compose_post": False}),
+    ({"use_linear_bias": True}, {"mlp_bias": False}),
+    ({"mgate": True, "mgate_dim": 16}, {"mlp_gate_dim": 8}),
+    ({"mgate": False}, {"mlp_gate_dim": 8}),
+    ({"window_type": "LG"}, {"layer_types": ["full_attention"] * 32}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), CONTRADICTIONS, ids=str)
+def test_a_key_of_the_authors_that_contradicts_ours_is_refused(theirs, ours):
+    with pytest.raises(ValueError, match="disagree; give one of them"):
+        DCFormerConfig(**theirs, **ours)
+    DCFormerConfig(**theirs)
+    DCFormerConfig(**ours)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dim": 2560, "hidden_size": 2560},
+        {"rope_base": 77, "rope_theta": 77, "rope_parameters": {"rope_theta": 77}},
+        {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "rope_theta": 77}},
+        {"query_wise": True, "compose_key": False},
+        {"use_dcmha": True, "compose_pre": False},
+        {"window_type": "LGLL", "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        {"window_size": None, "window_type": "LG", "layer_types": ["full_attention"] * 32},
+        {"n_local_heads": 8, "num_key_value_heads": None},
+    ],
+    ids=str,
+)
+def test_keys_of_the_authors_may_say_the_same_as_ours(values):
+    config = DCFormerConfig(**values)
+    given = {name: value for name, value in values.items() if value is not None and name in config.to_dict()}
+    assert {**given.pop("rope_parameters", {})}.items() <= config.rope_parameters.items()
+    assert given.items() <= config.to_dict().items()
+    assert copy.deepcopy(config).to_dict() == DCFormerConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_the_authors_default_does_not_contradict_ours():
+    assert DCFormerConfig(dim=64, n_head=4, qk_norm=True).qk_norm is True
+    assert DCFormerConfig(dim=64, n_head=4, rope_parameters={"rope_theta": 77}).rope_parameters["rope_theta"] == 77
 
 
 @pytest.mark.parametrize("change", [{"compose_rank": "two"}, {"rope_parameters": {"rope_type": "linear"}}], ids=str)
