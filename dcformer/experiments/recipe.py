@@ -1,5 +1,7 @@
 """The `sweep:` mapping of a recipe, and the runs that it describes."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +33,10 @@ class SweepRecipe:
         for name in (*(self.only or ()), *(self.published or ())):
             if name not in self.variants:
                 raise ValueError(f"sweep names {name!r}; its variants are {', '.join(self.variants)}.")
+
+    def chosen(self, runs: list[Run]) -> list[Run]:
+        """Those of its runs that are to be done now."""
+        return [run for run in runs if self.only is None or run.variant in self.only]
 
 
 @dataclass(frozen=True)

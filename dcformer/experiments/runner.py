@@ -74,7 +74,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         for run in runs:
             if (row := _finished(run, sweep)) is not None:
                 rows[run.name] = row
-        chosen = [run for run in runs if sweep.only is None or run.variant in sweep.only]
+        chosen = sweep.chosen(runs)
         waiting = [run for run in chosen if not resume or run.name not in rows]
         report = on_progress or stack.enter_context(_progress(len(waiting)))
         results = _write_results(recipe, runs, rows, failures)
