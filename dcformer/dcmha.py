@@ -649,7 +649,7 @@ def _checked_mask(
                     f"= {(batch, heads, length)}, got {tuple(side.factors.shape)}."
                 )
     mask = attention_mask
-    if not isinstance(mask, Visibility):
+    if mask is None or isinstance(mask, Tensor):  # else it is a Visibility, perhaps of a copy of this file
         if mask is not None and mask.dim() not in (2, 4):
             raise ValueError(f"attention_mask must have 2 dimensions (batch, key) or 4, got shape {tuple(mask.shape)}.")
         padding, dense = (mask, None) if mask is None or mask.dim() == 2 else (None, mask)

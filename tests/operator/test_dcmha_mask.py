@@ -1,5 +1,7 @@
 """`Visibility` against the mask of the reference, pair by pair; and what malformed calls of the operator are told."""
 
+import runpy
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from operator_inputs import make_inputs, make_weights
 from reference import hidden_pairs
 
+import dcformer
 from dcformer.dcmha import ComposeSide, Visibility, composed_attention
 
 
@@ -181,3 +184,17 @@ def test_masks_and_options_that_do_not_fit_are_refused(options, got):
         composed_attention(*INPUTS, **options)
     with pytest.raises(ValueError, match="got 5 queries, 5 keys and 4 numbers"):
         Visibility(5, 5, sequence_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_masks_of_a_copy_of_the_code_are_taken():
+    """The code that comes with a checkpoint is such a copy, and the attention functions of Transformers are shared."""
+    inputs, table = make_inputs(batch=1, heads=2, queries=7), dict(dcformer.implementations())
+    copy = runpy.run_path(dcformer.dcmha.__file__)
+    try:
+        expected = composed_attention(*inputs, sliding_window=3)
+        found = composed_attention(*inputs, attention_mask=copy["Visibility"](7, 7, sliding_window=3))
+        torch.testing.assert_close(found, expected)
+    finally:
+        dcformer.register_implementation("plain", table["plain"].forward, automatic=table["plain"].automatic)
+        for name in [name for name in table if name != "plain"]:
+            dcformer.register_implementation(name, table[name].forward, table[name].supports, table[name].automatic)
