@@ -24,5 +24,6 @@ def test_kernels_compile_and_hardly_spill_registers():
     # more threads for them nothing spills, but there are half as many instructions again.
     bounds = {"_gradients_kernel": 512}
     assert [kernel for kernel in kernels if kernel["stack"] > bounds.get(kernel["kernel"], 16)] == []
-    # What every device of compute capability 8.0 or later gives to a program.
-    assert max(kernel["shared"] for kernel in kernels) <= 99 * 2**10
+    # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
+    limits = {80: 99, 90: 227, 100: 227}
+    assert [kernel for kernel in kernels if kernel["shared"] > limits[kernel["capability"]] * 2**10] == []
