@@ -101,13 +101,6 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_finished_shard_that_was_damaged_is_written_again(run, expected, interrupted, damage):
-    DAMAGES[damage](min(partial_of(interrupted).glob("model/*.safetensors")))
-    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
-    assert contents(interrupted) == expected
-
-
 def replace_rounding(path: Path):
     path.write_text(path.read_text().replace('"max_rounding_error": 0.0', '"max_rounding_error": 9.0'))
 
@@ -121,9 +114,15 @@ NOTES = {
 }
 
 
-@pytest.mark.parametrize("damage", NOTES)
-def test_a_shard_whose_note_was_damaged_is_written_again(run, expected, interrupted, damage):
-    NOTES[damage](min(partial_of(interrupted).glob("notes/*")))
+@pytest.mark.parametrize(
+    ("files", "damage"),
+    [
+        *(pytest.param("model/*.safetensors", damage, id=f"shard-{how}") for how, damage in DAMAGES.items()),
+        *(pytest.param("notes/*", damage, id=f"note-{how}") for how, damage in NOTES.items()),
+    ],
+)
+def test_a_finished_shard_that_is_damaged_or_its_note_is_written_again(run, expected, interrupted, files, damage):
+    damage(min(partial_of(interrupted).glob(files)))
     assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
     assert contents(interrupted) == expected
 
