@@ -1,7 +1,7 @@
 """`dcformer bench attention`: the operator alone, forward and backward, beside attention that composes nothing.
 
-Everything runs in the same process: each of our implementations, torch's scaled dot product attention of all keys
-(FlashAttention on a GPU) and with the same window, FlexAttention, and the authors' formulation, eager and compiled.
+Everything runs in the same process: each of our implementations, attention of the same keys without composition (on a
+GPU FlashAttention 2, beside cuDNN or FlexAttention), and the authors' formulation, eager and compiled.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 
 from ..dcmha import ComposeWeights
 from . import roofline
-from .candidates import SDPA, SDPA_WINDOW, Candidate, authors_candidates, gate, own_candidates, plain_candidates
-from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
+from .candidates import Candidate, authors_candidates, gate, own_candidates, plain_candidates
+from .measure import Case, Row, Run, add_ratios
 from .operands import Operands, packed_documents, prompt_operands
 
 
@@ -31,43 +31,44 @@ class Shape(NamedTuple):
 
 
 def shapes(is_quick: bool) -> list[Shape]:
-    """Shapes of the published 6.9B and 2.8B models, the most important first; or tiny ones."""
+    """Shapes of the published 6.9B and 2.8B models, the most important first and the longest last; or tiny ones."""
     if is_quick:
         return [Shape(4, 16, 48), Shape(4, 16, 48, 16)]
-    found = [Shape(32, width, length, window) for length in (4096, 2048, 8192) for width in (128, 80)
+    found = [Shape(32, width, length, window) for length in (2048, 4096, 8192) for width in (128, 80)
              for window in (None, 256)]  # fmt: skip
-    return [*found, Shape(32, 128, 2048, batch=4), Shape(32, 80, 2048, batch=4)]
+    return [*found[:8], Shape(32, 128, 2048, batch=4), Shape(32, 80, 2048, batch=4), *found[8:]]
 
 
 def run(run: Run) -> None:
     """Measure the most important first, until the time is over."""
-    first, *others = shapes(run.is_quick)
-    compare(run, first)
-    compare(run, others[0])
-    packed(run, first._replace(length=min(first.length, 2048)), document=first.length // 8)
-    branches(run, first)
-    for shape in others[1:]:
+    chosen = shapes(run.is_quick)
+    for shape in chosen[:4]:
         compare(run, shape)
+    packed(run, chosen[0], document=chosen[0].length // 8)
+    branches(run, chosen[0])
+    for shape in chosen[4:]:
+        compare(run, shape)
+    for shape in chosen:
+        compare(run, shape, is_compiled=True)
     run.notes.append(
         "Forward and backward count three times the operations of forward. The roofline takes every operation at the "
         "measured rate of matrix products. MiB is peak memory over what the operands take, on GPUs only."
     )
 
 
-def compare(run: Run, shape: Shape) -> None:
-    """Time everything at one shape, forward, then forward and backward."""
-    base = SDPA_WINDOW if shape.window else SDPA
-    entries = [*own_candidates(), *plain_candidates(run.device, run.compiles, shape.window)]
-    entries += authors_candidates(run.compiles)
+def compare(run: Run, shape: Shape, *, is_compiled: bool = False) -> None:
+    """Time what Inductor compiles, or all else, at one shape, forward, then forward and backward."""
+    plain, work = plain_candidates(run.device, run.compiles, shape.window), roofline.forward_work(*shape)
+    entries = [*plain, *own_candidates(), *authors_candidates(run.compiles)]
     for group, passes in ((f"forward: {shape}", 1), (f"forward and backward: {shape}", 3)):
-        rows = [timed(run, group, entry, shape, with_gradients=passes == 3) for entry in entries]
-        for row, entry in zip(rows, entries):
+        for entry in entries:
+            if entry.is_compiled != is_compiled:
+                continue
+            row = timed(run, group, entry, shape, with_gradients=passes == 3)
             if row.timing is not None:
-                seen = shape._replace(window=None) if entry.name == SDPA else shape
-                work = roofline.forward_work(*seen)
                 flops = passes * (work.matmul_flops + entry.composes * work.compose_flops)
                 row.figures["roofline / time"] = flops / run.rates.flops / row.timing.median
-        add_ratios(rows, base, f"/ {base}")
+        add_ratios(run.rows_of(group), plain[0].name, f"/ {plain[0].name}")
 
 
 def timed(
@@ -84,24 +85,25 @@ def timed(
     """Time a candidate that passes the gate; on a GPU measure the memory of its gradients too."""
     vary, figures = BRANCHES[branch], {}
 
-    def measure() -> Timing | str:
+    def make() -> Case | str:
         options = {"window": shape.window, "is_packed": document is not None, "with_gradients": with_gradients}
         if (problem := gate(run, entry, shape.heads, shape.channels, vary=vary, **options)) is not None:
             return problem
         of = vary(prompt_operands(shape.heads, shape.channels, shape.length, run.device, run.dtype, shape.batch))
         mask = None if document is None else packed_documents(shape.length, document, run.device)
-        with torch.set_grad_enabled(with_gradients):
-            make = entry.gradient_call if with_gradients else entry.make
-            call = make(of.leaves() if with_gradients else of, shape.window, mask)
-            if with_gradients and run.device.type == "cuda":
-                call()  # compiles
-                torch.cuda.reset_peak_memory_stats(run.device)
-                before = torch.cuda.memory_allocated(run.device)
-                call()
-                figures["MiB"] = (torch.cuda.max_memory_allocated(run.device) - before) / 2**20
-            return run.timer.time(in_cuda_graph(call, run.device) if entry.in_graph else call)
+        if not with_gradients:
+            return Case(entry.make(of, shape.window, mask))
+        call = entry.gradient_call(of.leaves(), shape.window, mask)
+        if run.device.type == "cuda":
+            call()  # compiles
+            torch.cuda.reset_peak_memory_stats(run.device)
+            before = torch.cuda.memory_allocated(run.device)
+            call()
+            figures["MiB"] = (torch.cuda.max_memory_allocated(run.device) - before) / 2**20
+        return Case(call)
 
-    row = run.measured(group, name or entry.name, measure, "as a CUDA graph" if entry.in_graph else "")
+    with torch.set_grad_enabled(with_gradients):
+        row = run.measured(group, name or entry.name, make)
     row.figures |= figures
     row.has_failed &= entry.composes  # torch's failures are not ours
     return row
@@ -109,18 +111,18 @@ def timed(
 
 def packed(run: Run, shape: Shape, document: int) -> None:
     """A row of documents that do not see each other, beside the same row as one document."""
-    for entry in (*own_candidates(), *authors_candidates(run.compiles)):
+    for entry in (*own_candidates(), authors_candidates(run.compiles)[0]):
         names = f"{entry.name}, one document", f"{entry.name}, documents of {document}"
-        rows = [timed(run, f"packed: {shape}", entry, shape, name=names[0])]
-        rows.append(timed(run, f"packed: {shape}", entry, shape, name=names[1], document=document))
+        parts = zip(names, (None, document))
+        rows = [timed(run, f"packed: {shape}", entry, shape, name=name, document=part) for name, part in parts]
         add_ratios(rows, names[0], "/ one document")
 
 
 def branches(run: Run, shape: Shape) -> None:
     """The cost of each branch of the composition, in the fastest of our implementations at this shape."""
     entries = {entry.name: entry for entry in own_candidates()}
-    rows = [row for row in run.rows if row.group == f"forward: {shape}" and row.name in entries]
-    seconds = {row.name: row.timing.median for row in rows if row.timing}
+    rows = run.rows_of(f"forward: {shape}")
+    seconds = {row.name: row.timing.median for row in rows if row.timing and row.name in entries}
     if not seconds:
         return
     fastest = min(seconds, key=seconds.__getitem__)

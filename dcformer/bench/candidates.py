@@ -1,11 +1,10 @@
 """The ways to compute attention that are compared, and the gate: no time is shown of wrong values.
 
-Candidates are our implementations, torch's attention without composition, and the authors' formulation. Those that
-compose are compared with the plain implementation in float64 before they are timed, on the very numbers that they are
-given, at the heads and channels that are timed and a length that no tile divides.
+Candidates are our implementations, torch's attention without composition, and the authors' formulation. All of them are
+compared with the plain implementation in float64 before they are timed, on the very numbers that they are given, at the
+heads and channels that are timed and a length that no tile divides.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from .measure import Call, Run, one_line
 from .operands import CATCHER, Operands, packed_documents, prompt_operands, step_operands, visible
 
 
-SDPA, SDPA_WINDOW, FLEX = "sdpa", "sdpa, same window", "FlexAttention, same window"
+SDPA, FLASH = "sdpa", "FlashAttention 2"
+SDPA_WINDOW = f"{SDPA}, same window"
 GATE_LENGTH, GATE_WINDOW, GATE_DOCUMENT = 193, 48, 50
 # Root mean square of the error relative to that of the right values. Scores or weights in 16 bits lose up to 2 ** -6.
 _OUTPUT_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -39,8 +39,8 @@ class Candidate:
     name: str
     make: Make
     why_not: Callable[..., str | None] = lambda *_: None  # why it cannot run on operands, a window and documents
-    composes: bool = True  # otherwise the gate cannot check it, and only the states have gradients
-    in_graph: bool = False  # timed as a CUDA graph, so that its many launches cost nothing
+    composes: bool = True  # otherwise only the states have gradients
+    is_compiled: bool = False  # by Inductor, which takes many seconds for a shape
 
     def gradient_call(self, of: Operands, window: int | None, mask: Visibility | None) -> Call:
         """Make a call of forward and backward; `of` are leaves."""
@@ -64,12 +64,13 @@ class Candidate:
         """Say why it must not be timed: it cannot run, or differs from the plain implementation in float64."""
         make = step_operands if is_step else prompt_operands
         of = vary(make(heads, channels, GATE_LENGTH, device, dtype)).leaves(with_gradients)
+        of = of if self.composes else of._replace(pre=None, post=None)
         window = None if window is None else min(window, GATE_WINDOW)
         mask = packed_documents(GATE_LENGTH, GATE_DOCUMENT, device) if is_packed else None
         if (reason := self.why_not(of, window, mask)) is not None:
             return f"not measured: {reason}"
         try:
-            return self._wrong_values(of, window, mask, with_gradients) if self.composes else None
+            return self._wrong_values(of, window, mask, with_gradients)
         except Exception as error:  # whatever a candidate raises means that it cannot be timed
             return f"failed: {one_line(error)}"
 
@@ -106,20 +107,20 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def own_candidates() -> list[Candidate]:
-    """Every implementation of the operator's table."""
-    return [_own(name) for name in implementations() if name != CATCHER]
+    """Every implementation of the operator's table, those first that are preferred."""
+    return [_own(name) for name in reversed(implementations()) if name != CATCHER]
 
 
 def plain_candidates(device: torch.device, compiles: bool, window: int | None) -> list[Candidate]:
-    """Attention without composition: torch's for all keys, and with the same window."""
-
-    def without(name: str, make: Make, missing: str | None = None) -> Candidate:
-        return Candidate(name, make, lambda *_: missing, composes=False)
-
+    """Attention without composition of the same keys, the baseline first."""
+    if device.type != "cuda":
+        return [Candidate(SDPA if window is None else SDPA_WINDOW, _sdpa, composes=False)]
     if window is None:
-        return [without(SDPA, _sdpa)]
-    missing = None if device.type == "cuda" and compiles else "it is for GPUs, and for torch.compile"
-    return [without(SDPA, _sdpa), without(SDPA_WINDOW, _sdpa_in_window), without(FLEX, _flex_attention, missing)]
+        return [Candidate(FLASH, _flash, composes=False), Candidate("cuDNN", _cudnn, composes=False)]
+    found = [Candidate(f"{FLASH}, same window", _flash, composes=False)]
+    if compiles:
+        found.append(Candidate("FlexAttention, same window", _flex_attention, composes=False, is_compiled=True))
+    return found
 
 
 def authors_candidates(compiles: bool) -> list[Candidate]:
@@ -128,7 +129,7 @@ def authors_candidates(compiles: bool) -> list[Candidate]:
     compiled = functools.partial(_authors, is_compiled=True)
     return [
         Candidate("authors", _authors),
-        Candidate("authors, compiled", compiled, why_not=lambda *_: missing, in_graph=True),
+        Candidate("authors, compiled", compiled, why_not=lambda *_: missing, is_compiled=True),
     ]
 
 
@@ -143,20 +144,27 @@ def _own(name: str) -> Candidate:
     return Candidate(name, make, why_not=why_not)
 
 
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Causal attention on (batch, heads, length, channels) in 16 bits, by the FlashAttention 2 that torch ships."""
+    is_causal = query.shape[2] > 1  # a decoding step's query sees every key that it is given, in a window too
+    sizes = {"window_size_left": window - 1, "window_size_right": 0} if window is not None and is_causal else {}
+    states = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    options = None, None, query.shape[2], key.shape[2], 0.0, is_causal, False
+    return torch.ops.aten._flash_attention_forward(*states, *options, scale=scaling, **sizes)[0].transpose(1, 2)
+
+
+def _flash(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+    return functools.partial(flash_attention, *of.states, window, of.query.shape[3] ** -0.5)
+
+
+def _cudnn(of: Operands, window: int | None, mask: Visibility | None) -> Call:
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(_sdpa(of, window, mask))
+
+
 def _sdpa(of: Operands, window: int | None, mask: Visibility | None) -> Call:
-    """All keys up to the query's; on a GPU in 16 bits by FlashAttention alone."""
-    is_flash = of.query.is_cuda and of.query.dtype.itemsize == 2
-
-    def call() -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if is_flash else contextlib.nullcontext():
-            return functional.scaled_dot_product_attention(*of.states, is_causal=True)
-
-    return call
-
-
-def _sdpa_in_window(of: Operands, window: int | None, mask: Visibility | None) -> Call:
-    shown = visible(of.query.shape[2], window, of.query.device)
-    return lambda: functional.scaled_dot_product_attention(*of.states, attn_mask=shown)
+    queries = of.query.shape[2]  # one, that of a decoding step, sees every key
+    options = {"is_causal": queries > 1} if window is None else {"attn_mask": visible(queries, window, of.query.device)}
+    return functools.partial(functional.scaled_dot_product_attention, *of.states, **options)
 
 
 def _flex_attention(of: Operands, window: int | None, mask: Visibility | None) -> Call:

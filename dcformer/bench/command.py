@@ -37,7 +37,9 @@ def run_benchmark(
     path = json or folder / f"gpu-{what}-{slug}{'-quick' if quick else ''}.json"
     run = Run(what, place, default_dtype(place), is_quick=quick, seconds=seconds)
     print(f"{what} on {device_name(place)}, torch {torch.__version__}, {run.dtype}", flush=True)
-    BENCHMARKS[what](run)
+    # All on one stream: what autograd keeps of the default one could not be recorded as a CUDA graph.
+    with torch.cuda.stream(torch.cuda.Stream(place) if place.type == "cuda" else None):
+        BENCHMARKS[what](run)
     run.show()
     run.write(path)
     print(f"All figures are in {path}.")

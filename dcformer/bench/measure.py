@@ -1,7 +1,7 @@
 """One timer and one report for all benchmarks.
 
 Calls are timed in turns, so that a slow spell of the machine meets all that is compared. On a GPU the times lie between
-two events in its queue, after its L2 cache has been overwritten; they hold no Python that runs ahead of the queue.
+two events in its queue, after its L2 cache has been overwritten. Rows show those of a CUDA graph: it holds no Python.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ _LEAST_SAMPLES = 3
 _SECONDS_PER_SAMPLE = 0.05
 _CACHES_OVERWRITTEN = 4
 _TABLE_WIDTH = 180
+AS_CALLED = "as called ms"
 
 
 class Timing(NamedTuple):
@@ -62,8 +63,8 @@ class Timer:
             size = _CACHES_OVERWRITTEN * torch.cuda.get_device_properties(device).L2_cache_size
             self._overwritten = torch.empty(size, dtype=torch.int8, device=device)
 
-    def time(self, call: Call, prepare: Call | None = None, parts: int = 1) -> Timing:
-        return self({"": Case(call, prepare, parts=parts)})[""]
+    def time(self, case: Case | Call) -> Timing:
+        return self({"": case})[""]
 
     def __call__(self, cases: Mapping[Any, Case | Call]) -> dict[Any, Timing]:
         """Time several calls in turns, each after a warm-up that compiles and allocates."""
@@ -110,26 +111,30 @@ class Timer:
         return read
 
 
-def in_cuda_graph(call: Call, device: torch.device) -> Call:
-    """Record a call as a CUDA graph, which launches all its kernels at once; on other devices, return it as it is."""
-    if device.type != "cuda":
-        return call
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # compiles and allocates
-            call()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    torch.cuda.synchronize(device)
+class NotRecordable(RuntimeError):
+    """A call that cannot be a CUDA graph; says why."""
+
+
+def in_cuda_graph(call: Call) -> Call:
+    """
+    Record a call as a CUDA graph, which launches all its kernels at once, on the current stream.
+
+    That must not be the default stream, but the one on which the call's leaves were first used: autograd returns to it.
+    Raises NotRecordable, for example where the call waits for the device.
+    """
+    for _ in range(3):  # compiles and allocates
+        call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return kept
-
-    return replay
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            call()
+    except RuntimeError as error:
+        # Random numbers after a recording that broke off need a generator that does not take part in it.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        # Ending such a recording may raise over what broke it.
+        raise NotRecordable(f"no CUDA graph: {one_line(error.__context__ or error)}") from error
+    return graph.replay
 
 
 def device_name(device: torch.device) -> str:
@@ -185,6 +190,8 @@ class Run:
         self.compiles = self.device.type == "cuda"  # whether what needs torch.compile takes part
         self.timer = Timer(self.device, seconds=0.02 if self.is_quick else 0.3)
         self._end = time.perf_counter() + self.seconds
+        if self.device.type == "cuda":
+            self.notes.append(f"Times are those of CUDA graphs; {AS_CALLED!r} is the median of the call without one.")
 
     @functools.cached_property
     def rates(self) -> roofline.Rates:
@@ -192,19 +199,24 @@ class Run:
         timings = self.timer(roofline.rate_probes(self.device, self.dtype))
         return roofline.measured_rates({name: timing.minimum for name, timing in timings.items()}, self.device)
 
-    def measured(self, group: str, name: str, measure: Callable[[], Timing | str], note: str = "") -> Row:
-        """Add a row of what `measure` returns: a timing, or why there is none; what it raises is noted in the row."""
-        row = Row(group, name, note=note)
+    def measured(self, group: str, name: str, make: Callable[[], Case | str]) -> Row:
+        """Add a row of the case that `make` returns, or of why there is none; what is raised is noted in the row."""
+        row = Row(group, name)
         self.rows.append(row)
         if time.perf_counter() >= self._end:
             row.note = f"not measured: the {self.seconds:g} seconds were over"
             return row
         try:
-            found = measure()
-            if isinstance(found, str):
-                row.note, row.has_failed = found, not found.startswith("not measured")
+            case = make()
+            if isinstance(case, str):
+                row.note, row.has_failed = case, not case.startswith("not measured")
             else:
-                row.timing = found
+                row.timing = self.timer.time(case)
+                if self.device.type == "cuda":
+                    row.figures[AS_CALLED], row.timing = 1000 * row.timing.median, None
+                    row.timing = self.timer.time(case._replace(call=in_cuda_graph(case.call)))
+        except NotRecordable as error:
+            row.note = str(error)
         except torch.OutOfMemoryError:
             row.note = "not measured: it does not fit into the device's memory"
         except Exception as error:  # whatever the code that is compared may raise
@@ -213,10 +225,13 @@ class Run:
             torch.cuda.empty_cache()
         return row
 
+    def rows_of(self, group: str) -> list[Row]:
+        return [row for row in self.rows if row.group == group]
+
     def show(self) -> None:
         """Print a table of each group, and the notes."""
         for group in dict.fromkeys(row.group for row in self.rows):
-            rows = [row for row in self.rows if row.group == group]
+            rows = self.rows_of(group)
             figures = list(dict.fromkeys(name for row in rows for name in row.figures))
             cells = []
             for row in rows:

@@ -1,34 +1,34 @@
 """`dcformer bench decode`, `train` and `model`: tokens per second beside Transformer++.
 
-Models have the layers of the published ones in size, but fewer of them, half of them local.
+Models have the layers of the published ones in size, but fewer of them, half of them local, and no head: beside so few
+layers it would be a fifth of the work.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compose_dcformer import cache_bytes_per_token
 from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import PREFIX
-from ..modeling_dcformer import DCFormerForCausalLM
+from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel
 from ..training import flops_per_token
-from .candidates import Candidate, gate, own_candidates
-from .measure import Row, Run, Timing, add_ratios, in_cuda_graph
+from .candidates import Candidate, flash_attention, gate, own_candidates, plain_candidates
+from .measure import Case, Row, Run, add_ratios
 
 
 LAYERS = 4
+STEPS = 16  # of decoding, in one call
 PLAIN = {"compose_pre": False, "compose_post": False}
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "sliding_window": 16,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "sliding_window": 16}
+FLASH_ATTENTION = "bench_fa2"  # the name of the baseline's attention in Transformers
+MakeCase = Callable[[DCFormerModel, int, int], Case]  # from a model, a number of rows and their length
 
 
 class Family(NamedTuple):
@@ -36,64 +36,79 @@ class Family(NamedTuple):
 
     name: str
     values: dict[str, Any]  # fields of the configuration
-    candidate: Candidate | None = None  # its operator, for the gate; None where nothing is composed
+    attention: str
+    candidate: Candidate  # its operator, for the gate
 
 
-BASELINE = Family("Transformer++, same windows", PLAIN)
-ALL_GLOBAL = Family("Transformer++, all global", {**PLAIN, "sliding_window": None})
+def families(device: torch.device) -> list[Family]:
+    """Models to compare: those that matter most are the first two, Transformer++ with the same windows the first."""
+    plain = plain_candidates(device, False, None)[0]
+    name, attention = f"Transformer++, {plain.name}", FLASH_ATTENTION if device.type == "cuda" else "sdpa"
+    own = [(f"DCFormer++, {each.name}", PREFIX + each.name, each) for each in own_candidates()]
+    return [
+        Family(f"{name}, same windows", PLAIN, attention, plain),
+        *(Family(own_name, {}, *operator) for own_name, *operator in own),
+        Family(f"{name}, all global", {**PLAIN, "sliding_window": None}, attention, plain),
+        *(Family(f"{own_name}, query-wise", {"compose_key": False}, *operator) for own_name, *operator in own),
+    ]
+
+
+def _flash_attention_forward(
+    _: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, sliding_window: int, **options: Any
+) -> tuple[Tensor, None]:
+    return flash_attention(query, key, value, sliding_window, scaling).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(FLASH_ATTENTION, _flash_attention_forward)  # Transformers makes no masks for it
 
 
 def configuration(shape: str, **values: Any) -> DCFormerConfig:
-    """A few layers of a preset, or of a tiny shape."""
-    values = {"num_hidden_layers": LAYERS, **values}
+    """A few layers of a preset, or of a tiny shape, with next to no vocabulary."""
+    values = {"num_hidden_layers": LAYERS, "vocab_size": 1, "bos_token_id": None, "eos_token_id": None, **values}
     return DCFormerConfig(**{**_TINY, **values}) if shape == "tiny" else DCFormerConfig.from_preset(shape, **values)
 
 
-def make_model(run: Run, config: DCFormerConfig, attention: str) -> DCFormerForCausalLM:
+def make_model(run: Run, config: DCFormerConfig, attention: str) -> DCFormerModel:
     """Make a model with random weights where it stays."""
     torch.manual_seed(0)
     with run.device:
-        model = DCFormerForCausalLM._from_config(config, dtype=run.dtype)
+        model = DCFormerModel._from_config(config, dtype=run.dtype)
     torch._dynamo.reset()  # graphs of other models would count against the limit of this one's
     model.set_attn_implementation(attention)
     return model.eval()
 
 
-def compare(
-    run: Run, kind: str, setting: str, tokens: int, length: int, measure: Callable[[DCFormerForCausalLM], Timing]
-) -> None:
+def compare(run: Run, kind: str, title: str, settings: list[tuple[int, int]], make_case: MakeCase) -> None:
     """
     Time Transformer++, and DCFormer++ with each implementation and without the keys' side of the composition.
 
-    A call computes `tokens`, in rows of `length` or each after `length` tokens ("decode").
+    A call computes rows of a length, which are the settings, or one token after each row ("decode").
     """
-    families = [BASELINE, ALL_GLOBAL]
-    for each in own_candidates():
-        families.append(Family(f"DCFormer++, {each.name}", {}, each))
-        families.append(Family(f"DCFormer++, {each.name}, query-wise", {"compose_key": False}, each))
     options = {"is_step": kind == "decode", "with_gradients": kind == "train"}
-    for shape in ["tiny"] if run.is_quick else ["dcformer-6.9b", "dcformer-2.8b"]:
-        rows = []
-        for family in families:
+    shapes = ["tiny"] if run.is_quick else ["dcformer-6.9b", "dcformer-2.8b"]
+    chosen = families(run.device)
+
+    def make(family: Family, config: DCFormerConfig, rows: int, length: int) -> Case | str:
+        problem = gate(run, family.candidate, config.num_attention_heads, config.head_dim, **options)
+        return problem or make_case(make_model(run, config, family.attention), rows, length)
+
+    bases = [family.name for family in chosen if family.values.keys() >= PLAIN.keys()]
+    for part, (rows, length), shape in itertools.product((chosen[:2], chosen[2:]), settings, shapes):
+        group = f"{kind}: {LAYERS} layers of {shape}, {title.format(rows, length)}"
+        for family in part:
             config = configuration(shape, max_position_embeddings=length + 128, **family.values)
-
-            def timed(config: DCFormerConfig = config, operator: Candidate | None = family.candidate) -> Timing | str:
-                if operator is None:
-                    return measure(make_model(run, config, "sdpa"))
-                problem = gate(run, operator, config.num_attention_heads, config.head_dim, **options)
-                return problem or measure(make_model(run, config, PREFIX + operator.name))
-
-            rows.append(run.measured(f"{kind}: {LAYERS} layers of {shape}, {setting}", family.name, timed))
-            if rows[-1].timing is not None:
-                rows[-1].figures |= figures(run, kind, config, tokens, length, rows[-1].timing.median)
-        for base in (BASELINE, ALL_GLOBAL):
-            add_ratios(rows, base.name, f"time / {base.name}")
+            row = run.measured(group, family.name, functools.partial(make, family, config, rows, length))
+            if row.timing is not None:
+                row.figures |= figures(run, kind, config, rows, length, row.timing.median)
+        for base in bases:
+            add_ratios(run.rows_of(group), base, f"time / {base.rpartition(', ')[2]}")
 
 
-def figures(run: Run, kind: str, config: DCFormerConfig, tokens: int, length: int, seconds: float) -> dict[str, float]:
+def figures(run: Run, kind: str, config: DCFormerConfig, rows: int, length: int, seconds: float) -> dict[str, float]:
     """Rates that a call reached, beside the measured ones of the machine."""
+    tokens = rows if kind == "decode" else rows * length
     if kind == "decode":
-        moved = step_bytes(config, tokens, length, run.dtype)
+        moved = step_bytes(config, rows, length, run.dtype)
         rates = {"GB/s at least": moved / seconds / 1e9, "reading / time": moved / run.rates.read_bytes / seconds}
     else:
         flops = tokens * flops_per_token(config, length) / (1 if kind == "train" else 3)
@@ -102,11 +117,10 @@ def figures(run: Run, kind: str, config: DCFormerConfig, tokens: int, length: in
 
 
 def step_bytes(config: DCFormerConfig, batch: int, prompt: int, dtype: torch.dtype) -> int:
-    """Bytes that a step must read: every parameter but the embeddings of other tokens, and the cache."""
+    """Bytes that a step must read: the layers' parameters, and the cache."""
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     keys = sum(min(prompt, window or prompt) for window in windows)
-    total = (_parameters(config)[0] - (config.vocab_size - batch) * config.hidden_size) * dtype.itemsize
-    return total + batch * keys * cache_bytes_per_token(config, dtype)
+    return _parameters(config)[1] * dtype.itemsize + batch * keys * cache_bytes_per_token(config, dtype)
 
 
 def _parameters(config: DCFormerConfig) -> tuple[int, int]:
@@ -119,50 +133,38 @@ def _parameters(config: DCFormerConfig) -> tuple[int, int]:
 class Decoder:
     """A model that decodes token after token from a static cache full of random rows."""
 
-    def __init__(self, model: DCFormerForCausalLM, compiles: bool, batch: int, prompt: int, steps: int):
+    def __init__(self, model: DCFormerModel, compiles: bool, batch: int, prompt: int):
         self.prompt = prompt
-        self.cache = StaticCache(config=model.config, max_cache_len=prompt + steps)
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.cache = StaticCache(config=model.config, max_cache_len=prompt + STEPS)
+        self.states = torch.randn(batch, 1, model.config.hidden_size, device=model.device, dtype=model.dtype)
         with torch.no_grad():
-            model(self.token, cache=self.cache)  # allocates
+            model(inputs_embeds=self.states, cache=self.cache)  # allocates
             for layer in self.cache.layers:
                 for rows in (layer.keys, layer.values):
                     rows.normal_(std=0.1)
         self._read = torch.compile(model, fullgraph=True) if compiles else model
-        self.reset()
-
-    def reset(self) -> None:
-        """Go back to the end of the prompt."""
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(self.prompt)
 
     @torch.no_grad()
-    def step(self) -> torch.Tensor:
-        """Read a token and choose the next one."""
+    def decode(self) -> Tensor:
+        """Read `STEPS` tokens, the first of them after the prompt; nothing waits for the device if it is compiled."""
         for layer in self.cache.layers:
-            if hasattr(layer, "cumulative_length_int"):  # sliding layers count on the host too: one graph per count
-                layer.cumulative_length_int = self.prompt
-        logits = self._read(self.token, cache=self.cache, logits_to_keep=1).logits
-        self.token.copy_(logits.argmax(-1))
-        return self.token
+            layer.cumulative_length.fill_(self.prompt)
+        for _ in range(STEPS):
+            for layer in self.cache.layers:
+                if hasattr(layer, "cumulative_length_int"):  # they count on the host too: one graph per count
+                    layer.cumulative_length_int = self.prompt
+            states = self._read(inputs_embeds=self.states, cache=self.cache).last_hidden_state
+        return states
 
 
 def decode(run: Run) -> None:
-    """Decode with a static cache; on a GPU a compiled step in one CUDA graph."""
-    settings = [(1, 24, 4)] if run.is_quick else [(1, 1024, 128), (1, 4096, 128), (8, 1024, 128), (64, 1024, 128)]
-    for batch, prompt, steps in settings:
+    """Decode with a static cache; on a GPU a compiled model, the steps in one CUDA graph."""
 
-        def measure(model: DCFormerForCausalLM, setting: tuple = (batch, prompt, steps)) -> Timing:
-            decoder = Decoder(model, run.compiles, *setting)
-            step = in_cuda_graph(decoder.step, run.device)
+    def make_case(model: DCFormerModel, rows: int, length: int) -> Case:
+        return Case(Decoder(model, run.compiles, rows, length).decode, parts=STEPS)
 
-            def decode_steps(reset: None) -> None:
-                for _ in range(setting[2]):
-                    step()
-
-            return run.timer.time(decode_steps, prepare=decoder.reset, parts=setting[2])
-
-        compare(run, "decode", f"batch {batch}, prompt {prompt}", batch, prompt, measure)
+    settings = [(1, 24)] if run.is_quick else [(1, 1024), (16, 1024), (1, 4096), (64, 1024)]
+    compare(run, "decode", "batch {}, prompt {}", settings, make_case)
 
 
 def train(run: Run) -> None:
@@ -197,25 +199,22 @@ def overhead(config: DCFormerConfig, length: int) -> dict[str, float]:
 
 def passes(run: Run, trains: bool) -> None:
     """Compare all shapes, forward, or forward and backward."""
-    rows, length = (1, 48) if run.is_quick else (2, 2048)
 
-    def measure(model: DCFormerForCausalLM) -> Timing:
+    def make_case(model: DCFormerModel, rows: int, length: int) -> Case:
         model.train(trains)
         if run.compiles:
-            for layer in model.model.layers:
+            for layer in model.layers:
                 layer.compile()
-        token_ids = torch.randint(model.config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
-        token_ids = token_ids.to(run.device)
+        size, options = (rows, length, model.config.hidden_size), {"device": run.device, "dtype": run.dtype}
+        states, upstream = torch.randn(size, **options, requires_grad=trains), torch.randn(size, **options)
+        leaves = [states, *model.layers.parameters()]
 
-        def step() -> None:
-            if trains:
-                model(token_ids, labels=token_ids, use_cache=False).loss.backward()
-                model.zero_grad()
-                return
-            with torch.no_grad():
-                model(token_ids, use_cache=False, logits_to_keep=1)
+        def step() -> Any:
+            with torch.set_grad_enabled(trains):
+                output = model(inputs_embeds=states, use_cache=False).last_hidden_state
+            return torch.autograd.grad(output, leaves, upstream) if trains else output
 
-        return run.timer.time(step)
+        return Case(step)
 
-    setting = f"{rows} rows of {length} tokens"
-    compare(run, "train" if trains else "forward", setting, rows * length, length, measure)
+    settings = [(1, 48)] if run.is_quick else [(2, 2048)]
+    compare(run, "train" if trains else "forward", "{} rows of {} tokens", settings, make_case)
