@@ -17,20 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
-from .plan import COMPOSING, JOINING, Chunk, Mask, Sizes, Stage, plan_chunks
+from .plan import COMPOSING, JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_output, launch_products
 from .tiles import (
     blocks_in_sight,
     columns_in_sight,
-    compose,
+    compose_heads,
+    factor_of_query,
+    factors_of_keys,
     heads_of_program,
+    hide,
+    identity,
+    in_registers,
     is_seen_by_product,
-    key_factors,
-    load_sums,
-    maps_over_heads,
-    mask_bias,
-    query_factors,
-    static_map,
+    load_heads,
+    load_matrix,
+    load_query_vector,
+    part_places,
+    real_keys,
+    store_heads,
     store_zeros,
     tile_of_program,
     tile_places,
@@ -53,103 +58,166 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     sizes, mask = Sizes.of(call), Mask.of(call)
     pre, post = Stage.both(call)
-    # Scores, and the largest score and the sum of each block of keys.
-    bytes_per_column = heads * query.element_size() + -(-8 * heads // sizes.KEYS)
+    # Scores, and the largest score and the sum of each part of the keys.
+    bytes_per_column = heads * query.element_size() + -(-8 * heads // PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
         scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
         weights = scores.view(query.dtype)
         launch_products(mask, chunk, sizes, query, call.key, scores, call.scaling * LOG2_E)
-        _launch_log_sums(mask, chunk, sizes, pre, scores, log_sums)
+        matrices = query_matrices(mask, chunk, sizes, pre, post, scores)
+        _launch_log_sums(mask, chunk, sizes, pre, scores, matrices, log_sums)
         _weights_kernel[chunk.grid(sizes)](
-            mask, chunk, pre, post, scores, weights, log_sums, sizes.constants, **COMPOSING
+            *(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes.constants), **COMPOSING
         )
         launch_output(mask, chunk, sizes, weights, value, output)
     return output, log_sums
 
 
-def _launch_log_sums(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores: Tensor, log_sums: Tensor) -> None:
-    shape = (chunk.number, chunk.columns // sizes.KEYS, chunk.rows, scores.shape[1])
+def query_matrices(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
+    """
+    (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static map do to
+    a tile of scores, I + gate + w1 w2^T + static, as one matrix.
+    """
+    size = sizes.HEADS_PADDED
+    matrices = scores.new_empty(chunk.number, chunk.rows, sizes.GROUPS, 2, size, size)
+    _matrices_kernel[(chunk.rows, 2, chunk.number * sizes.GROUPS)](
+        mask, chunk, pre, post, matrices, sizes.constants, **JOINING
+    )
+    return matrices
+
+
+def _launch_log_sums(
+    mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores: Tensor, matrices: Tensor, log_sums: Tensor
+) -> None:
+    shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
     largest, sums = (scores.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    _block_sums_kernel[chunk.grid(sizes)](mask, chunk, pre, scores, largest, sums, sizes.constants, **COMPOSING)
-    block = 512
-    grid = (-(-sizes.ROWS * scores.shape[1] // block), chunk.rows // sizes.ROWS, chunk.number)
-    _join_sums_kernel[grid](mask, chunk, largest, sums, log_sums, sizes.constants, block, **JOINING)
+    arguments = (mask, chunk, pre, scores, matrices, largest, sums)
+    _block_sums_kernel[chunk.grid(sizes)](*arguments, sizes.constants, **COMPOSING)
+    join_over_keys(mask, chunk, sizes, largest, sums, log_sums)
+
+
+def join_over_keys(
+    mask: Mask, chunk: Chunk, sizes: Sizes, largest: Tensor | None, sums: Tensor, joined: Tensor
+) -> None:
+    """
+    Into (batch, heads, query) the sums of (batch, part of keys, row, heads) over the parts that were computed, or with
+    the largest score of each part the logarithm of the softmax's sum.
+    """
+    block = 64
+    grid = (-(-sizes.ROWS * sums.shape[3] // block), chunk.rows // sizes.ROWS, chunk.number)
+    _join_over_keys_kernel[grid](mask, chunk, largest, sums, joined, sizes.constants, block, 16, **JOINING)
 
 
 @triton.jit
-def _block_sums_kernel(mask, chunk, pre, scores, largest, sums, sizes):
+def _matrices_kernel(mask, chunk, pre, post, matrices, sizes):
+    """Program (row, before or after the softmax, group in a row of the batch)."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    row = tl.program_id(0)
+    if chunk.start + row < mask.queries:
+        index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + tl.program_id(1)
+        member = tl.arange(0, sizes.HEADS_PADDED)
+        places = member[:, None] * sizes.HEADS_PADDED + member[None, :]
+        places += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+        if tl.program_id(1) == 0:
+            matrix = _matrix(pre, b, group, h, is_head, chunk.start + row, sizes)
+        else:
+            matrix = _matrix(post, b, group, h, is_head, chunk.start + row, sizes)
+        tl.store(matrices + places, matrix.to(matrices.dtype.element_ty))
+
+
+@triton.jit
+def _matrix(stage, b, group, h, is_head, t, sizes):
+    RANK: tl.constexpr = stage.query.RANK
+    matrix = identity(sizes.HEADS_PADDED, tl.float32)
+    if stage.query.GATE:
+        matrix += matrix * factor_of_query(stage.query, b, h, is_head, t, 2 * RANK)[None, :]
+    for r in tl.static_range(RANK):
+        w1 = factor_of_query(stage.query, b, h, is_head, t, r)
+        matrix += w1[:, None] * factor_of_query(stage.query, b, h, is_head, t, RANK + r)[None, :]
+    if stage.HAS_STATIC:
+        places = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
+        matrix += tl.load(stage.static + places, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
+    return matrix
+
+
+@triton.jit
+def _block_sums_kernel(mask, chunk, pre, scores, matrices, largest, sums, sizes):
+    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
+    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     if is_seen:
         s = base + column
-        key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
-        static = static_map(pre, group, sizes.HEADS, sizes.HEADS_PADDED)
-        partial = (batch_row * tl.num_programs(0) + tl.program_id(0)) * chunk.rows
-        for start in tl.range(0, sizes.ROWS, sizes.QUERIES, num_stages=2):
-            row = first_row + start + tl.arange(0, sizes.QUERIES)
-            t = chunk.start + row
-            places = tile_places(chunk, batch_row, h, row, column, sizes)
-            a = tl.load(scores + places, mask=is_head[None, :, None], other=0).to(tl.float32)  # [QUERIES, HEADS, KEYS]
-            query = query_factors(pre.query, b, h, is_head, t, t < mask.queries)
-            maps = maps_over_heads(a, query, key, pre, False)
-            x = compose(a, maps, query, key, static, pre, False) + mask_bias(mask, b, t, s)
-            highest = tl.maximum(tl.max(x, 2), -1e30)  # [QUERIES, HEADS]
-            total = tl.sum(tl.exp2(x - highest[:, :, None]), 2)
-            at = (partial + row)[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
+        real, documents = real_keys(mask, b, s)
+        eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
+        key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        places = tile_places(chunk, batch_row, h, column, sizes)
+        for row in range(first_row, end_row):
+            a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
+            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
+            x, _maps = compose_heads(a, in_registers(a, eye), matrix, key, eye, pre, False)
+            x = hide(x, mask, b, chunk.start + row, s, real, documents)
+            x = tl.reshape(x, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
+            highest = tl.maximum(tl.max(x, 1), -1e30)  # [KEYS // PART, HEADS]
+            at = part_places(chunk, batch_row, h, row, sizes)
             tl.store(largest + at, highest, mask=is_head[None, :])
-            tl.store(sums + at, total, mask=is_head[None, :])
+            tl.store(sums + at, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
 
 
 @triton.jit
-def _join_sums_kernel(mask, chunk, largest, sums, log_sums, sizes, BLOCK: tl.constexpr):
-    """The logarithm of all blocks' sums: program (part of a block of rows, block of rows, row of the batch)."""
+def _join_over_keys_kernel(mask, chunk, largest, sums, joined, sizes, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Program (part of a block of rows, block of rows, row of the batch)."""
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     first_row = tl.program_id(1) * sizes.ROWS
     first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
     begin, end = blocks_in_sight(first, last, sizes.KEYS)
+    begin, end = begin * (sizes.KEYS // PART), end * (sizes.KEYS // PART)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < sizes.ROWS * HEADS
+    t = chunk.start + first_row + element // HEADS
+    inside = (element < sizes.ROWS * HEADS) & (t < mask.queries)
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for block in range(begin, end):
-        at = ((batch_row * (chunk.columns // sizes.KEYS) + block) * chunk.rows + first_row) * HEADS + element
-        of_block = tl.load(largest + at, mask=inside, other=-1e30)
-        new = tl.maximum(highest, of_block)
-        total = total * tl.exp2(highest - new) + tl.load(sums + at, mask=inside, other=0.0) * tl.exp2(of_block - new)
-        highest = new
-    # Infinity leaves a query that sees no key with weights of zero.
-    log_sum = tl.where(total > 0.0, highest + tl.log2(total), float("inf"))
-    t = chunk.start + first_row + element // HEADS
-    place = (b * HEADS + element % HEADS) * mask.queries + t
-    tl.store(log_sums + place, log_sum, mask=inside & (t < mask.queries))
+    for start in range(begin, end, STEP):
+        part = start + tl.arange(0, STEP)
+        at = ((batch_row * (chunk.columns // PART) + part) * chunk.rows + first_row)[:, None] * HEADS
+        is_there = (part < end)[:, None] & inside[None, :]
+        of_parts = tl.load(sums + (at + element[None, :]), mask=is_there, other=0.0)  # [STEP, BLOCK]
+        if largest is not None:
+            of_largest = tl.load(largest + (at + element[None, :]), mask=is_there, other=-1e30)
+            new = tl.maximum(highest, tl.max(of_largest, 0))
+            of_parts *= tl.exp2(of_largest - new[None, :])
+            total *= tl.exp2(highest - new)
+            highest = new
+        total += tl.sum(of_parts, 0)
+    if largest is not None:
+        # Infinity leaves a query that sees no key with weights of zero.
+        total = tl.where(total > 0.0, highest + tl.log2(total), float("inf"))
+    tl.store(joined + ((b * HEADS + element % HEADS) * mask.queries + t), total, mask=inside)
 
 
 @triton.jit
-def _weights_kernel(mask, chunk, pre, post, scores, weights, log_sums, sizes):
+def _weights_kernel(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes):
     """Composed weights, in the place of the scores."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    first_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    places = tile_places(chunk, batch_row, h, column, sizes)
     if is_seen:
         s = base + column
-        pre_key = key_factors(pre.key, b, h, is_head, s, s < mask.keys)
-        post_key = key_factors(post.key, b, h, is_head, s, s < mask.keys)
-        pre_static = static_map(pre, group, sizes.HEADS, sizes.HEADS_PADDED)
-        post_static = static_map(post, group, sizes.HEADS, sizes.HEADS_PADDED)
-        for start in tl.range(0, sizes.ROWS, sizes.QUERIES, num_stages=2):
-            row = first_row + start + tl.arange(0, sizes.QUERIES)
-            t = chunk.start + row
-            is_query = t < mask.queries
-            places = tile_places(chunk, batch_row, h, row, column, sizes)
-            a = tl.load(scores + places, mask=is_head[None, :, None], other=0).to(tl.float32)  # [QUERIES, HEADS, KEYS]
-            pre_query = query_factors(pre.query, b, h, is_head, t, is_query)
-            maps = maps_over_heads(a, pre_query, pre_key, pre, False)
-            x = compose(a, maps, pre_query, pre_key, pre_static, pre, False) + mask_bias(mask, b, t, s)
-            e = tl.exp2(x - load_sums(log_sums, mask, b, h, is_head, t, sizes))
-            post_query = query_factors(post.query, b, h, is_head, t, is_query)
-            maps = maps_over_heads(e, post_query, post_key, post, False)
-            y = compose(e, maps, post_query, post_key, post_static, post, False)
-            tl.store(weights + places, y.to(weights.dtype.element_ty), mask=is_head[None, :, None])
+        real, documents = real_keys(mask, b, s)
+        eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
+        pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + first_row, sizes)
+        for row in range(first_row, end_row):
+            a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
+            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
+            x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
+            x = hide(x, mask, b, chunk.start + row, s, real, documents)
+            e = tl.exp2(x - log_sum[None, :])
+            # On its way while this query is composed.
+            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row + 1, sizes)
+            matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+            y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
+            store_heads(weights + (places + row * chunk.columns), y, is_head, sizes)
     elif is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
-        store_zeros(weights, chunk, batch_row, h, is_head, first_row, column, sizes)
+        store_zeros(weights + places, chunk, first_row, is_head, sizes)

@@ -19,10 +19,9 @@ from .call import LOG2_E, Call
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
-# Queries that a program composes at once, and their scores in a tile. One query leaves most registers for what belongs
-# to keys, of which more were faster if they did not spill.
-QUERIES_AT_ONCE = 1
-_SCORES_AT_ONCE = 1024
+# Scores of a query that a program composes at once: those of all heads of a group and some keys, of which fewer in
+# float32, whose factors of the keys take twice the registers.
+_SCORES_AT_ONCE = {torch.float32: 1024, torch.bfloat16: 2048, torch.float16: 2048}
 
 
 class States(NamedTuple):
@@ -133,12 +132,11 @@ class Sizes(NamedTuple):
     """Sizes of tiles, as constants of the kernels."""
 
     HEADS: int  # of a group
-    HEADS_PADDED: int
+    HEADS_PADDED: int  # a power of 2, of at least the 16 that a matrix product takes
     GROUPS: int
     PRODUCT_ROWS: int  # queries of a tile of the matrix products
     PRODUCT_KEYS: int
     ROWS: int  # queries of a program that composes, which divide those of a product
-    QUERIES: int  # of them at once
     KEYS: int  # of a program that composes, which divide those of a product
 
     @property
@@ -149,17 +147,14 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> "Sizes":
         heads = call.query.shape[1] // call.groups
-        has_static = call.pre_static is not None or call.post_static is not None
-        # A static map is a matrix product over the heads, which takes 16 at least.
-        padded = max(triton.next_power_of_2(heads), 16 if has_static else 1)
+        padded = max(triton.next_power_of_2(heads), 16)
         # Large tiles read queries and keys less often. They need the registers of 16-bit products, and waste much at
         # the edges of a narrow band.
         window = call.sliding_window or call.key.shape[2]
         large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
         rows = 128 if large else 64
-        return cls(
-            heads, padded, call.groups, rows, rows, 64, QUERIES_AT_ONCE, min(64, max(16, _SCORES_AT_ONCE // padded))
-        )
+        keys = min(rows, max(16, _SCORES_AT_ONCE[call.query.dtype] // padded))
+        return cls(heads, padded, call.groups, rows, rows, ROWS, keys)
 
 
 class Chunk(NamedTuple):
@@ -183,8 +178,12 @@ class Chunk(NamedTuple):
         return self.columns // sizes.KEYS, self.rows // sizes.ROWS, self.number * sizes.GROUPS
 
 
+# Queries that a program composes one after another, with the scores of three more on their way, and the keys whose
+# scores it adds up: those of a warp, so that no sum waits for another warp.
+ROWS = 64
+PART = tl.constexpr(16)
 # What kernels that compose are launched with.
-COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 # And those that add up what blocks contribute.
 JOINING: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -197,14 +196,17 @@ def row_stride(tensor: Tensor | None) -> int:
 def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
     """
     Chunks of queries, and of the batch if it is large, whose workspace stays within a bound: at least one block of
-    queries of one row of the batch. A query of a row takes `bytes_per_column` for each of its columns.
+    queries of one row of the batch. A query of a row takes `bytes_per_column` for each of its columns, and its matrices.
     """
     batch, heads, queries, _ = call.query.shape
     columns = _columns(call, queries, sizes)
-    block_bytes = sizes.PRODUCT_ROWS * columns * bytes_per_column
+    matrices = 2 * sizes.GROUPS * sizes.HEADS_PADDED**2 * call.query.element_size()
+    block_bytes = sizes.PRODUCT_ROWS * (columns * bytes_per_column + matrices)
     batch_step = max(1, min(batch, workspace_bytes // block_bytes, _GRID_LIMIT // heads))
     blocks = min(workspace_bytes // (block_bytes * batch_step), _INDEX_LIMIT // (sizes.PRODUCT_ROWS * columns))
-    rows = min(max(1, blocks) * sizes.PRODUCT_ROWS, round_up(queries, sizes.PRODUCT_ROWS))
+    # As many chunks as that takes, of about as many queries each.
+    all_blocks = -(-queries // sizes.PRODUCT_ROWS)
+    rows = -(-all_blocks // -(-all_blocks // max(1, blocks))) * sizes.PRODUCT_ROWS
     for first in range(0, batch, batch_step):
         for start in range(0, queries, rows):
             stop = min(start + rows, queries)

@@ -12,16 +12,26 @@ from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ra
 
 
 def launch_products(
-    mask: Mask, chunk: Chunk, sizes: Sizes, query: Tensor, key: Tensor, products: Tensor, factor: float
+    mask: Mask,
+    chunk: Chunk,
+    sizes: Sizes,
+    query: Tensor,
+    key: Tensor,
+    products: Tensor,
+    factor: float,
+    scale: Tensor | None = None,
 ) -> None:
-    """products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights."""
+    """
+    products = factor * scale * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights;
+    the scale is a number on the device.
+    """
     heads, channels = query.shape[1], query.shape[3]
     # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow. What divides the
     # channels wastes nothing on heads of 80 or 96.
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
     _products_kernel[(chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
-        *(mask, chunk, States.of(query), States.of(key), products, factor, sizes.constants),
+        *(mask, chunk, States.of(query), States.of(key), products, factor, scale, sizes.constants),
         *(heads // key.shape[1], channels, step),
         **_options(sizes, query),
     )
@@ -42,14 +52,15 @@ def launch_key_products(
     mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, query: Tensor, gradients: Tensor
 ) -> None:
     """
-    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves: float32
-    gradients of values, with the output's gradient as the query, or of keys, with gradients of scores as the weights.
+    gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves: gradients of
+    values, with the output's gradient as the query, or of keys, with gradients of scores as the weights. The first chunk
+    of a row of the batch sets them.
     """
     key_heads, channels = gradients.shape[1], query.shape[3]
     block = _output_block(channels, query)
     _key_products_kernel[(-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)](
         *(mask, chunk, weights, States.of(query), States.of(gradients), sizes.constants),
-        *(weights.shape[1] // key_heads, channels, block, _step(query)),
+        *(weights.shape[1] // key_heads, channels, block, _step(query), chunk.start == 0),
         **_options(sizes, query),
     )
 
@@ -73,7 +84,17 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _products_kernel(
-    mask, chunk, query, key, products, factor, sizes, SERVED: tl.constexpr, CHANNELS: tl.constexpr, STEP: tl.constexpr
+    mask,
+    chunk,
+    query,
+    key,
+    products,
+    factor,
+    scale,
+    sizes,
+    SERVED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
@@ -95,6 +116,8 @@ def _products_kernel(
             q = tl.load(queries + d[None, :], mask=(t < mask.queries)[:, None] & inside[None, :], other=0.0)
             k = tl.load(keys + d[:, None], mask=(s < mask.keys)[None, :] & inside[:, None], other=0.0)
             total = tl.dot(q, k, total, input_precision="ieee")
+        if scale is not None:
+            factor *= tl.load(scale)
         products += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
         places = row[:, None] * chunk.columns + column[None, :]
         tl.store(products + places, (total * factor).to(products.dtype.element_ty))
@@ -148,6 +171,7 @@ def _key_products_kernel(
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    IS_FIRST: tl.constexpr,
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = (tl.program_id(2) // (HEADS // SERVED)).to(tl.int64)
@@ -174,8 +198,8 @@ def _key_products_kernel(
             queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
             q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
-    if begin < end:
-        places = places_of(gradients, b, head, s.to(tl.int64))[:, None] + d[None, :]
-        inside = (s < mask.keys)[:, None] & (d < CHANNELS)[None, :]
-        before = tl.load(gradients.pointer + places, mask=inside, other=0.0)
-        tl.store(gradients.pointer + places, before + total, mask=inside)
+    places = places_of(gradients, b, head, s.to(tl.int64))[:, None] + d[None, :]
+    inside = (s < mask.keys)[:, None] & (d < CHANNELS)[None, :]
+    if not IS_FIRST:
+        total += tl.load(gradients.pointer + places, mask=inside, other=0.0)
+    tl.store(gradients.pointer + places, total.to(gradients.pointer.dtype.element_ty), mask=inside)

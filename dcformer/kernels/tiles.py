@@ -12,6 +12,8 @@ gradients need it.
 import triton
 import triton.language as tl
 
+from .plan import PART
+
 
 @triton.jit
 def first_key_of_block(mask, t):
@@ -26,8 +28,8 @@ def first_key_of_block(mask, t):
 def key_ranges(mask, b, t):
     """First and last key that each query may see by causality, window and document; none for queries past the end."""
     position = t + mask.query_offset
-    first = tl.zeros_like(t)
-    last = tl.zeros_like(t) + mask.keys - 1
+    first = t * 0
+    last = first + mask.keys - 1
     if mask.CAUSAL:
         last = tl.minimum(last, position)
     if mask.window is not None:
@@ -79,27 +81,32 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def mask_bias(mask, b, t, s):
-    """What a mask adds to composed scores, [QUERIES, 1, KEYS]: -inf where a query does not see a key, mostly 0."""
-    first, last = key_ranges(mask, b, t)
-    visible = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])  # [QUERIES, KEYS]
+def real_keys(mask, b, s):
+    """Which of the keys exist and are no padding, and the number of the document of each."""
     real = s < mask.keys
-    if mask.padding is not None:
-        visible = visible & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)[None, :]
+    documents = s
     if mask.sequences is not None:
-        sequences = mask.sequences + b * mask.sequence_stride
-        own = tl.load(sequences + t, mask=t < mask.queries, other=-1)
-        visible = visible & (own[:, None] == tl.load(sequences + s, mask=real, other=-2)[None, :])
-    bias = tl.where(visible, 0.0, -float("inf"))
+        documents = tl.load(mask.sequences + b * mask.sequence_stride + s, mask=real, other=-2)
+    if mask.padding is not None:
+        real = real & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)
+    return real, documents
+
+
+@triton.jit
+def hide(x, mask, b, t, s, real, documents):
+    """Composed scores [KEYS, HEADS] of query t, with -inf for keys that it does not see and a float mask added."""
+    first, last = key_ranges(mask, b, t)
+    visible = real & (s >= first) & (s <= last)
+    if mask.sequences is not None:
+        visible = visible & (documents == tl.load(mask.sequences + b * mask.sequence_stride + t))
     if mask.dense is not None:
-        places = b * mask.dense_batch_stride + t.to(tl.int64)[:, None] * mask.dense_stride + s[None, :]
-        inside = (t < mask.queries)[:, None] & real[None, :]
-        dense = tl.load(mask.dense + places, mask=inside, other=0)
+        places = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
+        dense = tl.load(mask.dense + places, mask=s < mask.keys, other=0)
         if mask.dense.dtype.element_ty == tl.float32:
-            bias += dense
+            x += dense[:, None]
         else:
-            bias = tl.where(dense != 0, bias, -float("inf"))
-    return bias[:, None, :]
+            visible = visible & (dense != 0)
+    return tl.where(visible[:, None], x, -float("inf"))
 
 
 @triton.jit
@@ -203,21 +210,47 @@ def heads_of_program(chunk, sizes):
 
 @triton.jit
 def tile_of_program(mask, b, chunk, sizes):
-    """First row, columns, key of column 0, and whether any of the queries may see any of the keys."""
+    """First row and that after the last, columns, key of column 0, and whether any of the queries may see any key."""
     first_row = tl.program_id(1) * sizes.ROWS
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
     begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    # Loads of four keys by a thread, not of all that there are side by side, leave it more heads, which it can add up.
-    column = tl.max_contiguous(tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS), 4)
-    return first_row, column, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
+    column = tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS)
+    end_row = tl.minimum(first_row + sizes.ROWS, mask.queries - chunk.start)
+    return first_row, end_row, column, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
 
 
 @triton.jit
-def tile_places(chunk, batch_row, h, row, column, sizes):
-    """Where [QUERIES, HEADS, KEYS] are in the workspace."""
-    heads = batch_row * (sizes.GROUPS * sizes.HEADS) + h
-    heads *= tl.cast(chunk.rows, tl.int64) * chunk.columns
-    return heads[None, :, None] + (row[:, None] * chunk.columns + column[None, :])[:, None, :]
+def tile_places(chunk, batch_row, h, column, sizes):
+    """Where [HEADS, KEYS] of row 0 are in the workspace, from which those of a row are row * chunk.columns further."""
+    heads = (batch_row * (sizes.GROUPS * sizes.HEADS) + h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
+    return heads[:, None] + column[None, :]
+
+
+@triton.jit
+def part_places(chunk, batch_row, h, row, sizes):
+    """Where what the program's parts of the keys [KEYS // PART] contribute to a row's heads is in (batch, part, row, heads)."""
+    part = tl.program_id(0) * (sizes.KEYS // PART) + tl.arange(0, sizes.KEYS // PART)
+    rows = (batch_row * (chunk.columns // PART) + part) * chunk.rows + row
+    return rows[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
+
+
+@triton.jit
+def load_heads(pointers, is_head, sizes):
+    """Of all heads of a group, the first dimension, with zeros for heads that only pad it."""
+    if sizes.HEADS == sizes.HEADS_PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=is_head[:, None], other=0.0)
+
+
+@triton.jit
+def store_heads(pointers, tile, is_head, sizes):
+    """Of a tile [KEYS, HEADS]."""
+    tile = tl.trans(tile).to(pointers.dtype.element_ty)
+    if sizes.HEADS == sizes.HEADS_PADDED:
+        tl.store(pointers, tile)
+    else:
+        tl.store(pointers, tile, mask=is_head[:, None])
 
 
 @triton.jit
@@ -233,17 +266,103 @@ def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes):
 
 
 @triton.jit
-def load_sums(sums, mask, b, h, is_head, t, sizes):
-    """[QUERIES, HEADS, 1] of (batch, heads, query)."""
-    places = (b * (sizes.GROUPS * sizes.HEADS) + h)[None, :] * mask.queries + t[:, None]
-    inside = is_head[None, :] & (t < mask.queries)[:, None]
-    return tl.load(sums + places, mask=inside, other=0.0)[:, :, None]
+def store_zeros(pointers, chunk, first_row, is_head, sizes):
+    for row in range(first_row, first_row + sizes.ROWS):
+        zeros = tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], pointers.dtype.element_ty)
+        store_heads(pointers + row * chunk.columns, zeros, is_head, sizes)
 
 
 @triton.jit
-def store_zeros(weights, chunk, batch_row, h, is_head, first_row, column, sizes):
-    for start in range(0, sizes.ROWS, sizes.QUERIES):
-        row = first_row + start + tl.arange(0, sizes.QUERIES)
-        places = tile_places(chunk, batch_row, h, row, column, sizes)
-        zeros = tl.zeros([sizes.QUERIES, sizes.HEADS_PADDED, sizes.KEYS], weights.dtype.element_ty)
-        tl.store(weights + places, zeros, mask=is_head[None, :, None])
+def load_query_vector(vector, mask, b, h, is_head, t, sizes):
+    """[HEADS] of (batch, heads, query), of the last query if there is none at t."""
+    places = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + tl.minimum(t, mask.queries - 1)
+    return tl.load(vector + places, mask=is_head, other=0.0)
+
+
+@triton.jit
+def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, sizes):
+    """The query's own matrix of a stage, heads in by heads out."""
+    SIZE: tl.constexpr = sizes.HEADS_PADDED * sizes.HEADS_PADDED
+    h = tl.arange(0, sizes.HEADS_PADDED)
+    index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + STAGE
+    return tl.load(matrices + index * SIZE + (h[:, None] * sizes.HEADS_PADDED + h[None, :]))
+
+
+@triton.jit
+def factors_of_keys(side, b, h, is_head, s, is_key, DTYPE: tl.constexpr):
+    """A tuple of [KEYS, HEADS]: w1 of each rank, w2 of each rank, the gate."""
+    factors = ()
+    if side.pointer is not None:
+        places = b * side.batch + s.to(tl.int64)[:, None] * side.position + h[None, :] * tl.cast(side.head, tl.int64)
+        for i in tl.static_range(2 * side.RANK + side.GATE):
+            inside = is_key[:, None] & is_head[None, :]
+            factors = factors + (tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0.0).to(DTYPE),)
+    return factors
+
+
+@triton.jit
+def factor_of_query(side, b, h, is_head, t, i: tl.constexpr):
+    """[HEADS] in float32."""
+    places = b * side.batch + tl.cast(t, tl.int64) * side.position + h * tl.cast(side.head, tl.int64) + i * side.factor
+    return tl.load(side.pointer + places, mask=is_head, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    h = tl.arange(0, SIZE)
+    return (h[:, None] == h[None, :]).to(DTYPE)
+
+
+@triton.jit
+def in_registers(a, eye):
+    """
+    A tile in float32, as a matrix product leaves it. The product with the identity is exact, and cheaper than to change
+    how threads hold what they have loaded.
+    """
+    if a.dtype == tl.float32:
+        return a
+    else:
+        return tl.dot(a, eye)
+
+
+@triton.jit
+def sum_over_heads(product):
+    """
+    The sum of each row of [KEYS, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which each
+    thread takes its own: nothing is exchanged between threads.
+    """
+    KEYS: tl.constexpr = product.shape[0]
+    HEADS: tl.constexpr = product.shape[1]
+    total = tl.dot(product, tl.full([HEADS, 8], 1.0, product.dtype))
+    total, _same = tl.split(tl.reshape(total, [KEYS, 4, 2]))
+    total = tl.broadcast_to(total[:, None, :, None], [KEYS, HEADS // 8, 4, 2])
+    return tl.reshape(total, [KEYS, HEADS])
+
+
+@triton.jit
+def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
+    """
+    Equation 7 for one query's tile a [KEYS, HEADS], which is given in float32 too: the composed tile in float32, and
+    its sums over the heads with the keys' w1 (w2 in the transpose) of each rank, in every column of [KEYS, HEADS].
+    """
+    x = a32
+    if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
+        x = tl.dot(a, tl.trans(matrix) if TRANSPOSED else matrix, input_precision="ieee")
+    RANK: tl.constexpr = stage.key.RANK
+    maps = ()
+    if RANK + stage.key.GATE > 0:
+        a = a32.to(a.dtype)
+        if stage.key.GATE:
+            of_key = a * key[2 * RANK]
+        else:
+            of_key = tl.zeros(a.shape, a.dtype)
+        for r in tl.static_range(RANK):
+            product = a * key[TRANSPOSED * RANK + r]
+            if a.dtype == tl.float32:
+                total = tl.sum(product, 1, keep_dims=True)
+            else:
+                total = sum_over_heads(product)
+            of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
+            maps = maps + (total,)
+        x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, eye, x)
+    return x, maps

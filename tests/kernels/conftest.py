@@ -35,11 +35,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     spare_repeated_patches()
 
 
-@pytest.fixture(autouse=True)
-def several_queries_at_once(monkeypatch):
-    """The interpreter takes about as long for a tile of 32 queries as for that of one."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr("dcformer.kernels.plan.QUERIES_AT_ONCE", 32)
 
 
 @pytest.fixture

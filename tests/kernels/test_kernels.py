@@ -44,7 +44,6 @@ NAMES = [
 KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
     "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
     "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),
-    "one_query_at_a_time": Case({**WIDE, "queries": 9, "rank": 1, "pre": DYNAMIC, "post": DYNAMIC}),
 }
 IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values",)
 
@@ -64,9 +63,7 @@ def on_device(case: Case):
     [(name, torch.float32) for name in KERNEL_CASES] + [(name, torch.float16) for name in IN_SIXTEEN_BITS],
     ids=str,
 )
-def test_output_and_gradients_equal_the_reference(name, dtype, monkeypatch):
-    if name == "one_query_at_a_time":
-        monkeypatch.setattr(plan, "QUERIES_AT_ONCE", 1)
+def test_output_and_gradients_equal_the_reference(name, dtype):
     try:
         set_workspace_bytes(1 if name.startswith("chunks") else None)
         inputs, options = on_device(KERNEL_CASES[name])
