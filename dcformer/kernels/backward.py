@@ -88,23 +88,24 @@ def composed_backward(
     deltas = torch.empty_like(log_sums)
     for chunk in chunks:
         scores = query.new_empty(chunk.shape(query.shape[1]), dtype=SCORE_TYPES[query.dtype])
-        weights, gradients = torch.empty_like(scores), torch.empty_like(scores)
-        final_weights, final_gradients = weights.view(query.dtype), gradients.view(query.dtype)
+        gradients, weights = torch.empty_like(scores), torch.empty_like(scores)
+        composed = query.new_empty(scores.shape)
+        final_gradients = gradients.view(query.dtype)
         launch_products(mask, chunk, sizes, query, key, scores, call.scaling * LOG2_E)
         launch_products(mask, chunk, sizes, output_gradient, value, gradients, 1.0, scale)
         matrices = query_matrices(mask, chunk, sizes, *stages, scores)
         shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
         partial = scores.new_empty(shape, dtype=torch.float32)
         _deltas_kernel[chunk.grid(sizes)](
-            *(mask, chunk, *stages, scores, gradients, weights, matrices, log_sums, partial, sizes.constants),
+            *(mask, chunk, *stages, scores, gradients, weights, composed, matrices, log_sums, partial, sizes.constants),
             **COMPOSING,
         )
         join_over_keys(mask, chunk, sizes, None, partial, deltas)
-        after = (weights, gradients, final_weights, deltas, 1.0, post_query, post_key, statics[1])
+        after = (weights, gradients, gradients, deltas, 1.0, post_query, post_key, statics[1])
         before = (scores, gradients, final_gradients, None, call.scaling, pre_query, pre_key, statics[0])
         _stage_gradients(mask, chunk, sizes, stages[1], 1, matrices, scale, *after)
         _stage_gradients(mask, chunk, sizes, stages[0], 0, matrices, scale, *before)
-        launch_key_products(mask, chunk, sizes, final_weights, output_gradient, value_gradient)
+        launch_key_products(mask, chunk, sizes, composed, output_gradient, value_gradient)
         launch_output(mask, chunk, sizes, final_gradients, key, query_gradient)
         launch_key_products(mask, chunk, sizes, final_gradients, query, key_gradient)
     gradients = (query_gradient, key_gradient, value_gradient, pre_query, pre_key, statics[0], post_query, post_key)
@@ -122,7 +123,7 @@ def _bytes_per_column(sizes: Sizes, query: Tensor, stages: tuple[Stage, Stage]) 
     """Of the workspace, for each query of a row of the batch."""
     heads = sizes.GROUPS * sizes.HEADS
     sums = -(-4 * heads // PART.value) + -(-4 * heads * max(stage.key.number for stage in stages) // sizes.ROWS)
-    return 3 * heads * query.element_size() + sums
+    return 4 * heads * query.element_size() + sums
 
 
 def _scale(output_gradient: Tensor, value: Tensor) -> Tensor | None:
@@ -192,32 +193,35 @@ def _sums(tensor: Tensor, *shape: int) -> Tensor:
 
 
 @triton.jit
-def _deltas_kernel(mask, chunk, pre, post, scores, gradients, weights, matrices, log_sums, partial, sizes):
-    """Weights before they are composed, and sums by part of the keys of such a weight times its gradient."""
+def _deltas_kernel(mask, chunk, pre, post, scores, gradients, weights, composed, matrices, log_sums, partial, sizes):
+    """Weights before and after they are composed, and sums by part of the keys of the former times their gradients."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    places = tile_places(chunk, batch_row, h, column, sizes)
     if is_seen:
         s = base + column
         real, documents = real_keys(mask, b, s)
         eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
         pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
         post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        places = tile_places(chunk, batch_row, h, column, sizes)
-        log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + first_row, sizes)
         for row in range(first_row, end_row):
+            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
             d = tl.trans(load_heads(gradients + (places + row * chunk.columns), is_head, sizes))
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             e = tl.exp2(x - log_sum[None, :])
-            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row + 1, sizes)
             store_heads(weights + (places + row * chunk.columns), e, is_head, sizes)
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+            y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
+            store_heads(composed + (places + row * chunk.columns), y, is_head, sizes)
             p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
             product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
             at = part_places(chunk, batch_row, h, row, sizes)
             tl.store(partial + at, tl.sum(product, 1), mask=is_head[None, :])
+    elif is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
+        store_zeros(composed + places, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
@@ -253,28 +257,28 @@ def _compositions_kernel(
         inverse = 1.0
         if scale is not None:
             inverse = 1.0 / tl.load(scale)
+            if deltas is None:
+                factor *= inverse
         w1_sums = zero_sums(stage.key.RANK, sizes)
         w2_sums = zero_sums(stage.key.RANK, sizes)
         gate_sums = zero_sums(stage.key.GATE, sizes)
-        if deltas is not None:
-            delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + first_row, sizes)
         for row in range(first_row, end_row):
             at = places + row * chunk.columns
             a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [KEYS, HEADS]
             d = tl.trans(load_heads(gradients + at, is_head, sizes))
             matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
+            if deltas is not None:
+                delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
             a32 = in_registers(a, eye)
             d32 = in_registers(d, eye)
             p, d_maps = compose_heads(d, d32, matrix, key, eye, stage, True)
-            w1_sums = add_products(w1_sums, d_maps, a32)
             if deltas is not None:
-                store_heads(gradients + at, a32 * (p - delta[None, :]), is_head, sizes)
-                delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row + 1, sizes)
+                p = a32 * (p - delta[None, :])
             else:
-                store_heads(outputs + at, p * (factor * inverse), is_head, sizes)
-            y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
-            if deltas is not None:
-                store_heads(outputs + at, y, is_head, sizes)
+                p *= factor
+            store_heads(outputs + at, p, is_head, sizes)
+            w1_sums = add_products(w1_sums, d_maps, a32)
+            _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
             w2_sums = add_products(w2_sums, a_maps, d32)
             gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
         if key_sums is not None:
@@ -283,8 +287,9 @@ def _compositions_kernel(
             at = (block * chunk.columns + column)[:, None] * (NUMBER * HEADS) + h[None, :]
             for i in tl.static_range(NUMBER):
                 tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
-    elif is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
-        store_zeros(outputs + places, chunk, first_row, is_head, sizes)
+    elif deltas is None:
+        if is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
+            store_zeros(outputs + places, chunk, first_row, is_head, sizes)
 
 
 @triton.jit

@@ -207,15 +207,13 @@ def _weights_kernel(mask, chunk, pre, post, scores, weights, matrices, log_sums,
         eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
         pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
         post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + first_row, sizes)
         for row in range(first_row, end_row):
+            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             e = tl.exp2(x - log_sum[None, :])
-            # On its way while this query is composed.
-            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row + 1, sizes)
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
             y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
             store_heads(weights + (places + row * chunk.columns), y, is_head, sizes)

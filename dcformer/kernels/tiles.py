@@ -274,9 +274,8 @@ def store_zeros(pointers, chunk, first_row, is_head, sizes):
 
 @triton.jit
 def load_query_vector(vector, mask, b, h, is_head, t, sizes):
-    """[HEADS] of (batch, heads, query), of the last query if there is none at t."""
-    places = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + tl.minimum(t, mask.queries - 1)
-    return tl.load(vector + places, mask=is_head, other=0.0)
+    """[HEADS] of (batch, heads, query)."""
+    return tl.load(vector + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t), mask=is_head, other=0.0)
 
 
 @triton.jit
