@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .forward import SCORE_TYPES, join_over_keys, query_matrices
-from .plan import COMPOSING, JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
+from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 from .tiles import (
     blocks_in_sight,
@@ -98,7 +98,7 @@ def composed_backward(
         partial = scores.new_empty(shape, dtype=torch.float32)
         _deltas_kernel[chunk.grid(sizes)](
             *(mask, chunk, *stages, scores, gradients, weights, composed, matrices, log_sums, partial, sizes.constants),
-            **COMPOSING,
+            **sizes.composing,
         )
         join_over_keys(mask, chunk, sizes, None, partial, deltas)
         after = (weights, gradients, gradients, deltas, 1.0, post_query, post_key, statics[1])
@@ -173,7 +173,7 @@ def _stage_gradients(
     shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, stage.key.number, heads)
     partial = None if of_key is None else _sums(inputs, *shape)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
-    options = {"maxnreg": 255, **COMPOSING}
+    options = {"maxnreg": 255, **sizes.composing}
     _compositions_kernel[chunk.grid(sizes)](
         *(mask, chunk, stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor),
         sizes.constants,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
-from .plan import COMPOSING, JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
+from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_output, launch_products
 from .tiles import (
     blocks_in_sight,
@@ -67,7 +67,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         matrices = query_matrices(mask, chunk, sizes, pre, post, scores)
         _launch_log_sums(mask, chunk, sizes, pre, scores, matrices, log_sums)
         _weights_kernel[chunk.grid(sizes)](
-            *(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes.constants), **COMPOSING
+            *(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes.constants), **sizes.composing
         )
         launch_output(mask, chunk, sizes, weights, value, output)
     return output, log_sums
@@ -92,7 +92,7 @@ def _launch_log_sums(
     shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
     largest, sums = (scores.new_empty(shape, dtype=torch.float32) for _ in range(2))
     arguments = (mask, chunk, pre, scores, matrices, largest, sums)
-    _block_sums_kernel[chunk.grid(sizes)](*arguments, sizes.constants, **COMPOSING)
+    _block_sums_kernel[chunk.grid(sizes)](*arguments, sizes.constants, **sizes.composing)
     join_over_keys(mask, chunk, sizes, largest, sums, log_sums)
 
 

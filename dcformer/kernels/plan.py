@@ -19,9 +19,17 @@ from .call import LOG2_E, Call
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
-# Scores of a query that a program composes at once: those of all heads of a group and some keys, of which fewer in
-# float32, whose factors of the keys take twice the registers.
-_SCORES_AT_ONCE = {torch.float32: 1024, torch.bfloat16: 2048, torch.float16: 2048}
+# Queries that a program composes one after another, and the keys whose scores it adds up: those of a warp, so that no
+# sum waits for another warp.
+ROWS = 64
+PART = tl.constexpr(16)
+# What a program composes at once, of one query: scores of all heads of a group, and keys, at least. Then the warps, and
+# for how many queries at once scores are on their way. Hopper multiplies by four warps together, which leaves each of
+# them more registers. Elsewhere four warps would exchange much through shared memory. Factors in float32 take twice the
+# registers.
+TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
+# What kernels are launched with that add up what blocks contribute.
+JOINING: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class States(NamedTuple):
@@ -138,6 +146,13 @@ class Sizes(NamedTuple):
     PRODUCT_KEYS: int
     ROWS: int  # queries of a program that composes, which divide those of a product
     KEYS: int  # of a program that composes, which divide those of a product
+    WARPS: int  # of such a program
+    STAGES: int
+
+    @property
+    def composing(self) -> dict[str, Any]:
+        """What kernels that compose are launched with."""
+        return {"num_warps": self.WARPS, "num_stages": self.STAGES, "enable_fp_fusion": True}
 
     @property
     def constants(self) -> "Sizes":
@@ -153,8 +168,11 @@ class Sizes(NamedTuple):
         window = call.sliding_window or call.key.shape[2]
         large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
         rows = 128 if large else 64
-        keys = min(rows, max(16, _SCORES_AT_ONCE[call.query.dtype] // padded))
-        return cls(heads, padded, call.groups, rows, rows, ROWS, keys)
+        kind = "float32" if call.query.dtype == torch.float32 else "hopper" if is_hopper(call.query) else "others"
+        scores, keys, warps, stages = TILES[kind]
+        keys = min(rows, max(keys, scores // padded))
+        # More heads take the shared memory of fewer stages.
+        return cls(heads, padded, call.groups, rows, rows, ROWS, keys, warps, stages if padded < 64 else min(stages, 3))
 
 
 class Chunk(NamedTuple):
@@ -178,14 +196,9 @@ class Chunk(NamedTuple):
         return self.columns // sizes.KEYS, self.rows // sizes.ROWS, self.number * sizes.GROUPS
 
 
-# Queries that a program composes one after another, with the scores of three more on their way, and the keys whose
-# scores it adds up: those of a warp, so that no sum waits for another warp.
-ROWS = 64
-PART = tl.constexpr(16)
-# What kernels that compose are launched with.
-COMPOSING: dict[str, Any] = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
-# And those that add up what blocks contribute.
-JOINING: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+def is_hopper(tensor: Tensor) -> bool:
+    """Whether it is on a GPU of compute capability 9, or on none."""
+    return not tensor.is_cuda or torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
 def row_stride(tensor: Tensor | None) -> int:

@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
+from dcformer.kernels import plan
 from dcformer.kernels.backward import composed_backward
 from dcformer.kernels.call import Call
 from dcformer.kernels.decode import composed_decode
@@ -32,47 +33,58 @@ from dcformer.kernels.forward import composed_forward
 
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
-HEADS, LENGTH, FACTORS = 32, 512, 5
+LENGTH, FACTORS = 512, 5
+# Of each capability: whether matrix products of four warps take registers, and the heads and channels of a shape.
+SHAPES = {80: (False, 16, 80), 90: (True, 32, 128), 100: (False, 32, 128)}
 
 
 def states(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def call_of(channels: int, window: int | None, *, pages: bool = False) -> Call:
-    """At the shapes of the published models, with keys and factors as they lie in rows of a cache."""
-    batch, length, rows = (64, 1, 16) if pages else (1, LENGTH, LENGTH)
-    cached = states(batch, HEADS, rows, 2 * (channels + 8))
+def prompt_call(heads: int, channels: int, window: int | None) -> Call:
+    """As a layer's projections lay out states and factors."""
+    query, key, value = (states(1, LENGTH, heads, channels).transpose(1, 2) for _ in range(3))
+    factors = states(4, 1, LENGTH, FACTORS, heads).permute(0, 1, 4, 2, 3).unbind(0)
+    stages = (factors[0], factors[1], None, factors[2], factors[3], None)
+    return Call(query, key, value, *stages, *[None] * 3, 1, True, window, 0, channels**-0.5)
+
+
+def step_call(heads: int, channels: int, window: int | None) -> Call:
+    """With keys and factors as they lie in rows of a paged cache."""
+    cached = states(64, heads, 16, 2 * (channels + 8))
     key, pre, value, post = (
         cached[..., first : first + size]
         for first, size in ((0, channels), (channels, FACTORS), (channels + 8, channels), (2 * channels + 8, FACTORS))
     )
-    own = states(2 if pages else 1, length, HEADS, FACTORS).transpose(1, 2)
-    query = states(2 if pages else 1, HEADS, length, channels)
+    own = states(2, 1, heads, FACTORS).transpose(1, 2)
+    query = states(2, heads, 1, channels)
     return Call(query, key, value, own, pre, None, own, post, None, *[None] * 3, 1, True, window, 0, channels**-0.5)
 
 
 def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
-    channels, window = (128, None) if capability == 90 else (80, 256)
-    call, step = call_of(channels, window), call_of(channels, window, pages=True)
-    yield f"forward-D{channels}", functools.partial(composed_forward, call, 2**28)
-    if capability == 90:
-        log_sums = states(1, HEADS, LENGTH, dtype=torch.float32)
-        yield f"backward-D{channels}", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
-    else:
-        yield f"decode-D{channels}", functools.partial(composed_decode, step, lengths, table)
+    plan.is_hopper = lambda _: SHAPES[capability][0]
+    _, *shape = SHAPES[capability]
+    window = None if capability == 90 else 256
+    call, step = prompt_call(*shape, window), step_call(*shape, window)
+    log_sums = states(1, shape[0], LENGTH, dtype=torch.float32)
+    yield "forward", functools.partial(composed_forward, call, 2**28)
+    yield "backward", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
+    if capability != 90:
+        lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
+        yield "decode", functools.partial(composed_decode, step, lengths, table)
 
 
-def launches(function: Callable[[], Any], target: GPUTarget) -> list[tuple[ASTSource, dict[str, Any]]]:
-    """Each different kernel that a function launches, with the options of its launch."""
-    found: dict[str, tuple[ASTSource, dict[str, Any]]] = {}
+def launches(function: Callable[[], Any], target: GPUTarget) -> list[tuple[ASTSource, dict[str, Any], Any]]:
+    """Each different kernel that a function launches, with the options of its launch and its sizes."""
+    found: dict[str, tuple[ASTSource, dict[str, Any], Any]] = {}
 
     def record(kernel, *args, grid, warmup=False, **kwargs):
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k not in OPTIONS})
         options = {name: value for name, value in kwargs.items() if name in OPTIONS}
         source = specialised(kernel, list(bound.arguments.values()), target)
-        found[f"{kernel.fn.__name__} {source.signature} {source.constants} {options}"] = (source, options)
+        key = f"{kernel.fn.__name__} {source.signature} {source.constants} {options}"
+        found[key] = (source, options, bound.arguments.get("sizes"))
 
     before, JITFunction.run = JITFunction.run, record
     try:
@@ -104,17 +116,42 @@ def specialised(kernel: JITFunction, arguments: list[Any], target: GPUTarget) ->
     )
 
 
-def usage(source: ASTSource, options: dict[str, Any], target: GPUTarget) -> dict[str, Any]:
-    """Registers of a thread, bytes of its stack (where spilled registers go), and shared memory of a program."""
+def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTarget) -> dict[str, Any]:
+    """
+    Registers of a thread, bytes of its stack and shared memory of a program; of the longest loop the instructions for a
+    score, as if each of its iterations took one query of a composing kernel, and those that reach spilled registers.
+    """
     compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        told, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True)
+            for option in ("-res-usage", "-sass")
+        )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr).groups()
-    name, shared = source.fn.fn.__name__, compiled.metadata.shared
-    return {"kernel": name, "registers": int(registers), "stack": int(stack), "shared": shared}
+    loop = longest_loop(code.stdout)
+    return {
+        "kernel": source.fn.fn.__name__,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": compiled.metadata.shared,
+        "spills": sum(instruction in ("LDL", "STL") for instruction in loop),
+        "instructions": None if sizes is None else len(loop) * 32 * options["num_warps"] / (sizes.KEYS.value * sizes.HEADS.value),
+    }
+
+
+def longest_loop(code: str) -> list[str]:
+    """The names of its instructions: those from the target of a branch backwards to the branch."""
+    found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?(\w+)([^;]*);", code)
+    places = [(int(address, 16), name, rest) for address, name, rest in found]
+    loops: list[list[str]] = [[]]
+    for address, name, rest in places:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target and int(target[1], 16) < address:
+            loops.append([other for place, other, _ in places if int(target[1], 16) <= place <= address])
+    return max(loops, key=len)
 
 
 def main() -> None:

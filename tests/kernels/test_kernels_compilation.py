@@ -9,7 +9,17 @@ from pathlib import Path
 import dcformer
 
 
-def test_kernels_compile_and_hardly_spill_registers():
+# Instructions for a score of the kernels that compose, on Hopper with 32 heads. Four warps multiply together there.
+INSTRUCTIONS = {
+    "_block_sums_kernel": 25,
+    "_weights_kernel": 27,
+    "_deltas_kernel": 43,
+    "_compositions_kernel": 27,
+    "_matrix_gradients_kernel": 4,
+}
+
+
+def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
     script = Path(__file__).with_name("compile_all.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(dcformer.__file__).parent.parent)
@@ -18,12 +28,15 @@ def test_kernels_compile_and_hardly_spill_registers():
     )
     kernels = json.loads(run.stdout)
     operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
-    inference = {(capability, f"{name}-D80") for capability in (80, 100) for name in ("forward", "decode")}
-    assert operators == inference | {(90, "forward-D128"), (90, "backward-D128")}
-    # Bytes of spilled registers. Factors of the keys and the sums of their gradients fill all that a thread has. With
-    # more threads for them nothing spills, but there are half as many instructions again.
-    bounds = {"_gradients_kernel": 512}
-    assert [kernel for kernel in kernels if kernel["stack"] > bounds.get(kernel["kernel"], 16)] == []
+    inference = {(capability, name) for capability in (80, 100) for name in ("forward", "backward", "decode")}
+    assert operators == inference | {(90, "forward"), (90, "backward")}
+    hopper = [kernel for kernel in kernels if kernel["capability"] == 90]
+    assert [kernel for kernel in hopper if kernel["spills"] > 0 or kernel["stack"] > 48] == []
+    found = [kernel for kernel in hopper if kernel["kernel"] in INSTRUCTIONS]
+    assert {kernel["kernel"] for kernel in found} == set(INSTRUCTIONS)
+    assert [kernel for kernel in found if kernel["instructions"] > INSTRUCTIONS[kernel["kernel"]]] == []
+    # Elsewhere the sums of the keys' gradients and their factors leave a few registers too few.
+    assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
     limits = {80: 99, 90: 227, 100: 227}
     assert [kernel for kernel in kernels if kernel["shared"] > limits[kernel["capability"]] * 2**10] == []
