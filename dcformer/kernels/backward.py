@@ -220,8 +220,6 @@ def _deltas_kernel(mask, chunk, pre, post, scores, gradients, weights, composed,
             product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
             at = part_places(chunk, batch_row, h, row, sizes)
             tl.store(partial + at, tl.sum(product, 1), mask=is_head[None, :])
-    elif is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
-        store_zeros(composed + places, chunk, first_row, is_head, sizes)
 
 
 @triton.jit

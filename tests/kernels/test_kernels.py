@@ -42,10 +42,14 @@ NAMES = [
     "neither",
 ]
 KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
+    "forty_heads": Case({"batch": 1, "heads": 40, "channels": 16, "queries": 10, "pre": DYNAMIC}),
+    "twenty_four_heads_window_6": Case(
+        {"batch": 1, "heads": 24, "channels": 16, "queries": 40, "rank": 1, "post": DYNAMIC}, {"sliding_window": 6}
+    ),
     "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
     "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),
 }
-IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values",)
+IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values", "forty_heads", "twenty_four_heads_window_6")
 
 
 def on_device(case: Case):
@@ -70,6 +74,22 @@ def test_output_and_gradients_equal_the_reference(name, dtype):
         hold_to_the_reference("triton", inputs, dtype, **options)
     finally:
         set_workspace_bytes(None)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_the_tiles_of_other_gpus_than_hopper_give_the_same(monkeypatch):
+    monkeypatch.setattr(plan, "is_hopper", lambda _: False)
+    inputs, options = on_device(KERNEL_CASES["twenty_four_heads_window_6"])
+    hold_to_the_reference("triton", inputs, torch.float16, **options)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
+    # Of the 64 queries and 64 keys of a product, the first 16 queries see only the first of four tiles.
+    monkeypatch.setattr(plan, "ROWS", 16)
+    monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
+    inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
+    hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
 
 
 @pytest.mark.usefixtures("poisoned_memory")

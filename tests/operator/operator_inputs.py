@@ -279,7 +279,7 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
     of_output, of_gradients = TOLERANCES[dtype]
     assert largest_error(output, expected) <= of_output
     errors = {name: largest_error(gradients[name], expected_gradients[name]) for name in gradients}
-    assert max(errors.values()) <= of_gradients, errors
+    assert all(error <= of_gradients for error in errors.values()), errors  # `max` may pass over NaN
 
 
 def attend(form: str, *arguments, **options) -> Tensor:
