@@ -8,6 +8,7 @@ any operation on it (reorder, crop, repeat, offload) sees nothing but slightly w
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,13 +140,14 @@ class DCFormerCompose(nn.Module):
             init.normal_(self.static_weight, std=0.0 if identity else math.sqrt(1 / heads))
 
     def forward(
-        self, hidden_states: Tensor, key_states: Tensor | None = None
+        self, hidden_states: Tensor, key_states: Tensor | None = None, *, fused: bool = True
     ) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """
         Args:
             hidden_states (`Tensor`): (batch, length, hidden), the input of the q, k and v projections.
             key_states (`Tensor`, *optional*): (batch, key length, key size), the input of the k projection if it is
                 another sequence, from which the key-wise weights then come.
+            fused (`bool`, defaults to `True`): Take a kernel where there is one. False: torch's operators alone.
 
         Returns:
             The weights before and after the softmax; None where composition is switched off.
@@ -153,13 +155,13 @@ class DCFormerCompose(nn.Module):
         if key_states is None and self.needs_key_states:
             raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
         if key_states is None:
-            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots)
+            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots, fused)
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight
             key_gate_weight = self.gate_weight if self.key_gate_weight is None else self.key_gate_weight
             query_slots, key_slots = ([slot for slot in self.slots if slot % 2 == side] for side in (0, 1))
-            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, query_slots)
-            sides |= self._sides(key_states, key_hidden_weight, key_gate_weight, key_slots)
+            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, query_slots, fused)
+            sides |= self._sides(key_states, key_hidden_weight, key_gate_weight, key_slots, fused)
         return self.stages_of(sides)
 
     def stages_of(self, sides: dict[int, ComposeSide]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
@@ -171,41 +173,47 @@ class DCFormerCompose(nn.Module):
         return stages[0], stages[1]
 
     def _sides(
-        self, states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None, slots: list[int]
+        self, states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None, slots: list[int], fused: bool
     ) -> dict[int, ComposeSide]:
         """The factors of these slots, from one sequence."""
-        parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
-        if slots and hidden_weight is not None and self.low_rank_weight is not None:
-            parts.extend(self._low_rank(states, hidden_weight, self.low_rank_weight, slots))
-        if slots and gate_weight is not None:
-            parts.append(self._gates(states, gate_weight, slots))
-        if not parts:
+        if not slots or hidden_weight is gate_weight is None:
             return {}
-        factors = torch.cat(parts, dim=3)
-        factors = factors.view(*factors.shape[:2], *states.shape[:2], *factors.shape[3:])
-        factors = factors.permute(1, 2, 0, 5, 3, 4).flatten(2, 3)  # (slot, batch, heads, length, channels)
+        hidden = weight = gates = None
+        # As a slice, since torch turns a list into an index that has to reach the device first.
+        these = slice(slots[0], slots[-1] + 1, slots[1] - slots[0] if len(slots) > 1 else 1)
+        if hidden_weight is not None and self.low_rank_weight is not None:
+            hidden = _product(states, hidden_weight[:, :, these])
+            weight = self.low_rank_weight[:, these]
+        if gate_weight is not None:
+            gates = _product(states, gate_weight.unflatten(2, (4, self.heads))[:, :, these])
+        call = self.act_fn, self.norm_eps, hidden, weight, gates
+        factors = fused_factors(*call) if fused else None
+        if factors is None:
+            factors = plain_factors(*call)
+        factors = factors.unflatten(1, states.shape[:2]).permute(0, 1, 4, 2, 3)
         return {slot: ComposeSide(factors=rows) for slot, rows in zip(slots, factors.unbind(0))}
 
-    def _low_rank(
-        self, states: Tensor, hidden_weight: Tensor, low_rank_weight: Tensor, slots: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """w1, normalised over heads, and w2 of these slots."""
-        if len(slots) < 4:
-            hidden_weight, low_rank_weight = hidden_weight[:, :, slots], low_rank_weight[:, slots]
-        groups, number, inner, _, heads = low_rank_weight.shape
-        hidden = self.act_fn(states @ hidden_weight.flatten(1))
-        hidden = hidden.view(-1, groups * number, inner).transpose(0, 1)  # (group x slot, batch x length, K)
-        # Groups and slots as one dimension give the gradient the parameter's strides, which DDP asks for.
-        weights = torch.bmm(hidden, low_rank_weight.flatten(0, 1).flatten(2))
-        w1, w2 = weights.view(groups, number, -1, 2 * self.rank, heads).split(self.rank, dim=3)
-        return functional.rms_norm(w1, (heads,), eps=self.norm_eps), w2
 
-    def _gates(self, states: Tensor, gate_weight: Tensor, slots: list[int]) -> Tensor:
-        """The gates of these slots."""
-        gates = torch.tanh(states @ gate_weight.flatten(1)).view(-1, self.groups, 4, 1, self.heads)
-        if len(slots) < 4:
-            gates = gates[:, :, slots]
-        return gates.permute(1, 2, 0, 3, 4)
+def _product(states: Tensor, weight: Tensor) -> Tensor:
+    """(batch, length, hidden) by (hidden, group, slot, n): (batch x length, group, slot, n)."""
+    return (states @ weight.flatten(1)).flatten(0, 1).unflatten(1, weight.shape[1:])
+
+
+def plain_factors(
+    act_fn: Callable[[Tensor], Tensor], eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
+) -> Tensor:
+    """What [`fused_factors`] returns, in torch's operators."""
+    parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
+    if hidden is not None and weight is not None:
+        groups, slots, _, channels, heads = weight.shape
+        hidden = act_fn(hidden).flatten(1, 2).transpose(0, 1)  # (group x slot, batch x length, K)
+        # Groups and slots as one dimension give the gradient the parameter's strides, which DDP asks for.
+        maps = torch.bmm(hidden, weight.flatten(0, 1).flatten(2).to(hidden.dtype))
+        w1, w2 = maps.view(groups, slots, -1, channels, heads).split(channels // 2, dim=3)
+        parts += [functional.rms_norm(w1, (heads,), eps=eps), w2]
+    if gates is not None:
+        parts.append(torch.tanh(gates).permute(1, 2, 0, 3).unsqueeze(3))
+    return torch.cat(parts, dim=3).permute(1, 2, 3, 0, 4).flatten(3)
 
 
 def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
@@ -239,6 +247,27 @@ def fused_projection(
     Returns:
         Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
         composition's slots, (slots, batch, heads, length, channels).
+    """
+    return None
+
+
+def fused_factors(
+    act_fn: nn.Module, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
+) -> Tensor | None:
+    """
+    The factors of a composition from the products with the hidden states, or None if torch is to compute them. A
+    package of kernels puts its own function in place of this one.
+
+    Args:
+        act_fn (`nn.Module`): The activation of `hidden`.
+        eps (`float`): Epsilon of the normalisation of w1.
+        hidden (`Tensor`, *optional*): (batch x length, groups, slots, K), the product with `hidden_weight`.
+        weight (`Tensor`, *optional*): (groups, slots, K, 2 rank, heads per group), of `low_rank_weight`; given together
+            with `hidden`.
+        gates (`Tensor`, *optional*): (batch x length, groups, slots, heads per group), the product with `gate_weight`.
+
+    Returns:
+        (slots, batch x length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
     """
     return None
 

@@ -38,6 +38,7 @@ from . import compose_dcformer
 from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
+    PREFIX,
     ComposeSide,
     ComposeWeights,
     Visibility,
@@ -279,7 +280,7 @@ class DCFormerAttention(nn.Module):
         # Under autocast norms and rotary positions give float32, and implementations take one type.
         query, key = query.to(value.dtype), key.to(value.dtype)
         if self.compose is not None:
-            pre, post = self.compose(hidden_states)
+            pre, post = self.compose(hidden_states, fused=self.config._attn_implementation != f"{PREFIX}plain")
         return query, key, value, pre, post
 
     def update_cache(

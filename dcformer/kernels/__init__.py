@@ -1,9 +1,11 @@
 """Fast implementations of composed attention, which register themselves in the table: C++ for CPUs, Triton for GPUs."""
 
+from .. import compose_dcformer
 from ..dcmha import register_implementation
 from .native import has_bfloat16_products
 from .native import register as register_native
 from .ops import set_workspace_bytes
+from .projection import triton_factors
 from .triton_form import triton_attention, why_not_automatic, why_not_triton
 
 
@@ -11,6 +13,7 @@ def register() -> None:
     """Add the implementations "native" and "triton". Triton itself is imported when its kernels first run."""
     register_native()
     register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)
+    compose_dcformer.fused_factors = triton_factors
 
 
 __all__ = ["has_bfloat16_products", "register", "set_workspace_bytes"]

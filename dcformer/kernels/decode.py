@@ -1,10 +1,10 @@
 """
-Decoding with composed attention heads: 1 to 8 queries a row against a cache, as two or three Triton kernels.
+Decoding with composed attention heads: 1 to 8 queries a row against a cache, as two Triton kernels.
 
-1. scores of all heads of a group for a part of the keys, their composition before the softmax, the mask, and maximum
-   and sum of the part;
-2. weights: joins the parts, so that weights are normalised before heads are mixed, composes them, and sums up values;
-3. a sum over the parts of 2, where there are several.
+1. scores of all heads of a group for a part of the keys, their composition before the softmax, the mask, and the
+   logarithm of the part's sum;
+2. weights: joins the sums, so that weights are normalised before heads are mixed, composes them, and sums up the values
+   of a part. The program that is done last adds up what all have written, part by part.
 
 Composed scores (batch, heads, queries, keys in sight) in float32 are kept between 1 and 2: a small fraction of what the
 keys and values take. Nothing waits for the device: the grids are sized by the keys that a row can hold, and programs
@@ -27,33 +27,34 @@ from .plan import Mask, Stage, States
 from .tiles import compose, key_factors, maps_over_heads, places_of, query_factors, static_map
 
 
-# Programs that a kernel should have before its keys are no longer split further, some per multiprocessor of a device,
-# and parts into which the keys of a row are split at most.
-_PROGRAMS = 528
-_MOST_PARTS = 128
-# Scores of a program, of all heads of a group and some keys, and channels that it reads of each at once.
-_SCORES_OF_A_TILE = 512
-_CHANNELS_AT_ONCE = 32
-_OPTIONS = {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+# Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
+_PROGRAMS = 132
+_MOST_PROGRAMS = 1024
+# Parts at most: of the scores, whose sums all programs of the values read, and of the values, which one program joins.
+_MOST_PARTS = 256, 66
+# Scores of a tile, of all heads of a group and some keys, one a thread, and channels that are read for each at once.
+_SCORES_OF_A_TILE = 256
+_CHANNELS = tl.constexpr(32)
 
 
-class Cache(NamedTuple):
-    """Where keys lie, and how many there can be."""
+class Step(NamedTuple):
+    """Where keys lie, how many there can be, and what the first kernel leaves to the second."""
 
     lengths: Tensor | None  # (batch,)
     table: Tensor | None  # (batch, blocks of a row)
     table_stride: int
     ring_size: int | None
     span: int  # the most keys that a row's queries see
-    parts: int
+    scores: Tensor  # (batch, heads, queries, span)
+    log_sums: Tensor  # (batch, groups x queries, parts, heads of a group)
+    parts: int  # of the scores
+    tickets: Tensor  # (batch, groups x queries, blocks of value channels)
     PAGE: tl.constexpr  # keys of a block; 0 if the cache is not paged
-    QUERIES: tl.constexpr
     SERVED: tl.constexpr  # heads that a key/value head serves
-    GROUPS: tl.constexpr
     HEADS: tl.constexpr  # of a group
     HEADS_PADDED: tl.constexpr
-    KEYS: tl.constexpr  # of a tile
     PARTS_PADDED: tl.constexpr
+    BLOCKS: tl.constexpr  # of value channels
 
 
 def composed_decode(
@@ -80,34 +81,39 @@ def composed_decode(
     has_static = call.pre_static is not None or call.post_static is not None
     padded = max(triton.next_power_of_2(group), 16 if has_static else 1)
     span = _span(call, slots, key_lengths is not None)
-    programs = batch * call.groups * queries
-    # Few keys in sight, as in a window, are spread over many programs.
-    spread = triton.next_power_of_2(triton.cdiv(span * programs, _MOST_PARTS))
-    keys = min(64, max(4, min(_SCORES_OF_A_TILE // padded, spread)))
-    parts = max(1, min(triton.cdiv(_PROGRAMS, programs), _MOST_PARTS, triton.cdiv(span, keys)))
-    page = 0 if block_table is None else key.shape[2]
-    constants = (page, queries, heads // key.shape[1], call.groups, group, padded, keys, triton.next_power_of_2(parts))
-    table_stride = 0 if block_table is None else block_table.stride(0)
-    cache = Cache(key_lengths, block_table, table_stride, ring_size, span, parts, *map(tl.constexpr, constants))
+    # Programs that share a part: of each group and query and, in the second kernel, block of channels.
+    shares = call.groups * queries
+    blocks = triton.cdiv(value.shape[3], _CHANNELS.value)
+    keys, parts, warps = _split(span, batch * shares, padded, _MOST_PARTS[0])
     scores = query.new_empty(batch, heads, queries, span, dtype=torch.float32)
-    maxima, sums = (query.new_empty(batch, heads, queries, parts, dtype=torch.float32) for _ in range(2))
-    _scores_kernel[(parts, call.groups * queries, batch)](
-        *(mask, cache, pre, States.of(query), States.of(key), scores, maxima, sums, call.scaling * LOG2_E),
-        *(channels, min(_CHANNELS_AT_ONCE, triton.next_power_of_2(channels))),
-        **_OPTIONS,
+    log_sums = query.new_empty(batch, shares, parts, padded, dtype=torch.float32)
+    # The first kernel sets them to 0: zeros from PyTorch would be one more launch. No other call or stream has them.
+    tickets = query.new_empty(batch, shares, blocks, dtype=torch.int32)
+    page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
+    sizes = map(tl.constexpr, (page, heads // key.shape[1], group, padded, triton.next_power_of_2(parts), blocks))
+    step = Step(key_lengths, block_table, table_stride, ring_size, span, scores, log_sums, parts, tickets, *sizes)
+    _scores_kernel[(parts, shares, batch)](
+        mask, step, pre, States.of(query), States.of(key), call.scaling * LOG2_E, channels, keys, num_warps=warps
     )
-    channels = value.shape[3]
-    block = min(_CHANNELS_AT_ONCE, triton.next_power_of_2(channels))
-    output = query.new_empty(batch, heads, queries, channels)
-    of_parts = output if parts == 1 else query.new_empty(batch, parts, *output.shape[1:], dtype=torch.float32)
-    _values_kernel[(parts, call.groups * queries * triton.cdiv(channels, block), batch)](
-        mask, cache, post, scores, maxima, sums, States.of(value), of_parts, channels, block, **_OPTIONS
+    output = query.new_empty(batch, heads, queries, value.shape[3])
+    keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
+    of_parts = query.new_empty(batch, shares, blocks, parts, padded, _CHANNELS.value, dtype=torch.float32)
+    at_once = min(triton.next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
+    _values_kernel[(parts, shares * blocks, batch)](
+        mask, step, post, States.of(value), of_parts, output, value.shape[3], keys, at_once, num_warps=warps
     )
-    if parts > 1:
-        _join_kernel[(triton.cdiv(output[0].numel(), 128), batch)](
-            of_parts, output, parts, output[0].numel(), 128, min(32, triton.next_power_of_2(parts)), **_OPTIONS
-        )
     return output
+
+
+def _split(span: int, programs: int, heads: int, most: int) -> tuple[int, int, int]:
+    """Keys of a tile, parts of a row, at most so many, and warps of a kernel of which `programs` share a part."""
+    # Few keys in sight, as in a window, are spread over many programs, but each has four tiles where these are enough.
+    spread = triton.next_power_of_2(triton.cdiv(span * programs, _PROGRAMS) + 1) // 2
+    keys = min(64, max(4, min(_SCORES_OF_A_TILE // heads, spread)))
+    tiles = triton.cdiv(span, keys)
+    least = triton.cdiv(tiles, max(1, min(most, _MOST_PROGRAMS // programs)))
+    parts = triton.cdiv(tiles, max(1, least, min(4, round(tiles * programs / _PROGRAMS))))
+    return keys, parts, min(16, max(1, keys * heads // 32))
 
 
 def _span(call: Call, slots: int, has_lengths: bool) -> int:
@@ -132,10 +138,8 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
             raise ValueError(f"The channels of {name} must lie side by side, got strides {states.stride()}.")
     if block_table is not None:
         if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.stride(1) != 1:
-            raise ValueError(
-                f"block_table must be (batch, blocks of a row) for a batch of {batch}, contiguous in each row, got "
-                f"shape {tuple(block_table.shape)}, strides {block_table.stride()}."
-            )
+            got = f"got shape {tuple(block_table.shape)}, strides {block_table.stride()}"
+            raise ValueError(f"block_table must be (batch = {batch}, blocks of a row), contiguous in each row, {got}.")
         slots *= block_table.shape[1]
     if key_lengths is not None and key_lengths.shape != (batch,):
         raise ValueError(f"key_lengths must be (batch,) = ({batch},), got {tuple(key_lengths.shape)}.")
@@ -147,91 +151,88 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
 
 
 @triton.jit
-def _key_range(mask, cache, b):
-    """First and last + 1 of the keys that any query of this row may see, and the position of its first query."""
-    if cache.lengths is None:
+def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
+    """Row of the batch, heads, which of them exist, their lines in (batch, heads, queries), and what composes them."""
+    b = tl.program_id(2).to(tl.int64)
+    share = tl.program_id(1) // BLOCKS
+    member = tl.arange(0, step.HEADS_PADDED)
+    is_head = member < step.HEADS
+    h = (share // queries * step.HEADS + member).to(tl.int64)
+    line = (b * (tl.num_programs(1) // (BLOCKS * queries) * step.HEADS) + h) * queries + share % queries
+    t = share % queries + tl.arange(0, 1)
+    factors = query_factors(stage.query, b, h, is_head, t, t >= 0)
+    return b, h, is_head, line, factors, static_map(stage, share // queries, step.HEADS, step.HEADS_PADDED)
+
+
+@triton.jit
+def _keys_of_program(mask, step, b, KEYS: tl.constexpr):
+    """First key that the row's queries see, first and last + 1 of the part (whole tiles), position of query 0."""
+    if step.lengths is None:
         length = mask.keys
         offset = mask.query_offset
     else:
-        length = tl.load(cache.lengths + b).to(tl.int32)
-        offset = length - cache.QUERIES
-    first = 0
-    if cache.ring_size is None:
+        length = tl.load(step.lengths + b).to(tl.int32)
+        offset = length - mask.queries
+    if step.ring_size is None:
         length = tl.minimum(length, mask.keys)
-    else:
-        first = tl.maximum(length - cache.ring_size, 0)
+    first = tl.maximum(length - mask.keys, 0)
     last = length
     if mask.CAUSAL:
-        last = tl.minimum(last, offset + cache.QUERIES)
+        last = tl.minimum(last, offset + mask.queries)
     if mask.window is not None:
         first = tl.maximum(first, offset - mask.window + 1)
         if not mask.CAUSAL:
-            last = tl.minimum(last, offset + cache.QUERIES - 1 + mask.window)
-    return first, last, offset
-
-
-@triton.jit
-def _part(first, last, cache):
-    """The keys of the program's part, whole tiles each but for the last."""
-    tiles = tl.cdiv(tl.maximum(last - first, 0), cache.KEYS)
-    size = tl.cdiv(tiles, cache.parts) * cache.KEYS
+            last = tl.minimum(last, offset + mask.queries - 1 + mask.window)
+    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), KEYS), tl.num_programs(0)) * KEYS
     start = first + tl.program_id(0) * size
-    return start, tl.minimum(start + size, last)
+    return first, start, tl.minimum(start + size, last), offset
 
 
 @triton.jit
-def _place_of(position, inside, cache, b):
+def _place_of(position, inside, step, b):
     """Block (or row of the batch) of keys and their place in it, 64 bits each, and their slots; [KEYS]."""
     slot = position
-    if cache.ring_size is not None:
-        slot = position % cache.ring_size
-    if cache.PAGE == 0:
+    if step.ring_size is not None:
+        slot = position % step.ring_size
+    if step.PAGE == 0:
         return tl.zeros_like(slot).to(tl.int64) + b, slot.to(tl.int64), slot
     else:
-        table = cache.table + b * cache.table_stride
-        block = tl.load(table + slot // cache.PAGE, mask=inside, other=0).to(tl.int64)
-        return block, (slot % cache.PAGE).to(tl.int64), slot
+        table = step.table + b * step.table_stride
+        block = tl.load(table + slot // step.PAGE, mask=inside, other=0).to(tl.int64)
+        return block, (slot % step.PAGE).to(tl.int64), slot
 
 
 @triton.jit
-def _scores_kernel(
-    mask, cache, pre, query, key, scores, maxima, sums, scale, CHANNELS: tl.constexpr, STEP: tl.constexpr
-):
-    """Composed scores of all heads of a group for one query: program (part, group and query, row of the batch)."""
-    b = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(1) // cache.QUERIES
-    index = tl.program_id(1) % cache.QUERIES
-    member = tl.arange(0, cache.HEADS_PADDED)
-    is_head = member < cache.HEADS
-    h = (group * cache.HEADS + member).to(tl.int64)
-    line = (b * (cache.GROUPS * cache.HEADS) + h) * cache.QUERIES + index  # [HEADS]
-    first, last, offset = _key_range(mask, cache, b)
-    start, stop = _part(first, last, cache)
-    t = index + tl.arange(0, 1)
-    factors = query_factors(pre.query, b, h, is_head, t, t >= 0)
-    static = static_map(pre, group, cache.HEADS, cache.HEADS_PADDED)
-    maximum = tl.full([cache.HEADS_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([cache.HEADS_PADDED], tl.float32)
-    for tile in range(start, stop, cache.KEYS):
-        position = tile + tl.arange(0, cache.KEYS)
+def _scores_kernel(mask, step, pre, query, key, scale, CHANNELS: tl.constexpr, KEYS: tl.constexpr):
+    """Composed scores of all heads of a group for one query: program (part; group and query; row of the batch)."""
+    b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, pre, 1)
+    index = tl.program_id(1) % mask.queries
+    first, start, stop, offset = _keys_of_program(mask, step, b, KEYS)
+    share = b * tl.num_programs(1) + tl.program_id(1)
+    for i in tl.static_range(step.BLOCKS):
+        tl.store(step.tickets + share * step.BLOCKS + i, 0)
+    # Below all scores that are seen, but finite: -inf - -inf is not a number.
+    maximum = tl.full([step.HEADS_PADDED], -3e38, tl.float32)
+    total = tl.zeros([step.HEADS_PADDED], tl.float32)
+    for tile in range(start, stop, KEYS):
+        position = tile + tl.arange(0, KEYS)
         inside = position < stop
         is_pair = is_head[:, None] & inside[None, :]
-        block, place, slot = _place_of(position, inside, cache, b)
-        rows = key.pointer + places_of(key, block[None, :], (h // cache.SERVED)[:, None], place[None, :])
+        block, place, slot = _place_of(position, inside, step, b)
+        rows = key.pointer + places_of(key, block[None, :], (h // step.SERVED)[:, None], place[None, :])
         own = query.pointer + places_of(query, b, h, index)
-        a = tl.zeros([cache.HEADS_PADDED, cache.KEYS], tl.float32)
-        for c in tl.static_range(0, CHANNELS, STEP):
-            d = c + tl.arange(0, STEP)
+        of_keys = key_factors(pre.key, block[None, None, :], h, is_head, place, inside)
+        products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
+        for c in tl.static_range(0, CHANNELS, _CHANNELS):
+            d = c + tl.arange(0, _CHANNELS)
             is_channel = d < CHANNELS
             q = tl.load(own[:, None] + d[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0)
-            k = tl.load(
-                rows[:, :, None] + d[None, None, :], mask=is_pair[:, :, None] & is_channel[None, None, :], other=0.0
-            )  # [HEADS, KEYS, STEP]
-            a += tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32), 2)
-        a = (a * scale)[None, :, :]
-        of_keys = key_factors(pre.key, block[None, None, :], h, is_head, place, inside)
+            is_pair_channel = is_pair[:, :, None] & is_channel[None, None, :]
+            k = tl.load(rows[:, :, None] + d[None, None, :], mask=is_pair_channel, other=0.0)
+            products += q.to(tl.float32)[:, None, :] * k.to(tl.float32)
+        a = (tl.sum(products, 2) * scale)[None, :, :]
         maps = maps_over_heads(a, factors, of_keys, pre, False)
-        x = tl.reshape(compose(a, maps, factors, of_keys, static, pre, False), [cache.HEADS_PADDED, cache.KEYS])
+        x = tl.reshape(compose(a, maps, factors, of_keys, static, pre, False), [step.HEADS_PADDED, KEYS])
         age = offset + index - position
         seen = inside
         if mask.CAUSAL:
@@ -249,77 +250,69 @@ def _scores_kernel(
                 seen = seen & (dense != 0)
         x = tl.where(seen[None, :], x, float("-inf"))
         highest = tl.maximum(maximum, tl.max(x, 1))
-        # A head that has seen no key yet has -inf here, and -inf - -inf is not a number.
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(maximum - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
+        total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
-        tl.store(scores + line[:, None] * cache.span + (position - first)[None, :], x, mask=is_pair)
-    tl.store(maxima + line * cache.parts + tl.program_id(0), maximum, mask=is_head)
-    tl.store(sums + line * cache.parts + tl.program_id(0), total, mask=is_head)
+        tl.store(step.scores + line[:, None] * step.span + (position - first)[None, :], x, mask=is_pair)
+    places = (share * step.parts + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
+    tl.store(step.log_sums + places, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
 
 
 @triton.jit
-def _values_kernel(mask, cache, post, scores, maxima, sums, value, output, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """
-    Sums of values by composed weights, for all heads of a group, one query and a block of channels: program (part,
-    group, query and block, row of the batch). `output` is (batch, parts, heads, queries, channels).
-    """
-    BLOCKS: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    b = tl.program_id(2).to(tl.int64)
-    group = tl.program_id(1) // (cache.QUERIES * BLOCKS)
-    index = tl.program_id(1) // BLOCKS % cache.QUERIES
-    d = tl.program_id(1) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS: tl.constexpr):
+    """Composed scores [HEADS, KEYS], factors and values [HEADS, KEYS, CHANNELS] of a tile's keys before `stop`."""
+    position = tile + tl.arange(0, KEYS)
+    inside = position < stop
+    is_pair = is_head[:, None] & inside[None, :]
+    block, place, _slot = _place_of(position, inside, step, b)
+    rows = value.pointer + places_of(value, block[None, :], (h // step.SERVED)[:, None], place[None, :])
+    is_value = is_pair[:, :, None] & is_channel[None, None, :]
+    v = tl.load(rows[:, :, None] + d[None, None, :], mask=is_value, other=0.0)
+    x = tl.load(scores + position[None, :], mask=is_pair, other=float("-inf"))
+    return x, key_factors(post.key, block[None, None, :], h, is_head, place, inside), v
+
+
+@triton.jit
+def _values_kernel(
+    mask, step, post, value, of_parts, output, CHANNELS: tl.constexpr, KEYS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Sums of values by composed weights: program (part; group, query and block of channels; row of the batch)."""
+    b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, post, step.BLOCKS)
+    first, start, stop, _offset = _keys_of_program(mask, step, b, KEYS)
+    d = tl.program_id(1) % step.BLOCKS * _CHANNELS + tl.arange(0, _CHANNELS)
     is_channel = d < CHANNELS
-    member = tl.arange(0, cache.HEADS_PADDED)
-    is_head = member < cache.HEADS
-    h = (group * cache.HEADS + member).to(tl.int64)
-    line = (b * (cache.GROUPS * cache.HEADS) + h) * cache.QUERIES + index  # [HEADS]
-    first, last, _offset = _key_range(mask, cache, b)
-    start, stop = _part(first, last, cache)
-    t = index + tl.arange(0, 1)
-    factors = query_factors(post.query, b, h, is_head, t, t >= 0)
-    static = static_map(post, group, cache.HEADS, cache.HEADS_PADDED)
-    part = tl.arange(0, cache.PARTS_PADDED)
-    of_parts = line[:, None] * cache.parts + part[None, :]
-    is_part = is_head[:, None] & (part < cache.parts)[None, :]
-    highest = tl.load(maxima + of_parts, mask=is_part, other=float("-inf"))  # [HEADS, PARTS]
-    maximum = tl.max(highest, 1)
-    # A head that sees no key has -inf here, and -inf - -inf is not a number.
-    maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.sum(tl.load(sums + of_parts, mask=is_part, other=0.0) * tl.exp2(highest - maximum[:, None]), 1)
-    inverse = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
-    result = tl.zeros([cache.HEADS_PADDED, BLOCK], tl.float32)
-    for tile in range(start, stop, cache.KEYS):
-        position = tile + tl.arange(0, cache.KEYS)
-        inside = position < stop
-        is_pair = is_head[:, None] & inside[None, :]
-        block, place, _slot = _place_of(position, inside, cache, b)
-        x = tl.load(
-            scores + line[:, None] * cache.span + (position - first)[None, :], mask=is_pair, other=float("-inf")
-        )
-        e = (tl.exp2(x - maximum[:, None]) * inverse[:, None])[None, :, :]
-        of_keys = key_factors(post.key, block[None, None, :], h, is_head, place, inside)
+    # Tiles are loaded early: the first one comes while the sums are joined.
+    scores = step.scores + line[:, None] * step.span - first
+    x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
+    share = b * tl.num_programs(1) + tl.program_id(1)
+    part = tl.arange(0, step.PARTS_PADDED)[:, None]
+    places = (share // step.BLOCKS * step.parts + part) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
+    sums = tl.load(step.log_sums + places, mask=part < step.parts, other=float("-inf"))  # [PARTS, HEADS]
+    log_sum = tl.max(sums, 0)
+    log_sum += tl.log2(tl.sum(tl.exp2(sums - log_sum[None, :]), 0))
+    products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
+    for tile in range(start, stop, KEYS):
+        e = tl.exp2(x - log_sum[:, None])[None, :, :]
         maps = maps_over_heads(e, factors, of_keys, post, False)
-        y = tl.reshape(compose(e, maps, factors, of_keys, static, post, False), [cache.HEADS_PADDED, cache.KEYS])
-        rows = value.pointer + places_of(value, block[None, :], (h // cache.SERVED)[:, None], place[None, :])
-        v = tl.load(
-            rows[:, :, None] + d[None, None, :], mask=is_pair[:, :, None] & is_channel[None, None, :], other=0.0
-        )  # [HEADS, KEYS, BLOCK]
-        result += tl.sum(y[:, :, None] * v.to(tl.float32), 1)
-    at = ((b * cache.parts + tl.program_id(0)) * (cache.GROUPS * cache.HEADS) + h) * cache.QUERIES + index
-    places = at[:, None] * CHANNELS + d[None, :]
-    tl.store(output + places, result.to(output.dtype.element_ty), mask=is_head[:, None] & is_channel[None, :])
-
-
-@triton.jit
-def _join_kernel(of_parts, output, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """Sum of the parts, in their order: program (block of heads, queries and channels, row of the batch)."""
-    row = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = element < SIZE
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, parts, BLOCK_PARTS):
-        part = start + tl.arange(0, BLOCK_PARTS)
-        places = (row * parts + part)[:, None] * SIZE + element[None, :]
-        total += tl.sum(tl.load(of_parts + places, mask=(part < parts)[:, None] & inside[None, :], other=0.0), 0)
-    tl.store(output + row * SIZE + element, total.to(output.dtype.element_ty), mask=inside)
+        y = tl.reshape(compose(e, maps, factors, of_keys, static, post, False), [step.HEADS_PADDED, KEYS])
+        products += y[:, :, None] * v.to(tl.float32)
+        x, of_keys, v = _load_tile(tile + KEYS, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
+    result = tl.sum(products, 1)
+    output += line[:, None] * CHANNELS + d[None, :]
+    is_output = is_head[:, None] & is_channel[None, :]
+    if AT_ONCE == 1:
+        tl.store(output, result.to(output.dtype.element_ty), mask=is_output)
+    else:
+        SIZE: tl.constexpr = step.HEADS_PADDED * _CHANNELS
+        of_parts += share * tl.num_programs(0) * SIZE + tl.arange(0, SIZE)[None, :]
+        tl.store(of_parts + tl.program_id(0) * SIZE, tl.reshape(result, [1, SIZE]))
+        # A thread takes the ticket when all of them have written (barrier, release), and who takes the last one sees
+        # what all programs wrote (acquire), past a first-level cache that may hold something older (cg).
+        tl.debug_barrier()
+        if tl.atomic_add(step.tickets + share, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+            joined = tl.zeros([SIZE], tl.float32)
+            for begin in range(0, tl.num_programs(0), AT_ONCE):
+                number = begin + tl.arange(0, AT_ONCE)[:, None]
+                some = tl.load(of_parts + number * SIZE, number < tl.num_programs(0), 0.0, cache_modifier=".cg")
+                joined += tl.sum(some, 0)
+            result = tl.reshape(joined, [step.HEADS_PADDED, _CHANNELS])
+            tl.store(output, result.to(output.dtype.element_ty), mask=is_output)

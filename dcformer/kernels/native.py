@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as _module
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.utils.import_utils import is_tracing
 
 from .. import compose_dcformer
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility, Weights, register_implementation
-from ..modeling_dcformer import DCFormerRMSNorm
+from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from .build_native import compile_library, find_library, instruction_sets
 from .call import Call, channels_last, needs_gradient, why_no_kernel
 from .ops import differentiable_op, inference_op
@@ -67,25 +67,28 @@ def why_not_native(
     return why_no_kernel(pre, post, mask, dropout)
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or derivatives in forward mode are at work, which see through no kernel."""
+    is_functional = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    return is_functional or torch.autograd.forward_ad._current_level >= 0
+
+
 def native_projection(
     attention: Any, states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
     """As [`compose_dcformer.fused_projection`], for a few tokens, whose weights are read once."""
     compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
-    if compose is None or states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if compose is None or states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
         return None
-    if not 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS or is_tracing(states):
+    if not 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
         return None
-    if _module._global_forward_hooks or _module._global_forward_pre_hooks or torch.is_autocast_enabled("cpu"):
+    if _has_any_global_hook() or is_transformed():
         return None
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        return None
-    if not _runs_as_written(compose, DCFormerCompose) or not _runs_as_written(linear, torch.nn.Linear):
-        return None
-    if not all(norm is None or _runs_as_written(norm, DCFormerRMSNorm) for norm in norms):
+    modules = zip((compose, linear, *norms), (DCFormerCompose, torch.nn.Linear, DCFormerRMSNorm, DCFormerRMSNorm))
+    if not all(module is None or _runs_as_written(module, module_class) for module, module_class in modules):
         return None
     activation = _ACTIVATIONS.get(type(compose.act_fn))
-    if activation is None or compose.rank > MOST_RANK or not compose.slots:
+    if activation is None or is_hooked(compose.act_fn) or compose.rank > MOST_RANK or not compose.slots:
         return None
     of_compose, of_linear = compose._parameters, linear._parameters  # the look-up of attributes takes ten times as long
     weights = (
@@ -93,22 +96,19 @@ def native_projection(
         *(of_linear["weight"], of_linear["bias"]),
         *(None if norm is None else norm._parameters["weight"] for norm in norms),
     )
-    if not all(map(_is_plain, (states, *weights))):
+    cosine, sine = position_embeddings or (None, None)
+    if weights[0] is weights[2] is None or not all(map(_is_plain, (states, *weights))):
         return None
-    if weights[0] is weights[2] is None or _why_no_library() is not None:
+    if (cosine is not None and cosine.dtype != torch.float32) or _why_no_library() is not None:
         return None
     batch, length, hidden_size = states.shape
     rank, heads = 0 if weights[0] is None else compose.rank, compose.groups * compose.heads
     slots, channels = compose.slots, 2 * rank + (weights[2] is not None)
     factors = states.new_empty(len(slots), batch, length, heads, channels).transpose(2, 3)
     projected = states.new_empty(batch, length, linear.out_features)
-    cosine, sine = position_embeddings or (None, None)
-    if cosine is not None and cosine.dtype != torch.float32:
-        return None
     call = (
-        *_threads(),
         *(batch, length, hidden_size, compose.groups, compose.heads, rank, activation, _bits(compose.norm_eps)),
-        *_row_view(states),
+        *_view_along(states, 0, None, 1, 2),
         *(number for weight in weights[:3] for number in _flat_view(weight)),
         *_view(factors[0]),
         *(factors.stride(0), len(slots), slots[0], slots[1] - slots[0] if len(slots) > 1 else 1),
@@ -116,9 +116,7 @@ def native_projection(
         0 if cosine is None else cosine.shape[2],
         *(_bits(1.0 if norm is None else norm.eps) for norm in norms),
         *(number for weight in weights[3:] for number in _flat_view(weight)),
-        *_row_view(cosine),
-        *_row_view(sine),
-        *_row_view(projected),
+        *(number for tensor in (cosine, sine, projected) for number in _view_along(tensor, 0, None, 1, 2)),
     )
     _run("dcformer_project", call)
     return projected, factors
@@ -126,15 +124,14 @@ def native_projection(
 
 def _runs_as_written(module: torch.nn.Module, module_class: type) -> bool:
     """Whether this is such a module, that nobody has wrapped, parametrised, hooked or given another forward pass."""
-    is_hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    return type(module) is module_class and not is_hooked
+    return type(module) is module_class and not is_hooked(module) and "forward" not in module.__dict__
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
     """Whether the code can read it as it lies in memory."""
-    if tensor is None:
-        return True
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous()
+    return tensor is None or (
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype in _TYPES and tensor.is_contiguous()
+    )
 
 
 def _forward(given: Call, log_sums: Tensor | None = None) -> Tensor:
@@ -186,13 +183,12 @@ def _forward_with_log_sums(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     given, log_sums = Call(*arguments[:-1]), arguments[-1]
     call = _readable_call(given)
-    found = [None if tensor is None else torch.empty(tensor.shape) for tensor in given[:9]]
-    for i in (5, 8):
-        if (static := found[i]) is not None:
+    found = tuple(None if tensor is None else torch.empty(tensor.shape) for tensor in given[:9])
+    for static in (found[5], found[8]):
+        if static is not None:
             static.zero_()
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
-    fields = _fields(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found)
-    _run("dcformer_backward", fields)
+    _run("dcformer_backward", _fields(call, log_sums=log_sums, output_gradient=output_gradient, gradients=found))
     return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, given) if gradient is not None]
 
 
@@ -238,28 +234,20 @@ def _flat_view(tensor: Tensor | None) -> tuple[int, ...]:
     return _NOTHING if tensor is None else (tensor.data_ptr(), _TYPES[tensor.dtype], 0, 0, 0, 1)
 
 
-def _row_view(tensor: Tensor | None) -> tuple[int, ...]:
-    """A tensor (batch or 1, length, channels) as the code's `View`."""
-    if tensor is None:
-        return _NOTHING
-    batch_stride = 0 if tensor.shape[0] == 1 else tensor.stride(0)
-    return tensor.data_ptr(), _TYPES[tensor.dtype], batch_stride, 0, tensor.stride(1), 1
-
-
-def _mask_view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
-    """A mask as a `View`, whose four strides are those of these dimensions, 0 where it is the same along one."""
+def _view_along(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
+    """A tensor as a `View`, whose four strides are those of these dimensions, 0 where it is the same along one."""
     if tensor is None:
         return _NOTHING
     strides = (0 if dim is None or tensor.shape[dim] == 1 else tensor.stride(dim) for dim in dims)
     return tensor.data_ptr(), _TYPES[tensor.dtype], *strides
 
 
-def _stage(call: Call, first: int, gradients: list[Tensor | None] | None) -> tuple[int, ...]:
+def _stage(call: Call, first: int, gradients: tuple[Tensor | None, ...]) -> tuple[int, ...]:
     """One composition as the code's `Stage`, whose tensors stand from field `first` on."""
     query, key, static = call[first : first + 3]
-    found = (None,) * 3 if gradients is None else gradients[first : first + 3]
     channels = (0 if side is None else side.shape[3] for side in (query, key))
-    of_gradients = (*_view(found[0]), *_view(found[1]), *_flat_view(found[2]))
+    of_query, of_key, of_static = gradients[first : first + 3]
+    of_gradients = (*_view(of_query), *_view(of_key), *_flat_view(of_static))
     return *_view(query), *_view(key), *_flat_view(static), *of_gradients, call.groups, *channels
 
 
@@ -269,7 +257,7 @@ def _fields(
     output: Tensor | None = None,
     log_sums: Tensor | None = None,
     output_gradient: Tensor | None = None,
-    gradients: list[Tensor | None] | None = None,
+    gradients: tuple[Tensor | None, ...] = (None,) * 9,
     scaling: float | None = None,
     block: tuple[int, ...] = (0,) * 10,
 ) -> tuple[int, ...]:
@@ -277,20 +265,15 @@ def _fields(
     query, key, value = call[:3]
     (batch, heads, queries, channels), key_heads, keys = query.shape, key.shape[1], key.shape[2]
     return (
-        *_threads(),
         *(batch, heads, key_heads, queries, keys, channels, value.shape[3], _rank(call)),
         _bits(call.scaling if scaling is None else scaling),
         *(call.is_causal, call.sliding_window or 0, call.query_offset),
-        *_mask_view(call.padding, 0, None, 1, None),
-        *_mask_view(call.sequence_ids, 0, None, 1, None),
-        *_mask_view(call.dense, 0, None, 2, 3),
-        *_view(query),
-        *_view(key),
-        *_view(value),
-        *_view(output),
-        *(_NOTHING if log_sums is None else (log_sums.data_ptr(), 1, *log_sums.stride(), 0)),
-        *_view(output_gradient),
-        *(number for i in range(3) for number in _view(None if gradients is None else gradients[i])),
+        *_view_along(call.padding, 0, None, 1, None),
+        *_view_along(call.sequence_ids, 0, None, 1, None),
+        *_view_along(call.dense, 0, None, 2, 3),
+        *(*_view(query), *_view(key), *_view(value), *_view(output)),
+        *_view_along(log_sums, 0, 1, 2, None),
+        *(number for tensor in (output_gradient, *gradients[:3]) for number in _view(tensor)),
         *_stage(call, 3, gradients),
         *_stage(call, 6, gradients),
         *block,
@@ -303,11 +286,6 @@ def _bits(number: float) -> int:
     return struct.unpack("q", struct.pack("d", number))[0]
 
 
-def _threads() -> tuple[int, int]:
-    """How the code runs a loop on torch's threads, and how many there are."""
-    return _parallel_for(), torch.get_num_threads()
-
-
 @functools.cache
 def _parallel_for() -> int:
     """The address of `torch_parallel_for`, which torch exports for extensions."""
@@ -317,7 +295,8 @@ def _parallel_for() -> int:
 
 
 def _run(function: str, call: tuple[int, ...]) -> None:
-    fields = array("q", call)
+    """Call a function of the library, whose fields begin with how it runs a loop on torch's threads."""
+    fields = array("q", (_parallel_for(), torch.get_num_threads(), *call))
     getattr(_library(), function)(ctypes.c_void_p(fields.buffer_info()[0]))
 
 

@@ -351,16 +351,10 @@ def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
     maps = ()
     if RANK + stage.key.GATE > 0:
         a = a32.to(a.dtype)
-        if stage.key.GATE:
-            of_key = a * key[2 * RANK]
-        else:
-            of_key = tl.zeros(a.shape, a.dtype)
+        of_key = a * key[2 * RANK] if stage.key.GATE else tl.zeros(a.shape, a.dtype)
         for r in tl.static_range(RANK):
             product = a * key[TRANSPOSED * RANK + r]
-            if a.dtype == tl.float32:
-                total = tl.sum(product, 1, keep_dims=True)
-            else:
-                total = sum_over_heads(product)
+            total = tl.sum(product, 1, keep_dims=True) if a.dtype == tl.float32 else sum_over_heads(product)
             of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
             maps = maps + (total,)
         x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, eye, x)

@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 
 from ..dcmha import Visibility, Weights, is_number
-from .call import Call, needs_gradient, why_no_kernel
+from .call import Call, is_empty, needs_gradient, why_no_kernel
 from .ops import decode_op, forward_op
 
 
 # What decoding takes of a call.
 MOST_DECODE_QUERIES = 8
 MOST_CHANNELS = 256
+MOST_HEADS, MOST_RANK = 64, 8  # of a group
 OLDEST_TRITON = (3, 4)
 OLDEST_CAPABILITY = (8, 0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _UNASKED_ON = "cuda"  # where it is chosen unasked
+# For fewer scores in a graph of `torch.compile` launches take longer than PyTorch, which Inductor fuses: on an H100 a
+# training step of a small model took 27 ms with the kernels and 10 ms without.
+FEWEST_SCORES_IN_A_GRAPH = 2**24
 
 
 def triton_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -> Tensor:
@@ -55,15 +59,28 @@ def why_not_triton(
         return f"it takes float32, bfloat16 and float16, not {names}"
     if max(query.shape[3], value.shape[3]) > MOST_CHANNELS:
         return f"it takes heads of {MOST_CHANNELS} channels at most"
+    for weights in (pre, post):
+        if weights is None or is_empty(weights):
+            continue
+        if (heads := query.shape[1] // weights.groups) > MOST_HEADS:
+            return f"it composes {MOST_HEADS} heads of a group at most, not {heads}"
+        for side in (weights.query, weights.key):
+            if side is not None and (rank := side.factors.shape[-1] // 2) > MOST_RANK:
+                return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
     return why_no_kernel(pre, post, mask, dropout)
 
 
 def why_not_automatic(
     query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, mask: Visibility, dropout: float = 0.0
 ) -> str | None:
-    """Why the kernels are not chosen unasked: compiled or not, they are on every CUDA device that can run them."""
+    """Why the kernels are not chosen unasked: they are on every CUDA device, but for small calls in compiled graphs."""
     if query.device.type != _UNASKED_ON:
         return "it is chosen unasked on CUDA devices only"
+    sizes = (*query.shape[:3], key.shape[2])
+    if torch.compiler.is_compiling() and all(map(is_number, sizes)) and query.shape[2] > MOST_DECODE_QUERIES:
+        seen = key.shape[2] if mask.sliding_window is None else min(key.shape[2], mask.sliding_window)
+        if (scores := query.shape[:3].numel() * seen) < FEWEST_SCORES_IN_A_GRAPH:
+            return f"a compiled graph takes it from {FEWEST_SCORES_IN_A_GRAPH:,} scores on, and these are {scores:,}"
     return why_not_triton(query, key, value, pre, post, mask=mask, dropout=dropout)
 
 

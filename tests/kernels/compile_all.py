@@ -132,13 +132,14 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
         )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr).groups()
     loop = longest_loop(code.stdout)
+    scores = None if sizes is None else sizes.KEYS.value * sizes.HEADS.value / (32 * options["num_warps"])
     return {
         "kernel": source.fn.fn.__name__,
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
         "spills": sum(instruction in ("LDL", "STL") for instruction in loop),
-        "instructions": None if sizes is None else len(loop) * 32 * options["num_warps"] / (sizes.KEYS.value * sizes.HEADS.value),
+        "instructions": None if scores is None else len(loop) / scores,
     }
 
 

@@ -35,8 +35,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     spare_repeated_patches()
 
 
-
-
 @pytest.fixture
 def poisoned_memory(monkeypatch) -> Iterator[None]:
     """Every new tensor that nothing was written to holds NaN, as memory of a GPU may."""

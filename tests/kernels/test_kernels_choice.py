@@ -81,6 +81,8 @@ def test_a_second_derivative_is_refused_in_a_sentence():
         (lambda inputs: inputs, {"dropout": 0.1}, "dropout"),
         (lambda inputs: inputs._replace(post=ComposeWeights(static=torch.zeros(2, 1, 1), groups=2)), {}, "groups"),
         (lambda inputs: inputs_of(10, channels=257), {}, "256 channels"),
+        (lambda inputs: inputs_of(2, heads=65), {}, "64 heads of a group at most, not 65"),
+        (lambda inputs: inputs_of(2, rank=9), {}, "rank 8 at most, not 9"),
         (lambda inputs: inputs, {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)}, "gradient"),
         (lambda inputs: inputs, {"attention_mask": torch.ones(1, 2, 10, 10).bool()}, "between heads"),
     ],
@@ -144,6 +146,7 @@ def test_models_generate_the_same_by_name():
 def unasked(monkeypatch):
     """A CPU stands for a CUDA device, where the kernels are chosen unasked."""
     monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
+    monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
     torch._dynamo.reset()
 
 
@@ -173,6 +176,18 @@ def test_what_is_compiled_before_it_ever_ran_runs_on_the_kernels(options, contex
             inputs = inputs_of(queries, 14, batch=2)
             assert_close(compiled(*inputs), composed_attention(*inputs, implementation="plain"), **TOLERANCE)
     assert ran == [13, 1]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2 * 2 * 13 * 5, [13, 1]), (2 * 2 * 13 * 5 + 1, [1])])
+def test_small_calls_in_a_compiled_graph_run_on_pytorch_but_for_decoding(limit, expected, ran, monkeypatch):
+    monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", limit)
+    attend = functools.partial(composed_attention, sliding_window=5)
+    compiled = torch.compile(lambda *inputs: attend(*inputs), fullgraph=True, backend="eager", dynamic=False)
+    for queries in (13, 1):
+        compiled(*inputs_of(queries, 13, batch=2))
+    assert ran == expected
+    attend(*inputs_of(13, batch=2))
+    assert ran == [*expected, 13]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -7,6 +7,7 @@ import torch
 from operator_inputs import DEVICE, DYNAMIC, KEY_WISE, QUERY_WISE, Inputs, make_inputs
 from reference import reference_attention
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from dcformer.compose_dcformer import pack, unpack
 from dcformer.dcmha import Visibility
@@ -92,10 +93,54 @@ def test_output_equals_the_reference(step):
     hold_to_the_reference(output, inputs, **step.mask)
 
 
+@pytest.mark.parametrize("heads", [16, 24, 32, 40, 52, 64])
+def test_heads_of_published_sizes_equal_the_reference(heads):
+    inputs = inputs_of({"heads": heads, "queries": 1, "channels": 4, "value_channels": 34, "keys": 37})
+    hold_to_the_reference(decode(inputs), inputs)
+
+
 def test_many_tiles_in_one_part_equal_the_reference(monkeypatch):
-    monkeypatch.setattr(decode_module, "_PROGRAMS", 1)
+    monkeypatch.setattr(decode_module, "_MOST_PROGRAMS", 1)
     inputs = inputs_of({"queries": 1, "keys": 300})
     hold_to_the_reference(decode(inputs), inputs)
+
+
+def test_parts_are_joined_by_whichever_program_comes_last_to_the_same_bits(monkeypatch):
+    """Programs come in another order, to tickets whose memory held something else before."""
+    inputs = inputs_of({"heads": 3, "queries": 2, "keys": 30, "value_channels": 40})
+    expected = decode(inputs)
+    hold_to_the_reference(expected, inputs)
+    empty, set_grid_idx = torch.Tensor.new_empty, interpreter_builder.set_grid_idx
+
+    def used(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor if tensor.is_floating_point() else tensor.fill_(5)
+
+    def backwards(x, y, z):
+        set_grid_idx(interpreter_builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", used)
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    assert torch.equal(decode(inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "span"), [(1, 1), (1, 256), (1, 1040), (1, 1100), (1, 2**15), (16, 1040), (200, 900)]
+)
+@pytest.mark.parametrize(("blocks", "most"), [(1, 256), (4, 66)], ids=["scores", "values"])
+def test_programs_fill_a_device_as_far_as_there_are_keys(batch, span, blocks, most):
+    """At least two for each three of 132 multiprocessors, but not so many that sums over them take longer."""
+    keys, parts, warps = decode_module._split(span, batch * blocks, 32, most)
+    tiles = -(-span // keys)
+    programs = parts * batch * blocks
+    assert parts == tiles or programs >= 88
+    assert parts == 1 or (parts <= most and programs <= 1024)
+    assert (parts - 1) * -(-tiles // parts) < tiles, "a part without keys"
+    assert warps == keys, "one of 32 heads' scores for each thread"
+
+
+def test_a_thousand_keys_of_one_row_are_shared_out_to_as_many_programs_as_there_are_multiprocessors():
+    assert decode_module._split(1040, 1, 32, 256) == (8, 130, 8)
 
 
 def in_rows(inputs: Inputs, slots: int) -> tuple[Tensor, Tensor]:

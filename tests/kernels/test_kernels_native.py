@@ -152,6 +152,11 @@ def hook(model):
     model.model.layers[0].self_attn.compose.register_forward_hook(lambda module, inputs, output: output)
 
 
+def hook_the_activation(model):
+    activation = model.model.layers[0].self_attn.compose.act_fn
+    activation.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
 def parametrise(model):
     class Half(torch.nn.Module):
         def forward(self, weight):
@@ -166,7 +171,7 @@ def replace_a_norm(model):
     model.model.layers[0].self_attn.k_norm = torch.nn.Identity()
 
 
-@pytest.mark.parametrize("change", [hook, parametrise, replace_a_norm])
+@pytest.mark.parametrize("change", [hook, hook_the_activation, parametrise, replace_a_norm])
 def test_modules_that_were_changed_compute_for_themselves(monkeypatch, change):
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
     change(model)

@@ -1,0 +1,88 @@
+"""Compose weights from their wide projections in one Triton kernel, as an operator of torch with gradients.
+
+The products with the hidden states are torch's. What follows them (activation, low-rank product, normalisation over
+heads, tanh, layout) is a small kernel of torch for each step, whose launch takes longer than what it computes.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.activations import GELUActivation, GELUTanh
+from transformers.utils.import_utils import is_tracing
+
+from ..compose_dcformer import plain_factors
+from ..modeling_dcformer import is_hooked
+from . import triton_form
+from .native import is_transformed
+from .ops import _on_device_of
+
+
+_APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.gelu` names them
+MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a program has sums for
+
+
+def triton_factors(act_fn: nn.Module, eps: float, *tensors: Tensor | None) -> Tensor | None:
+    """As [`compose_dcformer.fused_factors`], where the kernels of attention are chosen unasked too."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    device, weight, approximate = given[0].device, tensors[1], _APPROXIMATIONS.get(type(act_fn))
+    if device.type != triton_form._UNASKED_ON or triton_form._why_not_here(device.type, device.index) is not None:
+        return None
+    if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or is_transformed():
+        return None
+    if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in triton_form.DTYPES for each in given):
+        return None
+    if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
+        return None
+    compute = factors_op if torch.is_grad_enabled() or is_tracing(given[0]) else _factors
+    return compute(approximate, eps, *tensors)
+
+
+def _factors(*call: Any) -> Tensor:
+    from .projection_kernel import launch_factors
+
+    factors = _new_factors(*call)
+    with _on_device_of(factors):
+        launch_factors(*call, factors)
+    return factors
+
+
+def _new_factors(
+    approximate: str, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
+) -> Tensor:
+    products: Any = gates if hidden is None else hidden
+    tokens, groups, slots = products.shape[:3]
+    channels, heads = (0, products.shape[3]) if weight is None else weight.shape[3:]
+    return products.new_empty(slots, tokens, channels + int(gates is not None), groups * heads)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    (ctx.approximate, ctx.eps), tensors = inputs[:2], inputs[2:]
+    ctx.save_for_backward(*tensors)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of torch's operators, which have derivatives of any order."""
+    creates_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
+        # Other tensors than those of the caller, whose hooks would see a gradient twice.
+        tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
+        factors = plain_factors(functools.partial(functional.gelu, approximate=ctx.approximate), ctx.eps, *tensors)
+        needed = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad]
+        found = torch.autograd.grad(factors, [tensors[i] for i in needed], gradient, create_graph=creates_graph)
+    gradients = dict(zip(needed, found))
+    return None, None, *(gradients.get(i) for i in range(3))
+
+
+factors_op = torch.library.custom_op(
+    "dcformer::compose_factors",
+    _factors,
+    mutates_args=(),
+    schema="(str approximate, float eps, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor",
+)
+factors_op.register_fake(_new_factors)
+factors_op.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -1,0 +1,298 @@
+"""The factors of the composition in one Triton kernel, in its interpreter where there is no GPU.
+
+The interpreter multiplies no bfloat16, so that float16 stands for both.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from operator_inputs import DEVICE
+from test_kernels_native import error_of
+from tiny_models import VARIANTS, random_tokens, tiny_model
+from torch.testing import assert_close
+
+import dcformer
+from dcformer import DCMultiheadAttention, compose_dcformer
+from dcformer.compose_dcformer import DCFormerCompose
+from dcformer.kernels import projection, triton_form
+from dcformer.parallel_dcformer import DIMENSION_OF_GROUPS
+
+
+NAMED = "dcmha_native" if DEVICE == "cpu" else "dcmha_triton"  # which is fast, whatever a device stands for
+HIDDEN, TOKENS = 24, (2, 9)
+CASES = {
+    "rank_2": {"num_heads": 4},
+    "16_heads_of_rank_1": {"num_heads": 16, "rank": 1},
+    "24_heads_of_rank_3": {"num_heads": 24, "rank": 3},
+    "52_heads_of_rank_4_query_wise_before": {"num_heads": 52, "rank": 4, "key_wise": False, "post": False},
+    "groups_of_3_after_the_softmax": {"num_heads": 6, "groups": 2, "pre": False},
+    "groups_of_1_key_wise": {"num_heads": 3, "groups": 3, "query_wise": False},
+    "low_rank_alone_and_tanh": {"num_heads": 5, "gate": False, "activation": "gelu_pytorch_tanh"},
+    "gates_alone": {"num_heads": 5, "groups": 5, "low_rank": False},
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The shapes of the factors that the kernel was launched for, with a CPU in place of a CUDA device."""
+    from dcformer.kernels import projection_kernel
+
+    found, launch = [], projection_kernel.launch_factors
+
+    def watched(*call):
+        found.append(call[-1].shape)
+        launch(*call)
+
+    monkeypatch.setattr(projection_kernel, "launch_factors", watched)
+    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
+    torch._dynamo.reset()
+    return found
+
+
+def make_compose(dtype, hidden_size=HIDDEN, **options):
+    """With parameters of a size that every branch shows, which `dtype` holds exactly."""
+    compose = DCFormerCompose(hidden_size, **options, dtype=torch.float64, device=DEVICE)
+    for name, parameter in compose.named_parameters():
+        size = parameter.shape[2 if name == "low_rank_weight" else 0]
+        parameter.data = (torch.randn(parameter.shape) / size**0.5).to(DEVICE, dtype).double()
+    return compose
+
+
+def factors_of(compose, *states):
+    sides = [side for stage in compose(*states) if stage is not None for side in (stage.query, stage.key)]
+    return [side.factors for side in sides if side is not None]
+
+
+def factors_and_gradients(compose, *states):
+    """Of all slots, with the gradients of a sum with fixed weights by the states and all parameters."""
+    states = [each.detach().requires_grad_() for each in states]
+    factors = factors_of(compose, *states)
+    weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE) for each in factors]
+    total = sum((each.double() * weight).sum() for each, weight in zip(factors, weights))
+    gradients = torch.autograd.grad(total, [*states, *compose.parameters()])
+    return [each.detach() for each in factors], list(gradients)
+
+
+def by_hand(compose, states):
+    """Equation 6 and the gates, a token, slot and group at a time: (channels, heads) each."""
+    rank, heads = compose.rank, compose.heads
+    for slot in compose.slots:
+        for state in states.flatten(0, 1):
+            rows = []
+            for group in range(compose.groups):
+                parts = []
+                if compose.hidden_weight is not None:
+                    hidden = compose.act_fn(state @ compose.hidden_weight[:, group, slot])
+                    maps = torch.einsum("k,krh->rh", hidden, compose.low_rank_weight[group, slot])
+                    norm = (maps[:rank].square().sum(1, keepdim=True) / heads + compose.norm_eps).sqrt()
+                    parts += [maps[:rank] / norm, maps[rank:]]
+                if compose.gate_weight is not None:
+                    columns = slice(slot * heads, (slot + 1) * heads)
+                    parts.append(torch.tanh(state @ compose.gate_weight[:, group, columns])[None])
+                rows.append(torch.cat(parts))
+            yield torch.cat(rows, dim=1)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launched, monkeypatch):
+    exact = make_compose(dtype, **CASES[name])
+    compose = copy.deepcopy(exact).to(dtype)
+    states = torch.randn(*TOKENS, HIDDEN).to(DEVICE, dtype)
+    expected, expected_gradients = factors_and_gradients(exact, states.double())
+    with torch.no_grad():
+        hands = torch.stack(list(by_hand(exact, states.double())))
+    assert_close(torch.cat([each.permute(0, 2, 3, 1).flatten(0, 1) for each in expected]), hands)
+    assert launched == []  # float64 is torch's
+    found, gradients = factors_and_gradients(compose, states)
+    with torch.no_grad():
+        assert_close(factors_of(compose, states), found, rtol=0, atol=0)
+    assert len(launched) == 2
+    assert all(each.dtype == dtype and each.stride(1) == 1 for each in found)  # heads side by side
+    strides = [parameter.stride() for parameter in compose.parameters()]
+    assert [each.stride() for each in gradients[1:]] == strides  # as DDP asks for
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    of_torch, gradients_of_torch = factors_and_gradients(compose, states)
+    triples = zip(found + gradients, of_torch + gradients_of_torch, expected + expected_gradients)
+    for one, other, exactly in triples:
+        assert error_of(one, exactly) <= 1.5 * error_of(other, exactly) + 1e-7 * float(exactly.abs().max())
+
+
+def test_the_operator_keeps_the_rules_of_torch():
+    hidden, gates = (torch.randn(*shape, device=DEVICE) for shape in ((5, 2, 4, 8), (5, 2, 4, 2)))
+    call = hidden, torch.randn(2, 4, 8, 4, 2, device=DEVICE), gates
+    leaves = [tensor.requires_grad_() for tensor in call]
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(projection.factors_op, ("none", 1e-6, *leaves), test_utils=rules)
+
+
+def test_gradients_have_gradients(launched, monkeypatch):
+    """Plain attention has derivatives of any order, so what its factors come from has too."""
+    compose = make_compose(torch.float32, num_heads=4).float()
+    states = torch.randn(*TOKENS, HIDDEN, device=DEVICE, requires_grad=True)
+    tensors = [states, *compose.parameters()]
+
+    def second():
+        first = torch.autograd.grad(torch.cat(factors_of(compose, states)).sin().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), tensors)
+
+    found = second()
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    assert_close(found, second(), rtol=1e-4, atol=1e-4 * float(found[0].abs().max()))
+    assert len(launched) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("seven_to_one", "all_global")])
+def test_models_compute_the_same(variant, launched, monkeypatch):
+    model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
+    model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
+    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+    found = model(tokens).logits
+    composing = [layer.self_attn.compose for layer in model.model.layers]
+    assert len(launched) == sum(compose is not None and len(compose.slots) > 0 for compose in composing)
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "way", ["eager", "compiled", "checkpoints", "compiled_checkpoints", "autocast", "compiled_autocast"]
+)
+def test_training_steps_are_the_same(way, launched, monkeypatch):
+    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE).train(), random_tokens(2, 5).to(DEVICE)
+    model.set_attn_implementation(NAMED)
+    if "checkpoints" in way:
+        model.gradient_checkpointing_enable({"use_reentrant": way == "checkpoints"})
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if "compiled" in way else model
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast(DEVICE, torch.float16, enabled="autocast" in way):
+            loss = forward(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    found = gradients()
+    assert len(launched) == (2 if "checkpoints" in way else 1)
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    torch._dynamo.reset()
+    tolerance = 2e-2 if "autocast" in way else 1e-5
+    for name, expected in gradients().items():
+        assert_close(found[name], expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_plain_by_name_is_torch_alone(launched):
+    model, tokens = tiny_model(num_hidden_layers=1).to(DEVICE), random_tokens(1, 3).to(DEVICE)
+    model.set_attn_implementation("dcmha_plain")
+    model(tokens)
+    assert launched == []
+    model.set_attn_implementation(NAMED)
+    model(tokens)
+    assert launched == [(4, 3, 5, 4)]
+
+
+def relu(compose):
+    compose.act_fn = torch.nn.ReLU()
+
+
+def double_the_activation(compose):
+    compose.act_fn.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+def mark_a_weight(compose):
+    del compose.low_rank_weight
+    compose.low_rank_weight = torch.randn(1, 4, 16, 4, 4).to(DEVICE).as_subclass(Marked)
+
+
+def many_sums(compose):
+    compose.__init__(HIDDEN, 33, rank=5, device=DEVICE)  # 330, which are 16 x 64 as powers of two
+    compose.reset_parameters()
+
+
+@pytest.mark.parametrize("change", [relu, double_the_activation, mark_a_weight, many_sums])
+def test_what_the_kernel_does_not_know_is_left_to_torch(change, launched, monkeypatch):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    change(compose)
+    states = torch.randn(*TOKENS, HIDDEN, device=DEVICE)
+    found = factors_of(compose, states)
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    assert_close(found, factors_of(compose, states), rtol=0, atol=0)
+    assert launched == []
+
+
+def test_transforms_of_functions_and_hooks_of_all_modules_are_left_to_torch(launched):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    states, seen = torch.randn(*TOKENS, HIDDEN, device=DEVICE), []
+    torch.func.grad(lambda states: compose(states)[0].query.factors.sum())(states)
+    with torch.autograd.forward_ad.dual_level():
+        compose(torch.autograd.forward_ad.make_dual(states, states))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    compose(states)
+    handle.remove()
+    assert launched == [] and compose.act_fn in seen
+    compose(states)
+    assert len(launched) == 1
+
+
+def test_keys_of_another_sequence_have_their_own_tokens(launched, monkeypatch):
+    attention = DCMultiheadAttention(HIDDEN, 4, kdim=8, vdim=8, batch_first=True, device=DEVICE)
+    query, key = torch.randn(2, 3, HIDDEN, device=DEVICE), torch.randn(2, 5, 8, device=DEVICE)
+    with torch.no_grad():
+        attention.compose.low_rank_weight.normal_()
+        found = attention(query, key, key)
+        assert launched == [(2, 6, 5, 4), (2, 10, 5, 4)]
+        monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+        assert_close(found, attention(query, key, key), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_shares_of_two_processes_are_the_halves_of_the_whole(launched):
+    whole = make_compose(torch.float32, num_heads=12, groups=4).float()
+    states = torch.randn(*TOKENS, HIDDEN, device=DEVICE)
+    halves = []
+    for first in (0, 2):
+        share = copy.deepcopy(whole)
+        share.groups = 2
+        for name, parameter in share.named_parameters():
+            parameter.data = parameter.narrow(DIMENSION_OF_GROUPS[name], first, 2)  # as it lies in the whole
+        halves.append(factors_of(share, states))
+    assert_close([torch.cat(pair, dim=1) for pair in zip(*halves)], factors_of(whole, states), rtol=1e-5, atol=1e-6)
+    assert len(launched) == 3
+
+
+COMPILE = """
+import json, torch
+from compile_all import GPUTarget, launches, states, usage
+from dcformer.kernels.projection import _factors
+
+found = []
+for capability, heads, rank, tokens, dtype in (
+    (80, 32, 2, 4096, torch.bfloat16), (90, 32, 2, 1, torch.bfloat16), (90, 40, 4, 4096, torch.float32),
+    (100, 64, 4, 4096, torch.bfloat16),
+):
+    inner, target = 2 * rank * heads, GPUTarget("cuda", capability, 32)
+    shapes = (tokens, 1, 4, inner), (1, 4, inner, 2 * rank, heads), (tokens, 1, 4, heads)
+    call = [states(*shape, dtype=dtype) for shape in shapes]
+    found += [usage(*launch, target) for launch in launches(lambda: _factors("none", 1e-6, *call), target)]
+print(json.dumps(found))
+"""
+
+
+def test_it_compiles_without_spilled_registers():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
+    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
+    kernels = json.loads(run.stdout)
+    assert len(kernels) == 4 and all(kernel["stack"] == 0 for kernel in kernels)
+    assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)
