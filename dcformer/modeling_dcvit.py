@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .compose_dcformer import DCFormerCompose, make_compose
 from .configuration_dcformer import DCFormerConfig
-from .dcmha import checked_implementation, composed_attention_forward
+from .dcmha import PREFIX, checked_implementation, composed_attention_forward
 from .hub_dcformer import ComposingModel, register_model
 
 
@@ -130,7 +130,7 @@ class DCViTAttention(ViTAttention):
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )  # (batch, heads, length, channels)
-        pre, post = self.compose(hidden_states)
+        pre, post = self.compose(hidden_states, fused=self.config._attn_implementation != f"{PREFIX}plain")
         kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
         kwargs.update(pre=pre, post=post, scaling=self.scaling)
         dropout = self.attention_dropout if self.training else 0.0

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
-from .forward import SCORE_TYPES, join_over_keys, query_matrices
+from .forward import SCORE_TYPES, join_over_keys, launch_weights, partial_sums, query_matrices
 from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 from .tiles import (
@@ -39,7 +39,6 @@ from .tiles import (
     factors_of_keys,
     first_key_of_block,
     heads_of_program,
-    hide,
     identity,
     in_registers,
     is_seen_by_product,
@@ -47,7 +46,6 @@ from .tiles import (
     load_heads,
     load_matrix,
     load_query_vector,
-    part_places,
     real_keys,
     rows_in_sight,
     store_heads,
@@ -94,13 +92,11 @@ def composed_backward(
         launch_products(mask, chunk, sizes, query, key, scores, call.scaling * LOG2_E)
         launch_products(mask, chunk, sizes, output_gradient, value, gradients, 1.0, scale)
         matrices = query_matrices(mask, chunk, sizes, *stages, scores)
-        shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
-        partial = scores.new_empty(shape, dtype=torch.float32)
-        _deltas_kernel[chunk.grid(sizes)](
-            *(mask, chunk, *stages, scores, gradients, weights, composed, matrices, log_sums, partial, sizes.constants),
-            **sizes.composing,
+        sums = partial_sums(chunk, scores)
+        launch_weights(
+            *(sizes, mask, chunk, *stages, scores, matrices, log_sums, None, sums, gradients, weights, composed)
         )
-        join_over_keys(mask, chunk, sizes, None, partial, deltas)
+        join_over_keys(mask, chunk, sizes, None, sums, deltas)
         after = (weights, gradients, gradients, deltas, 1.0, post_query, post_key, statics[1])
         before = (scores, gradients, final_gradients, None, call.scaling, pre_query, pre_key, statics[0])
         _stage_gradients(mask, chunk, sizes, stages[1], 1, matrices, scale, *after)
@@ -193,36 +189,6 @@ def _sums(tensor: Tensor, *shape: int) -> Tensor:
 
 
 @triton.jit
-def _deltas_kernel(mask, chunk, pre, post, scores, gradients, weights, composed, matrices, log_sums, partial, sizes):
-    """Weights before and after they are composed, and sums by part of the keys of the former times their gradients."""
-    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
-    places = tile_places(chunk, batch_row, h, column, sizes)
-    if is_seen:
-        s = base + column
-        real, documents = real_keys(mask, b, s)
-        eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
-        pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        for row in range(first_row, end_row):
-            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
-            a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
-            d = tl.trans(load_heads(gradients + (places + row * chunk.columns), is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
-            x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
-            x = hide(x, mask, b, chunk.start + row, s, real, documents)
-            e = tl.exp2(x - log_sum[None, :])
-            store_heads(weights + (places + row * chunk.columns), e, is_head, sizes)
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
-            y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
-            store_heads(composed + (places + row * chunk.columns), y, is_head, sizes)
-            p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
-            product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
-            at = part_places(chunk, batch_row, h, row, sizes)
-            tl.store(partial + at, tl.sum(product, 1), mask=is_head[None, :])
-
-
-@triton.jit
 def _compositions_kernel(
     mask,
     chunk,
@@ -285,9 +251,8 @@ def _compositions_kernel(
             at = (block * chunk.columns + column)[:, None] * (NUMBER * HEADS) + h[None, :]
             for i in tl.static_range(NUMBER):
                 tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
-    elif deltas is None:
-        if is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
-            store_zeros(outputs + places, chunk, first_row, is_head, sizes)
+    elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
+        store_zeros(outputs + places, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
@@ -362,7 +327,7 @@ def _join_over_queries_kernel(
 ):
     """
     (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
-    computed; the first chunk of a row of the batch sets them. Program (block of keys, block of values, row of the batch).
+    computed; the first chunk of a row of the batch sets them. Program (block of keys, of values, row of the batch).
     """
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = tl.program_id(2).to(tl.int64)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .plan import Mask, Stage, States
-from .tiles import compose, key_factors, maps_over_heads, places_of, query_factors, static_map
+from .tiles import compose, key_factors, places_of, query_factors, static_map
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
@@ -231,8 +231,7 @@ def _scores_kernel(mask, step, pre, query, key, scale, CHANNELS: tl.constexpr, K
             k = tl.load(rows[:, :, None] + d[None, None, :], mask=is_pair_channel, other=0.0)
             products += q.to(tl.float32)[:, None, :] * k.to(tl.float32)
         a = (tl.sum(products, 2) * scale)[None, :, :]
-        maps = maps_over_heads(a, factors, of_keys, pre, False)
-        x = tl.reshape(compose(a, maps, factors, of_keys, static, pre, False), [step.HEADS_PADDED, KEYS])
+        x = tl.reshape(compose(a, factors, of_keys, static, pre), [step.HEADS_PADDED, KEYS])
         age = offset + index - position
         seen = inside
         if mask.CAUSAL:
@@ -292,8 +291,7 @@ def _values_kernel(
     products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
     for tile in range(start, stop, KEYS):
         e = tl.exp2(x - log_sum[:, None])[None, :, :]
-        maps = maps_over_heads(e, factors, of_keys, post, False)
-        y = tl.reshape(compose(e, maps, factors, of_keys, static, post, False), [step.HEADS_PADDED, KEYS])
+        y = tl.reshape(compose(e, factors, of_keys, static, post), [step.HEADS_PADDED, KEYS])
         products += y[:, :, None] * v.to(tl.float32)
         x, of_keys, v = _load_tile(tile + KEYS, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
     result = tl.sum(products, 1)

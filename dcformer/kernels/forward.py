@@ -11,6 +11,8 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 5. output: a matrix product of weights and values.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -65,10 +67,11 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         weights = scores.view(query.dtype)
         launch_products(mask, chunk, sizes, query, call.key, scores, call.scaling * LOG2_E)
         matrices = query_matrices(mask, chunk, sizes, pre, post, scores)
-        _launch_log_sums(mask, chunk, sizes, pre, scores, matrices, log_sums)
-        _weights_kernel[chunk.grid(sizes)](
-            *(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes.constants), **sizes.composing
-        )
+        arguments = (mask, chunk, pre, post, scores, matrices)
+        largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
+        launch_weights(sizes, *arguments, None, largest, sums, None, None, None)
+        join_over_keys(mask, chunk, sizes, largest, sums, log_sums)
+        launch_weights(sizes, *arguments, log_sums, None, None, None, None, weights)
         launch_output(mask, chunk, sizes, weights, value, output)
     return output, log_sums
 
@@ -86,14 +89,14 @@ def query_matrices(mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, post: Sta
     return matrices
 
 
-def _launch_log_sums(
-    mask: Mask, chunk: Chunk, sizes: Sizes, pre: Stage, scores: Tensor, matrices: Tensor, log_sums: Tensor
-) -> None:
+def partial_sums(chunk: Chunk, scores: Tensor) -> Tensor:
+    """Memory for a sum by part of the keys: (batch, part, row, heads)."""
     shape = (chunk.number, chunk.columns // PART.value, chunk.rows, scores.shape[1])
-    largest, sums = (scores.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    arguments = (mask, chunk, pre, scores, matrices, largest, sums)
-    _block_sums_kernel[chunk.grid(sizes)](*arguments, sizes.constants, **sizes.composing)
-    join_over_keys(mask, chunk, sizes, largest, sums, log_sums)
+    return scores.new_empty(shape, dtype=torch.float32)
+
+
+def launch_weights(sizes: Sizes, mask: Mask, chunk: Chunk, *arguments: Any) -> None:
+    _weights_kernel[chunk.grid(sizes)](mask, chunk, *arguments, sizes.constants, **sizes.composing)
 
 
 def join_over_keys(
@@ -141,28 +144,6 @@ def _matrix(stage, b, group, h, is_head, t, sizes):
 
 
 @triton.jit
-def _block_sums_kernel(mask, chunk, pre, scores, matrices, largest, sums, sizes):
-    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
-    if is_seen:
-        s = base + column
-        real, documents = real_keys(mask, b, s)
-        eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
-        key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        places = tile_places(chunk, batch_row, h, column, sizes)
-        for row in range(first_row, end_row):
-            a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
-            x, _maps = compose_heads(a, in_registers(a, eye), matrix, key, eye, pre, False)
-            x = hide(x, mask, b, chunk.start + row, s, real, documents)
-            x = tl.reshape(x, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
-            highest = tl.maximum(tl.max(x, 1), -1e30)  # [KEYS // PART, HEADS]
-            at = part_places(chunk, batch_row, h, row, sizes)
-            tl.store(largest + at, highest, mask=is_head[None, :])
-            tl.store(sums + at, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
-
-
-@triton.jit
 def _join_over_keys_kernel(mask, chunk, largest, sums, joined, sizes, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Program (part of a block of rows, block of rows, row of the batch)."""
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
@@ -196,8 +177,14 @@ def _join_over_keys_kernel(mask, chunk, largest, sums, joined, sizes, BLOCK: tl.
 
 
 @triton.jit
-def _weights_kernel(mask, chunk, pre, post, scores, weights, matrices, log_sums, sizes):
-    """Composed weights, in the place of the scores."""
+def _weights_kernel(
+    mask, chunk, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed, sizes
+):
+    """
+    From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
+    sums are there, composed weights, which may take the place of the scores; or, if their gradients are there too, the
+    weights before and after they are composed and the sums of the former times their gradients.
+    """
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     places = tile_places(chunk, batch_row, h, column, sizes)
@@ -206,16 +193,36 @@ def _weights_kernel(mask, chunk, pre, post, scores, weights, matrices, log_sums,
         real, documents = real_keys(mask, b, s)
         eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
         pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
-        post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        post_key = ()
+        if log_sums is not None:
+            post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
         for row in range(first_row, end_row):
-            log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
-            a = tl.trans(load_heads(scores + (places + row * chunk.columns), is_head, sizes))  # [KEYS, HEADS]
+            at = places + row * chunk.columns
+            if log_sums is not None:
+                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
+            a = tl.trans(load_heads(scores + at, is_head, sizes))  # [KEYS, HEADS]
+            if gradients is not None:
+                d = tl.trans(load_heads(gradients + at, is_head, sizes))
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
-            e = tl.exp2(x - log_sum[None, :])
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
-            y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
-            store_heads(weights + (places + row * chunk.columns), y, is_head, sizes)
-    elif is_seen_by_product(mask, b, chunk, first_row, tl.program_id(0) * sizes.KEYS, sizes):
-        store_zeros(weights + places, chunk, first_row, is_head, sizes)
+            if log_sums is None:
+                x = tl.reshape(x, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
+                highest = tl.maximum(tl.max(x, 1), -1e30)  # [KEYS // PART, HEADS]
+                part = part_places(chunk, batch_row, h, row, sizes)
+                tl.store(largest + part, highest, mask=is_head[None, :])
+                tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
+            else:
+                e = tl.exp2(x - log_sum[None, :])
+                matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+                y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
+                store_heads(composed + at, y, is_head, sizes)
+                if gradients is not None:
+                    store_heads(weights + at, e, is_head, sizes)
+                    p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
+                    product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
+                    part = part_places(chunk, batch_row, h, row, sizes)
+                    tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
+    elif log_sums is not None and gradients is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
+        # [`launch_output`] reads it; the products over queries look for themselves.
+        store_zeros(composed + places, chunk, first_row, is_head, sizes)

@@ -209,7 +209,7 @@ def row_stride(tensor: Tensor | None) -> int:
 def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
     """
     Chunks of queries, and of the batch if it is large, whose workspace stays within a bound: at least one block of
-    queries of one row of the batch. A query of a row takes `bytes_per_column` for each of its columns, and its matrices.
+    queries of one row of the batch. A query takes `bytes_per_column` for each of its columns, and its matrices.
     """
     batch, heads, queries, _ = call.query.shape
     columns = _columns(call, queries, sizes)

@@ -53,8 +53,8 @@ def launch_key_products(
 ) -> None:
     """
     gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves: gradients of
-    values, with the output's gradient as the query, or of keys, with gradients of scores as the weights. The first chunk
-    of a row of the batch sets them.
+    values, with the output's gradient as the query, or of keys, with gradients of scores as the weights. The first
+    chunk of a row of the batch sets them.
     """
     key_heads, channels = gradients.shape[1], query.shape[3]
     block = _output_block(channels, query)

@@ -170,31 +170,19 @@ def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
 
 
 @triton.jit
-def maps_over_heads(a, query, key, stage, TRANSPOSED: tl.constexpr):
-    """Sums over the heads of a times w1 (w2 in the transpose), [QUERIES, 1, KEYS] for each rank of either side."""
-    maps = ()
-    for r in tl.static_range(stage.query.RANK):
-        maps = maps + (tl.sum(a * query[TRANSPOSED * stage.query.RANK + r], 1, keep_dims=True),)
-    for r in tl.static_range(stage.key.RANK):
-        maps = maps + (tl.sum(a * key[TRANSPOSED * stage.key.RANK + r], 1, keep_dims=True),)
-    return maps
-
-
-@triton.jit
-def compose(a, maps, query, key, static, stage, TRANSPOSED: tl.constexpr):
-    """Equation 7 for a tile whose maps are known: every term reads the tile as it came."""
+def compose(a, query, key, static, stage):
+    """Equation 7 for a tile [QUERIES, HEADS, KEYS]: every term reads the tile as it came."""
     x = a
     for r in tl.static_range(stage.query.RANK):
-        x += maps[r] * query[(1 - TRANSPOSED) * stage.query.RANK + r]
+        x += tl.sum(a * query[r], 1, keep_dims=True) * query[stage.query.RANK + r]
     for r in tl.static_range(stage.key.RANK):
-        x += maps[stage.query.RANK + r] * key[(1 - TRANSPOSED) * stage.key.RANK + r]
+        x += tl.sum(a * key[r], 1, keep_dims=True) * key[stage.key.RANK + r]
     if stage.query.GATE:
         x += a * query[2 * stage.query.RANK]
     if stage.key.GATE:
         x += a * key[2 * stage.key.RANK]
     if stage.HAS_STATIC:
-        mixing = static[0] if TRANSPOSED else tl.permute(static[0], [0, 2, 1])
-        mixing = tl.broadcast_to(mixing, [a.shape[0], a.shape[1], a.shape[1]])
+        mixing = tl.broadcast_to(tl.permute(static[0], [0, 2, 1]), [a.shape[0], a.shape[1], a.shape[1]])
         x += tl.dot(mixing, a, input_precision="ieee")
     return x
 
@@ -228,7 +216,7 @@ def tile_places(chunk, batch_row, h, column, sizes):
 
 @triton.jit
 def part_places(chunk, batch_row, h, row, sizes):
-    """Where what the program's parts of the keys [KEYS // PART] contribute to a row's heads is in (batch, part, row, heads)."""
+    """Where the program's parts of the keys, [KEYS // PART], of a row's heads are in (batch, part, row, heads)."""
     part = tl.program_id(0) * (sizes.KEYS // PART) + tl.arange(0, sizes.KEYS // PART)
     rows = (batch_row * (chunk.columns // PART) + part) * chunk.rows + row
     return rows[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
@@ -254,11 +242,12 @@ def store_heads(pointers, tile, is_head, sizes):
 
 
 @triton.jit
-def is_seen_by_product(mask, b, chunk, first_row, first_column, sizes):
+def is_seen_by_product(mask, b, chunk, first_row, sizes):
     """
-    Whether a tile that none of its queries sees is in a block of keys that another query of the block of rows sees,
-    which the matrix products therefore read.
+    Whether the program's tile, which none of its queries sees, is in a block of keys that another query of the block of
+    rows sees, which the matrix products therefore read.
     """
+    first_column = tl.program_id(0) * sizes.KEYS
     block_row = first_row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS
     first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
     begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
@@ -327,8 +316,8 @@ def in_registers(a, eye):
 @triton.jit
 def sum_over_heads(product):
     """
-    The sum of each row of [KEYS, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which each
-    thread takes its own: nothing is exchanged between threads.
+    The sum of each row of [KEYS, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which
+    each thread takes its own: nothing is exchanged between threads.
     """
     KEYS: tl.constexpr = product.shape[0]
     HEADS: tl.constexpr = product.shape[1]
