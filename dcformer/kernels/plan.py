@@ -19,9 +19,9 @@ from .call import LOG2_E, Call
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
-# Queries that a program composes one after another, and the keys whose scores it adds up: those of a warp, so that no
-# sum waits for another warp.
-ROWS = 64
+# Queries that a program composes one after another, or half as many where there would be fewer programs than this.
+ROWS, _PROGRAMS = 64, 512
+# Keys whose scores it adds up: those of a warp, so that no sum waits for another warp.
 PART = tl.constexpr(16)
 # What a program composes at once, of one query: scores of all heads of a group, and keys, at least. Then the warps, and
 # for how many queries at once scores are on their way. Hopper multiplies by four warps together, which leaves each of
@@ -171,8 +171,12 @@ class Sizes(NamedTuple):
         kind = "float32" if call.query.dtype == torch.float32 else "hopper" if is_hopper(call.query) else "others"
         scores, keys, warps, stages = TILES[kind]
         keys = min(rows, max(keys, scores // padded))
+        seen = min(window + ROWS, call.key.shape[2])
+        programs = -(-call.query.shape[2] // ROWS) * -(-seen // keys) * call.query.shape[0] * call.groups
+        composed = ROWS if programs >= _PROGRAMS else ROWS // 2
         # More heads take the shared memory of fewer stages.
-        return cls(heads, padded, call.groups, rows, rows, ROWS, keys, warps, stages if padded < 64 else min(stages, 3))
+        stages = stages if padded < 64 else min(stages, 3)
+        return cls(heads, padded, call.groups, rows, rows, composed, keys, warps, stages)
 
 
 class Chunk(NamedTuple):
