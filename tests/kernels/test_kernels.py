@@ -18,6 +18,7 @@ from operator_inputs import (
     value_and_gradients,
 )
 
+from benchmarks import gpu_kernels
 from dcformer import Visibility, set_workspace_bytes
 from dcformer.kernels import plan
 
@@ -96,6 +97,14 @@ def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
 def test_large_tiles_equal_the_reference():
     inputs = make_inputs(batch=1, heads=1, channels=16, queries=270, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, sliding_window=260)
+
+
+def test_the_benchmark_of_kernels_checks_and_times_all_of_them():
+    rows = list(gpu_kernels.measure(torch.device(DEVICE), [gpu_kernels.Shape(2, 16, 20)], [], 60))
+    assert all(row["error"] < 3e-3 and len(row["microseconds"]) > 0 for row in rows if row["pass"] != "decode")
+    launched = {(row["pass"], row["kernel"], len(row["microseconds"])) for row in rows if row["kernel"] != "(torch)"}
+    assert {("forward", "_weights_kernel", 2), ("backward", "_compositions_kernel", 2)} <= launched
+    assert ("decode", "_values_kernel", 1) in launched and len(launched) == 5 + 9 + 2
 
 
 def test_every_case_is_supported_or_has_a_mask_for_each_head():
