@@ -53,7 +53,7 @@ EXTRAS = {
         "ruff",
         "scikit-learn",
         # The tests run the kernels in its interpreter; a build of torch for CPUs does not bring it.
-        "triton>=3.4; platform_system == 'Linux'",
+        "triton>=3.6; platform_system == 'Linux'",
         "uv",
     ],
 }

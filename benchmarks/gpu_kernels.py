@@ -23,7 +23,7 @@ from torch import Tensor
 from dcformer.bench.candidates import relative_error
 from dcformer.bench.operands import Operands, prompt_operands, step_operands
 from dcformer.dcmha import Visibility
-from dcformer.kernels import backward, decode, forward, plan
+from dcformer.kernels import backward, composing, decode, forward, plan
 from dcformer.kernels.call import Call
 
 
@@ -103,7 +103,7 @@ def number_type(device: torch.device) -> torch.dtype:
 
 def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> dict[str, list[float]]:
     """Microseconds of each launch of each kernel of a call, and of what PyTorch runs between them."""
-    kind = type(forward._weights_kernel)  # compiled or interpreted
+    kind = type(composing._weights_kernel)  # compiled or interpreted
     run = kind.run
     marks: list[tuple[str, Any]] = []
 

@@ -20,43 +20,18 @@ gradient of a key's w1 is a times the map of d, of w2 it is d times the map of a
 over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
 """
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
-from .forward import SCORE_TYPES, join_over_keys, launch_weights, partial_sums, query_matrices
-from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, plan_chunks
+from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
+from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
+from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
-from .tiles import (
-    blocks_in_sight,
-    columns_in_sight,
-    compose_heads,
-    factor_of_query,
-    factors_of_keys,
-    first_key_of_block,
-    heads_of_program,
-    identity,
-    in_registers,
-    is_seen_by_product,
-    key_ranges,
-    load_heads,
-    load_matrix,
-    load_query_vector,
-    real_keys,
-    rows_in_sight,
-    store_heads,
-    store_zeros,
-    tile_of_program,
-    tile_places,
-)
 
 
 # What the product over the keys is launched with.
-_MATRIX_GRADIENTS: dict[str, Any] = {"num_warps": 2, "num_stages": 4, "enable_fp_fusion": True}
+MATRIX_GRADIENTS = {"num_warps": 2, "num_stages": 4}
 # Bound of the scaled gradients of weights, far enough from float16's largest number for what compositions make of them.
 _LARGEST_GRADIENT = 2.0**10
 
@@ -70,55 +45,42 @@ def composed_backward(
     """
     query, key, value = call.query, call.key, call.value
     sizes, mask = Sizes.of(call), Mask.of(call)
-    stages = Stage.both(call)
-    chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, stages), workspace_bytes))
+    pre, post = Stage.both(call)
+    chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
-    sum_type = torch.float32 if chunks[-1].start > 0 else None
-    query_gradient, pre_query, post_query = (_new(tensor) for tensor in (query, call.pre_query, call.post_query))
-    key_gradient, value_gradient, pre_key, post_key = (
-        _new(tensor, sum_type) for tensor in (key, value, call.pre_key, call.post_key)
-    )
-    statics = [
-        None if static is None else torch.zeros_like(static, dtype=torch.float32)
-        for static in (call.pre_static, call.post_static)
-    ]
+    types = {"dtype": torch.float32} if chunks[-1].start > 0 else {}
+    found = {}  # by the tensor's place in the call
+    for place, tensor in enumerate(call[:9]):
+        if tensor is not None and place in (5, 8):
+            found[place] = torch.zeros_like(tensor, dtype=torch.float32)
+        elif tensor is not None:
+            found[place] = tensor.new_empty(tensor.shape, **(types if place in (1, 2, 4, 7) else {}))
     scale = _scale(output_gradient, value)
     deltas = torch.empty_like(log_sums)
     for chunk in chunks:
+        work = Work(mask, chunk, sizes)
         scores = query.new_empty(chunk.shape(query.shape[1]), dtype=SCORE_TYPES[query.dtype])
         gradients, weights = torch.empty_like(scores), torch.empty_like(scores)
-        composed = query.new_empty(scores.shape)
-        final_gradients = gradients.view(query.dtype)
-        launch_products(mask, chunk, sizes, query, key, scores, call.scaling * LOG2_E)
-        launch_products(mask, chunk, sizes, output_gradient, value, gradients, 1.0, scale)
-        matrices = query_matrices(mask, chunk, sizes, *stages, scores)
-        sums = partial_sums(chunk, scores)
-        launch_weights(
-            *(sizes, mask, chunk, *stages, scores, matrices, log_sums, None, sums, gradients, weights, composed)
-        )
-        join_over_keys(mask, chunk, sizes, None, sums, deltas)
-        after = (weights, gradients, gradients, deltas, 1.0, post_query, post_key, statics[1])
-        before = (scores, gradients, final_gradients, None, call.scaling, pre_query, pre_key, statics[0])
-        _stage_gradients(mask, chunk, sizes, stages[1], 1, matrices, scale, *after)
-        _stage_gradients(mask, chunk, sizes, stages[0], 0, matrices, scale, *before)
-        launch_key_products(mask, chunk, sizes, composed, output_gradient, value_gradient)
-        launch_output(mask, chunk, sizes, final_gradients, key, query_gradient)
-        launch_key_products(mask, chunk, sizes, final_gradients, query, key_gradient)
-    gradients = (query_gradient, key_gradient, value_gradient, pre_query, pre_key, statics[0], post_query, post_key)
-    return tuple(
-        None if gradient is None else gradient.to(tensor.dtype)
-        for gradient, tensor in zip((*gradients, statics[1]), call[:9])
-    )
+        composed, of_scores = query.new_empty(scores.shape), gradients.view(query.dtype)
+        launch_products(work, query, key, scores, call.scaling * LOG2_E)
+        launch_products(work, output_gradient, value, gradients, 1.0, scale)
+        matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
+        inputs = (pre, post, scores, matrices, log_sums)
+        work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed)
+        join_over_keys(work, None, sums, deltas)
+        of_post, of_pre = ([found.get(place) for place in places] for places in ((6, 7, 8), (3, 4, 5)))
+        _stage_gradients(work, post, 1, matrices, scale, weights, gradients, gradients, deltas, 1.0, *of_post)
+        _stage_gradients(work, pre, 0, matrices, scale, scores, gradients, of_scores, None, call.scaling, *of_pre)
+        launch_key_products(work, composed, output_gradient, found[2])
+        launch_output(work, of_scores, key, found[0])
+        launch_key_products(work, of_scores, query, found[1])
+    return tuple(found[place].to(call[place].dtype) if place in found else None for place in range(9))
 
 
-def _new(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    return None if tensor is None else tensor.new_empty(tensor.shape, dtype=dtype)
-
-
-def _bytes_per_column(sizes: Sizes, query: Tensor, stages: tuple[Stage, Stage]) -> int:
+def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
     heads = sizes.GROUPS * sizes.HEADS
-    sums = -(-4 * heads // PART.value) + -(-4 * heads * max(stage.key.number for stage in stages) // sizes.ROWS)
+    sums = -(-4 * heads // PART.value) + -(-4 * heads * max(pre.key.number, post.key.number) // sizes.ROWS)
     return 4 * heads * query.element_size() + sums
 
 
@@ -131,9 +93,7 @@ def _scale(output_gradient: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _stage_gradients(
-    mask: Mask,
-    chunk: Chunk,
-    sizes: Sizes,
+    work: Work,
     stage: Stage,
     index: int,
     matrices: Tensor,
@@ -148,210 +108,31 @@ def _stage_gradients(
     of_static: Tensor | None,
 ) -> None:
     """
-    Of one composition, from its inputs and the gradients of its outputs: gradients of the factors and the static map;
-    after the softmax (index 1, with deltas) its outputs and, in place, gradients of scores that were composed before;
-    before the softmax the gradients of its inputs, times a factor, as outputs.
+    Of the composition after (index 1) or before the softmax, from its inputs and the gradients of its outputs: the
+    gradients of its factors and static map, and of its inputs, times a factor, or after the softmax, with the deltas,
+    of the softmax's inputs.
     """
-    # Scores hold a factor of log2(e).
-    of_factors = 1.0 if index == 1 else 1 / LOG2_E
-    heads = inputs.shape[1]
+    mask, chunk, sizes = work
+    heads, rows = inputs.shape[1], min(chunk.rows, mask.queries - chunk.start)
+    of_factors = 1.0 if index == 1 else 1 / LOG2_E  # which scores hold
     if of_query is not None or of_static is not None:
+        maps = None
+        if of_static is not None:
+            maps = matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
+        arguments = (stage, inputs, gradients, scale, of_query, maps, of_factors)
         grid = (chunk.rows, 1, chunk.number * sizes.GROUPS)
-        size = sizes.HEADS_PADDED
-        maps = None if of_static is None else _sums(inputs, chunk.number, chunk.rows, sizes.GROUPS, size, size)
-        _matrix_gradients_kernel[grid](
-            *(mask, chunk, stage, inputs, gradients, scale, of_query, maps, of_factors, sizes.constants),
-            **_MATRIX_GRADIENTS,
-        )
-        if of_static is not None and maps is not None:
-            rows = min(chunk.rows, mask.queries - chunk.start)
+        work.launch(_matrix_gradients_kernel, grid, MATRIX_GRADIENTS, *arguments)
+        if of_static is not None:
             of_static += maps[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
-    shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, stage.key.number, heads)
-    partial = None if of_key is None else _sums(inputs, *shape)
+    partial = None
+    if of_key is not None:
+        shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, stage.key.number, heads)
+        partial = inputs.new_empty(shape, dtype=torch.float32)
+    arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
-    options = {"maxnreg": 255, **sizes.composing}
-    _compositions_kernel[chunk.grid(sizes)](
-        *(mask, chunk, stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor),
-        sizes.constants,
-        **options,
-    )
+    work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
     if of_key is not None:
         keys, values = 16, 64
-        _join_over_queries_kernel[(-(-mask.keys // keys), -(-shape[3] * heads // values), chunk.number)](
-            *(mask, chunk, partial, of_key, of_factors, stage.key.number, sizes.constants, values, keys),
-            *(chunk.start == 0,),
-            **JOINING,
-        )
-
-
-def _sums(tensor: Tensor, *shape: int) -> Tensor:
-    return tensor.new_empty(shape, dtype=torch.float32)
-
-
-@triton.jit
-def _compositions_kernel(
-    mask,
-    chunk,
-    stage,
-    STAGE: tl.constexpr,
-    inputs,
-    gradients,
-    outputs,
-    matrices,
-    deltas,
-    scale,
-    key_sums,
-    factor,
-    sizes,
-):
-    """
-    See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
-    queries, column, factors, heads).
-    """
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    NUMBER: tl.constexpr = 2 * stage.key.RANK + stage.key.GATE
-    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
-    places = tile_places(chunk, batch_row, h, column, sizes)
-    if is_seen:
-        s = base + column
-        real, _documents = real_keys(mask, b, s)
-        eye = identity(sizes.HEADS_PADDED, inputs.dtype.element_ty)
-        key = factors_of_keys(stage.key, b, h, is_head, s, real, inputs.dtype.element_ty)
-        inverse = 1.0
-        if scale is not None:
-            inverse = 1.0 / tl.load(scale)
-            if deltas is None:
-                factor *= inverse
-        w1_sums = zero_sums(stage.key.RANK, sizes)
-        w2_sums = zero_sums(stage.key.RANK, sizes)
-        gate_sums = zero_sums(stage.key.GATE, sizes)
-        for row in range(first_row, end_row):
-            at = places + row * chunk.columns
-            a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [KEYS, HEADS]
-            d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
-            if deltas is not None:
-                delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
-            a32 = in_registers(a, eye)
-            d32 = in_registers(d, eye)
-            p, d_maps = compose_heads(d, d32, matrix, key, eye, stage, True)
-            if deltas is not None:
-                p = a32 * (p - delta[None, :])
-            else:
-                p *= factor
-            store_heads(outputs + at, p, is_head, sizes)
-            w1_sums = add_products(w1_sums, d_maps, a32)
-            _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
-            w2_sums = add_products(w2_sums, a_maps, d32)
-            gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
-        if key_sums is not None:
-            sums = w1_sums + w2_sums + gate_sums
-            block = batch_row * tl.num_programs(1) + tl.program_id(1)
-            at = (block * chunk.columns + column)[:, None] * (NUMBER * HEADS) + h[None, :]
-            for i in tl.static_range(NUMBER):
-                tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
-    elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
-        store_zeros(outputs + places, chunk, first_row, is_head, sizes)
-
-
-@triton.jit
-def zero_sums(NUMBER: tl.constexpr, sizes):
-    sums = ()
-    for _ in tl.static_range(NUMBER):
-        sums = sums + (tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], tl.float32),)
-    return sums
-
-
-@triton.jit
-def add_products(sums, maps, tile):
-    added = ()
-    for i in tl.static_range(len(sums)):
-        added = added + (sums[i] + maps[i] * tile,)
-    return added
-
-
-@triton.jit
-def _matrix_gradients_kernel(mask, chunk, stage, inputs, gradients, scale, of_query, of_matrices, factor, sizes):
-    """
-    Of one query: the gradient of its matrix, heads in by heads out, and from it those of its factors, (batch, heads,
-    query, factors). Program (row, 0, group in a row of the batch).
-    """
-    RANK: tl.constexpr = stage.query.RANK
-    NUMBER: tl.constexpr = 2 * stage.query.RANK + stage.query.GATE
-    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    row = tl.program_id(0)
-    t = chunk.start + row
-    if t < mask.queries:
-        first, last = key_ranges(mask, b, t)
-        base = first_key_of_block(mask, chunk.start + row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
-        begin, end = blocks_in_sight(tl.maximum(first - base, 0), last - base, sizes.KEYS)
-        places = tile_places(chunk, batch_row, h, tl.arange(0, sizes.KEYS), sizes) + row * chunk.columns
-        total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
-        for block in range(begin, end):
-            a = load_heads(inputs + (places + block * sizes.KEYS), is_head, sizes)  # [HEADS, KEYS]
-            d = load_heads(gradients + (places + block * sizes.KEYS), is_head, sizes)
-            total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
-        if scale is not None:
-            factor /= tl.load(scale)
-        total *= factor
-        if of_query is not None:
-            at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * NUMBER
-            kind = of_query.dtype.element_ty
-            for r in tl.static_range(RANK):
-                w1 = factor_of_query(stage.query, b, h, is_head, t, r)
-                w2 = factor_of_query(stage.query, b, h, is_head, t, RANK + r)
-                tl.store(at + r, tl.sum(total * w2[None, :], 1).to(kind), mask=is_head)
-                tl.store(at + (RANK + r), tl.sum(total * w1[:, None], 0).to(kind), mask=is_head)
-            if stage.query.GATE:
-                gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
-                tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
-        if of_matrices is not None:
-            member = tl.arange(0, sizes.HEADS_PADDED)
-            at = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
-            tl.store(of_matrices + (at + member[:, None] * sizes.HEADS_PADDED + member[None, :]), total)
-
-
-@triton.jit
-def _join_over_queries_kernel(
-    mask,
-    chunk,
-    partial,
-    sums,
-    factor,
-    NUMBER: tl.constexpr,
-    sizes,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-):
-    """
-    (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
-    computed; the first chunk of a row of the batch sets them. Program (block of keys, of values, row of the batch).
-    """
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    batch_row = tl.program_id(2).to(tl.int64)
-    b = batch_row + chunk.batch
-    value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    begin, end = rows_in_sight(mask, b, chunk, s, sizes.ROWS)
-    is_value = (value < NUMBER * HEADS)[None, :]
-    total = tl.zeros([KEYS, BLOCK], tl.float32)
-    for start in range(begin, end, sizes.ROWS):
-        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.ROWS, sizes.PRODUCT_ROWS)
-        # A block of keys may lie across tiles of columns, each of which was computed if any query sees it.
-        column = s - base
-        tile = column // sizes.KEYS
-        first_tile, last_tile = blocks_in_sight(first, last, sizes.KEYS)
-        is_there = (
-            (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
-        )
-        at = (batch_row * (chunk.rows // sizes.ROWS) + start // sizes.ROWS) * chunk.columns + column
-        places = at[:, None] * (NUMBER * HEADS) + value[None, :]
-        total += tl.load(partial + places, mask=is_value & is_there[:, None], other=0.0)
-    places = ((b * HEADS + value % HEADS)[None, :] * mask.keys + s[:, None]) * NUMBER + (value // HEADS)[None, :]
-    inside = is_value & (s < mask.keys)[:, None]
-    total *= factor
-    if not IS_FIRST:
-        total += tl.load(sums + places, mask=inside, other=0.0)
-    tl.store(sums + places, total.to(sums.dtype.element_ty), mask=inside)
+        grid = (-(-mask.keys // keys), -(-stage.key.number * heads // values), chunk.number)
+        sizes_of_block = (stage.key.number, values, keys, chunk.start == 0)
+        work.launch(_join_over_queries_kernel, grid, JOINING, partial, of_key, of_factors, *sizes_of_block)

@@ -13,6 +13,9 @@ share out those that it does hold. Results are the same bit by bit from run to r
 Keys are counted by position. `_place_of` turns a position into the place of its row in memory: in a ring by the
 remainder, in a paged cache through the table of blocks. A row of the batch has keys `first` to `last` that any of its
 queries may see; only these are read, and the scores of key `position` stand in column `position - first`.
+
+A tile is [1, HEADS, KEYS]. Its factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, KEYS] for
+the keys': w1 of each rank, w2 of each rank, the gate.
 """
 
 from typing import NamedTuple
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .plan import Mask, Stage, States
-from .tiles import compose, key_factors, places_of, query_factors, static_map
+from .tiles import places_of
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
@@ -148,6 +151,78 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
             raise ValueError("A ring needs key_lengths, which say where its newest key is.")
         if not 1 <= ring_size <= slots:
             raise ValueError(f"ring_size must be from 1 to the {slots} places of a row, got {ring_size}.")
+
+
+@triton.jit
+def load_factors(side, block, h, position, inside):
+    """The factors of a side, in float32, for positions that broadcast with the heads [1, HEADS, 1]."""
+    factors = ()
+    if side.pointer is not None:
+        heads = (h // side.SERVED * tl.cast(side.head, tl.int64))[None, :, None]
+        places = (block * side.batch + position.to(tl.int64) * side.position + heads) * side.UNIT
+        if side.UNIT == 8:
+            eight = tl.load(
+                side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0
+            )
+            eight = eight.to(tl.float32)
+            # The bits of a factor's number are axes, of which a split takes the last.
+            bits = tl.reshape(eight, [eight.shape[0], eight.shape[1], eight.shape[2], 2, 2, 2])
+            even, odd = tl.split(bits)
+            f04, f26 = tl.split(even)
+            f15, f37 = tl.split(odd)
+            f0, f4 = tl.split(f04)
+            f1, f5 = tl.split(f15)
+            f2, f6 = tl.split(f26)
+            f3, f7 = tl.split(f37)
+            factors = (f0, f1, f2, f3, f4, f5, f6, f7)
+        else:
+            places += (h % side.SERVED * side.served)[None, :, None]
+            for i in tl.static_range(2 * side.RANK + side.GATE):
+                factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
+                factors = factors + (factor.to(tl.float32),)
+    return factors
+
+
+@triton.jit
+def query_factors(side, b, h, is_head, t, is_query):
+    """Of [QUERIES, HEADS, 1]."""
+    return load_factors(side, b, h, t[:, None, None], is_query[:, None, None] & is_head[None, :, None])
+
+
+@triton.jit
+def key_factors(side, block, h, is_head, s, is_key):
+    """Of [1, HEADS, KEYS]; `block` is the row of the batch or, of each key [1, 1, KEYS], the block of a paged cache."""
+    return load_factors(side, block, h, s[None, None, :], is_key[None, None, :] & is_head[None, :, None])
+
+
+@triton.jit
+def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
+    """A tuple with [1, HEADS, HEADS], heads in by heads out, or with nothing."""
+    static = ()
+    if stage.HAS_STATIC:
+        h = tl.arange(0, HEADS_PADDED)
+        places = (group * HEADS + h[:, None]) * HEADS + h[None, :]
+        inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
+        static = (tl.load(stage.static + places, mask=inside, other=0).to(tl.float32)[None, :, :],)
+    return static
+
+
+@triton.jit
+def compose(a, query, key, static, stage):
+    """Equation 7 for a tile [QUERIES, HEADS, KEYS]: every term reads the tile as it came."""
+    x = a
+    for r in tl.static_range(stage.query.RANK):
+        x += tl.sum(a * query[r], 1, keep_dims=True) * query[stage.query.RANK + r]
+    for r in tl.static_range(stage.key.RANK):
+        x += tl.sum(a * key[r], 1, keep_dims=True) * key[stage.key.RANK + r]
+    if stage.query.GATE:
+        x += a * query[2 * stage.query.RANK]
+    if stage.key.GATE:
+        x += a * key[2 * stage.key.RANK]
+    if stage.HAS_STATIC:
+        mixing = tl.broadcast_to(tl.permute(static[0], [0, 2, 1]), [a.shape[0], a.shape[1], a.shape[1]])
+        x += tl.dot(mixing, a, input_precision="ieee")
+    return x
 
 
 @triton.jit

@@ -29,7 +29,7 @@ PART = tl.constexpr(16)
 # registers.
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
 # What kernels are launched with that add up what blocks contribute.
-JOINING: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+JOINING = {"num_warps": 4}
 
 
 class States(NamedTuple):
@@ -150,11 +150,6 @@ class Sizes(NamedTuple):
     STAGES: int
 
     @property
-    def composing(self) -> dict[str, Any]:
-        """What kernels that compose are launched with."""
-        return {"num_warps": self.WARPS, "num_stages": self.STAGES, "enable_fp_fusion": True}
-
-    @property
     def constants(self) -> "Sizes":
         """The same as kernels take it."""
         return Sizes(*map(tl.constexpr, self))  # type: ignore[arg-type]
@@ -195,9 +190,22 @@ class Chunk(NamedTuple):
     def shape(self, heads: int) -> tuple[int, int, int, int]:
         return self.number, heads, self.rows, self.columns
 
-    def grid(self, sizes: Sizes) -> tuple[int, int, int]:
-        """Programs that compose: blocks of columns, blocks of rows, groups of heads in each row of the batch."""
-        return self.columns // sizes.KEYS, self.rows // sizes.ROWS, self.number * sizes.GROUPS
+
+class Work(NamedTuple):
+    """A chunk of a call, as the first arguments of every kernel."""
+
+    mask: Mask
+    chunk: Chunk
+    sizes: Sizes
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], *arguments: Any) -> None:
+        kernel[grid](self.mask, self.chunk, self.sizes.constants, *arguments, **options, enable_fp_fusion=True)
+
+    def launch_composing(self, kernel: Any, *arguments: Any, **options: Any) -> None:
+        """A program for each block of columns, block of rows, and group of heads in each row of the batch."""
+        chunk, sizes = self.chunk, self.sizes
+        grid = (chunk.columns // sizes.KEYS, chunk.rows // sizes.ROWS, chunk.number * sizes.GROUPS)
+        self.launch(kernel, grid, {"num_warps": sizes.WARPS, "num_stages": sizes.STAGES, **options}, *arguments)
 
 
 def is_hopper(tensor: Tensor) -> bool:

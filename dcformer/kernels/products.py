@@ -7,19 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Chunk, Mask, Sizes, States
+from .plan import Sizes, States, Work
 from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, places_of, rows_in_sight
 
 
 def launch_products(
-    mask: Mask,
-    chunk: Chunk,
-    sizes: Sizes,
-    query: Tensor,
-    key: Tensor,
-    products: Tensor,
-    factor: float,
-    scale: Tensor | None = None,
+    work: Work, query: Tensor, key: Tensor, products: Tensor, factor: float, scale: Tensor | None = None
 ) -> None:
     """
     products = factor * scale * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights;
@@ -30,39 +23,37 @@ def launch_products(
     # channels wastes nothing on heads of 80 or 96.
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
-    _products_kernel[(chunk.columns // sizes.PRODUCT_KEYS, chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
-        *(mask, chunk, States.of(query), States.of(key), products, factor, scale, sizes.constants),
-        *(heads // key.shape[1], channels, step),
-        **_options(sizes, query),
-    )
+    arguments = (States.of(query), States.of(key), products, factor, scale, heads // key.shape[1], channels, step)
+    _launch(work, _products_kernel, work.chunk.columns // work.sizes.PRODUCT_KEYS, heads, query, *arguments)
 
 
-def launch_output(mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, value: Tensor, output: Tensor) -> None:
+def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
     """output = weights . value for the queries of a chunk."""
     heads, channels = weights.shape[1], value.shape[3]
     block = _output_block(channels, value)
-    _output_kernel[(-(-channels // block), chunk.rows // sizes.PRODUCT_ROWS, chunk.number * heads)](
-        *(mask, chunk, weights, States.of(value), States.of(output), sizes.constants),
-        *(heads // value.shape[1], channels, block, _step(value)),
-        **_options(sizes, value),
-    )
+    arguments = (weights, States.of(value), States.of(output), heads // value.shape[1], channels, block, _step(value))
+    _launch(work, _output_kernel, -(-channels // block), heads, value, *arguments)
 
 
-def launch_key_products(
-    mask: Mask, chunk: Chunk, sizes: Sizes, weights: Tensor, query: Tensor, gradients: Tensor
-) -> None:
+def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: Tensor) -> None:
     """
     gradients += weights^T . query over the queries of a chunk and the heads that a key/value head serves: gradients of
     values, with the output's gradient as the query, or of keys, with gradients of scores as the weights. The first
     chunk of a row of the batch sets them.
     """
+    mask, chunk, sizes = work
     key_heads, channels = gradients.shape[1], query.shape[3]
     block = _output_block(channels, query)
-    _key_products_kernel[(-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)](
-        *(mask, chunk, weights, States.of(query), States.of(gradients), sizes.constants),
-        *(weights.shape[1] // key_heads, channels, block, _step(query), chunk.start == 0),
-        **_options(sizes, query),
-    )
+    grid = (-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)
+    arguments = (weights, States.of(query), States.of(gradients), weights.shape[1] // key_heads, channels)
+    options = _options(sizes, query)
+    work.launch(_key_products_kernel, grid, options, *arguments, block, _step(query), chunk.start == 0)
+
+
+def _launch(work: Work, kernel: Any, blocks: int, heads: int, states: Tensor, *arguments: Any) -> None:
+    """For blocks of columns or channels, blocks of rows, heads of each row of the batch."""
+    grid = (blocks, work.chunk.rows // work.sizes.PRODUCT_ROWS, work.chunk.number * heads)
+    work.launch(kernel, grid, _options(work.sizes, states), *arguments)
 
 
 def _output_block(channels: int, states: Tensor) -> int:
@@ -79,19 +70,19 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
     """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
     is_float32 = states.dtype == torch.float32
     warps = 8 if is_float32 or sizes.PRODUCT_ROWS > 64 else 4
-    return {"num_warps": warps, "num_stages": 2 if is_float32 else 3, "enable_fp_fusion": True}
+    return {"num_warps": warps, "num_stages": 2 if is_float32 else 3}
 
 
 @triton.jit
 def _products_kernel(
     mask,
     chunk,
+    sizes,
     query,
     key,
     products,
     factor,
     scale,
-    sizes,
     SERVED: tl.constexpr,
     CHANNELS: tl.constexpr,
     STEP: tl.constexpr,
@@ -127,10 +118,10 @@ def _products_kernel(
 def _output_kernel(
     mask,
     chunk,
+    sizes,
     weights,
     value,
     output,
-    sizes,
     SERVED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -163,10 +154,10 @@ def _output_kernel(
 def _key_products_kernel(
     mask,
     chunk,
+    sizes,
     weights,
     query,
     gradients,
-    sizes,
     SERVED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -104,7 +104,7 @@ def test_machines_without_triton_or_a_gpu_that_it_compiles_for_are_refused(monke
         monkeypatch.setattr(triton_form, "triton_version", lambda version=version: version)
         with pytest.raises(ValueError, match=reason):
             triton(*inputs_of(10))
-    monkeypatch.setattr(triton_form, "triton_version", lambda: "3.4")
+    monkeypatch.setattr(triton_form, "triton_version", lambda: "3.6")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "the tensors are on the CPU" in triton_form._why_not_here("cpu", None)
 

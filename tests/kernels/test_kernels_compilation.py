@@ -1,6 +1,7 @@
 """The kernels compile for GPUs of three generations that are not there."""
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -9,14 +10,9 @@ from pathlib import Path
 import dcformer
 
 
-# Instructions for a score of the kernels that compose, on Hopper with 32 heads. Four warps multiply together there.
-INSTRUCTIONS = {
-    "_block_sums_kernel": 25,
-    "_weights_kernel": 27,
-    "_deltas_kernel": 43,
-    "_compositions_kernel": 27,
-    "_matrix_gradients_kernel": 4,
-}
+# Instructions for a score of the kernels that compose, on Hopper with 32 heads: the softmax's sums, weights, and weights
+# in the backward pass; gradients of scores, before and after the softmax; and of the matrices of queries, launched twice.
+INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27], "_matrix_gradients_kernel": [4]}
 
 
 def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
@@ -32,9 +28,9 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     assert operators == inference | {(90, "forward"), (90, "backward")}
     hopper = [kernel for kernel in kernels if kernel["capability"] == 90]
     assert [kernel for kernel in hopper if kernel["spills"] > 0 or kernel["stack"] > 48] == []
-    found = [kernel for kernel in hopper if kernel["kernel"] in INSTRUCTIONS]
-    assert {kernel["kernel"] for kernel in found} == set(INSTRUCTIONS)
-    assert [kernel for kernel in found if kernel["instructions"] > INSTRUCTIONS[kernel["kernel"]]] == []
+    for name, bounds in INSTRUCTIONS.items():
+        found = sorted(kernel["instructions"] for kernel in hopper if kernel["kernel"] == name)
+        assert len(found) == len(bounds) and all(map(operator.le, found, bounds)), (name, found)
     # Elsewhere the sums of the keys' gradients and their factors leave a few registers too few.
     assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.

@@ -1,0 +1,492 @@
+"""Kernels that compose: equation 7 of all heads of a group, with the heads as the contraction of matrix products.
+
+Programs walk along the queries of a block and keep the factors of their keys. A tile is what one query has of them,
+[KEYS, HEADS]. All that the query and the static map do to it is a product with one matrix, I + gate + w1 w2^T + static.
+What the keys do is elementwise but for the sums over the heads. With w1 and w2 exchanged and the matrix transposed the
+same function computes the transposed composition, as gradients need it. Exponents are to base 2, with log2(e) in the
+factor of the scores.
+"""
+
+import triton
+import triton.language as tl
+
+from .plan import PART
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, rows_in_sight
+
+
+@triton.jit
+def real_keys(mask, b, s):
+    """Which of the keys exist and are no padding, and the number of the document of each."""
+    real = s < mask.keys
+    documents = s
+    if mask.sequences is not None:
+        documents = tl.load(mask.sequences + b * mask.sequence_stride + s, mask=real, other=-2)
+    if mask.padding is not None:
+        real = real & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)
+    return real, documents
+
+
+@triton.jit
+def hide(x, mask, b, t, s, real, documents):
+    """Composed scores [KEYS, HEADS] of query t, with -inf for keys that it does not see and a float mask added."""
+    first, last = key_ranges(mask, b, t)
+    visible = real & (s >= first) & (s <= last)
+    if mask.sequences is not None:
+        visible = visible & (documents == tl.load(mask.sequences + b * mask.sequence_stride + t))
+    if mask.dense is not None:
+        places = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
+        dense = tl.load(mask.dense + places, mask=s < mask.keys, other=0)
+        if mask.dense.dtype.element_ty == tl.float32:
+            x += dense[:, None]
+        else:
+            visible = visible & (dense != 0)
+    return tl.where(visible[:, None], x, -float("inf"))
+
+
+@triton.jit
+def heads_of_program(chunk, sizes):
+    """Of the program's group: row of the workspace, row of the batch, the group, its heads, and which of them exist."""
+    row = (tl.program_id(2) // sizes.GROUPS).to(tl.int64)
+    group = tl.program_id(2) % sizes.GROUPS
+    member = tl.arange(0, sizes.HEADS_PADDED)
+    return row, row + chunk.batch, group, group * sizes.HEADS + member, member < sizes.HEADS
+
+
+@triton.jit
+def tile_of_program(mask, b, chunk, sizes):
+    """First row and that after the last, columns, key of column 0, and whether any of the queries may see any key."""
+    first_row = tl.program_id(1) * sizes.ROWS
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.KEYS)
+    column = tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS)
+    end_row = tl.minimum(first_row + sizes.ROWS, mask.queries - chunk.start)
+    return first_row, end_row, column, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
+
+
+@triton.jit
+def tile_places(chunk, batch_row, h, column, sizes):
+    """Where [HEADS, KEYS] of row 0 are in the workspace, from which those of a row are row * chunk.columns further."""
+    heads = (batch_row * (sizes.GROUPS * sizes.HEADS) + h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
+    return heads[:, None] + column[None, :]
+
+
+@triton.jit
+def part_places(chunk, batch_row, h, row, sizes):
+    """Where the program's parts of the keys, [KEYS // PART], of a row's heads are in (batch, part, row, heads)."""
+    part = tl.program_id(0) * (sizes.KEYS // PART) + tl.arange(0, sizes.KEYS // PART)
+    rows = (batch_row * (chunk.columns // PART) + part) * chunk.rows + row
+    return rows[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
+
+
+@triton.jit
+def load_heads(pointers, is_head, sizes):
+    """Of all heads of a group, the first dimension, with zeros for heads that only pad it."""
+    if sizes.HEADS == sizes.HEADS_PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=is_head[:, None], other=0.0)
+
+
+@triton.jit
+def store_heads(pointers, tile, is_head, sizes):
+    """Of a tile [KEYS, HEADS]."""
+    tile = tl.trans(tile).to(pointers.dtype.element_ty)
+    if sizes.HEADS == sizes.HEADS_PADDED:
+        tl.store(pointers, tile)
+    else:
+        tl.store(pointers, tile, mask=is_head[:, None])
+
+
+@triton.jit
+def is_seen_by_product(mask, b, chunk, first_row, sizes):
+    """
+    Whether the program's tile, which none of its queries sees, is in a block of keys that another query of the block of
+    rows sees, which the matrix products therefore read.
+    """
+    first_column = tl.program_id(0) * sizes.KEYS
+    block_row = first_row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS
+    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
+    return (first_column >= begin * sizes.PRODUCT_KEYS) & (first_column < end * sizes.PRODUCT_KEYS)
+
+
+@triton.jit
+def store_zeros(pointers, chunk, first_row, is_head, sizes):
+    for row in range(first_row, first_row + sizes.ROWS):
+        zeros = tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], pointers.dtype.element_ty)
+        store_heads(pointers + row * chunk.columns, zeros, is_head, sizes)
+
+
+@triton.jit
+def load_query_vector(vector, mask, b, h, is_head, t, sizes):
+    """[HEADS] of (batch, heads, query)."""
+    return tl.load(vector + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t), mask=is_head, other=0.0)
+
+
+@triton.jit
+def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, sizes):
+    """The query's own matrix of a stage, heads in by heads out."""
+    SIZE: tl.constexpr = sizes.HEADS_PADDED * sizes.HEADS_PADDED
+    h = tl.arange(0, sizes.HEADS_PADDED)
+    index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + STAGE
+    return tl.load(matrices + index * SIZE + (h[:, None] * sizes.HEADS_PADDED + h[None, :]))
+
+
+@triton.jit
+def factors_of_keys(side, b, h, is_head, s, is_key, DTYPE: tl.constexpr):
+    """A tuple of [KEYS, HEADS]: w1 of each rank, w2 of each rank, the gate."""
+    factors = ()
+    if side.pointer is not None:
+        places = b * side.batch + s.to(tl.int64)[:, None] * side.position + h[None, :] * tl.cast(side.head, tl.int64)
+        for i in tl.static_range(2 * side.RANK + side.GATE):
+            inside = is_key[:, None] & is_head[None, :]
+            factors = factors + (tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0.0).to(DTYPE),)
+    return factors
+
+
+@triton.jit
+def factor_of_query(side, b, h, is_head, t, i: tl.constexpr):
+    """[HEADS] in float32."""
+    places = b * side.batch + tl.cast(t, tl.int64) * side.position + h * tl.cast(side.head, tl.int64) + i * side.factor
+    return tl.load(side.pointer + places, mask=is_head, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    h = tl.arange(0, SIZE)
+    return (h[:, None] == h[None, :]).to(DTYPE)
+
+
+@triton.jit
+def in_registers(a, eye):
+    """
+    A tile in float32, as a matrix product leaves it. The product with the identity is exact, and cheaper than to change
+    how threads hold what they have loaded.
+    """
+    if a.dtype == tl.float32:
+        return a
+    else:
+        return tl.dot(a, eye)
+
+
+@triton.jit
+def sum_over_heads(product):
+    """
+    The sum of each row of [KEYS, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which
+    each thread takes its own: nothing is exchanged between threads.
+    """
+    KEYS: tl.constexpr = product.shape[0]
+    HEADS: tl.constexpr = product.shape[1]
+    total = tl.dot(product, tl.full([HEADS, 8], 1.0, product.dtype))
+    total, _same = tl.split(tl.reshape(total, [KEYS, 4, 2]))
+    total = tl.broadcast_to(total[:, None, :, None], [KEYS, HEADS // 8, 4, 2])
+    return tl.reshape(total, [KEYS, HEADS])
+
+
+@triton.jit
+def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
+    """
+    Equation 7 for one query's tile a [KEYS, HEADS], which is given in float32 too: the composed tile in float32, and
+    its sums over the heads with the keys' w1 (w2 in the transpose) of each rank, in every column of [KEYS, HEADS].
+    """
+    x = a32
+    if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
+        x = tl.dot(a, tl.trans(matrix) if TRANSPOSED else matrix, input_precision="ieee")
+    RANK: tl.constexpr = stage.key.RANK
+    maps = ()
+    if RANK + stage.key.GATE > 0:
+        a = a32.to(a.dtype)
+        of_key = a * key[2 * RANK] if stage.key.GATE else tl.zeros(a.shape, a.dtype)
+        for r in tl.static_range(RANK):
+            product = a * key[TRANSPOSED * RANK + r]
+            total = tl.sum(product, 1, keep_dims=True) if a.dtype == tl.float32 else sum_over_heads(product)
+            of_key += total.to(a.dtype) * key[(1 - TRANSPOSED) * RANK + r]
+            maps = maps + (total,)
+        x = x + of_key if a.dtype == tl.float32 else tl.dot(of_key, eye, x)
+    return x, maps
+
+
+@triton.jit
+def _matrices_kernel(mask, chunk, sizes, pre, post, matrices):
+    """Program (row, before or after the softmax, group in a row of the batch)."""
+    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
+    row = tl.program_id(0)
+    if chunk.start + row < mask.queries:
+        index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + tl.program_id(1)
+        member = tl.arange(0, sizes.HEADS_PADDED)
+        places = member[:, None] * sizes.HEADS_PADDED + member[None, :]
+        places += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+        if tl.program_id(1) == 0:
+            matrix = _matrix(pre, b, group, h, is_head, chunk.start + row, sizes)
+        else:
+            matrix = _matrix(post, b, group, h, is_head, chunk.start + row, sizes)
+        tl.store(matrices + places, matrix.to(matrices.dtype.element_ty))
+
+
+@triton.jit
+def _matrix(stage, b, group, h, is_head, t, sizes):
+    RANK: tl.constexpr = stage.query.RANK
+    matrix = identity(sizes.HEADS_PADDED, tl.float32)
+    if stage.query.GATE:
+        matrix += matrix * factor_of_query(stage.query, b, h, is_head, t, 2 * RANK)[None, :]
+    for r in tl.static_range(RANK):
+        w1 = factor_of_query(stage.query, b, h, is_head, t, r)
+        matrix += w1[:, None] * factor_of_query(stage.query, b, h, is_head, t, RANK + r)[None, :]
+    if stage.HAS_STATIC:
+        places = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
+        matrix += tl.load(stage.static + places, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
+    return matrix
+
+
+@triton.jit
+def _weights_kernel(
+    mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed
+):
+    """
+    From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
+    sums are there, composed weights, which may take the place of the scores; or, if their gradients are there too, the
+    weights before and after they are composed and the sums of the former times their gradients.
+    """
+    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
+    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    places = tile_places(chunk, batch_row, h, column, sizes)
+    if is_seen:
+        s = base + column
+        real, documents = real_keys(mask, b, s)
+        eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
+        pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        post_key = ()
+        if log_sums is not None:
+            post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        for row in range(first_row, end_row):
+            at = places + row * chunk.columns
+            if log_sums is not None:
+                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
+            a = tl.trans(load_heads(scores + at, is_head, sizes))  # [KEYS, HEADS]
+            if gradients is not None:
+                d = tl.trans(load_heads(gradients + at, is_head, sizes))
+            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
+            x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
+            x = hide(x, mask, b, chunk.start + row, s, real, documents)
+            if log_sums is None:
+                x = tl.reshape(x, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
+                highest = tl.maximum(tl.max(x, 1), -1e30)  # [KEYS // PART, HEADS]
+                part = part_places(chunk, batch_row, h, row, sizes)
+                tl.store(largest + part, highest, mask=is_head[None, :])
+                tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
+            else:
+                e = tl.exp2(x - log_sum[None, :])
+                matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+                y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
+                store_heads(composed + at, y, is_head, sizes)
+                if gradients is not None:
+                    store_heads(weights + at, e, is_head, sizes)
+                    p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
+                    product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
+                    part = part_places(chunk, batch_row, h, row, sizes)
+                    tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
+    elif log_sums is not None and gradients is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
+        # [`launch_output`] reads it; the products over queries look for themselves.
+        store_zeros(composed + places, chunk, first_row, is_head, sizes)
+
+
+@triton.jit
+def _compositions_kernel(
+    mask,
+    chunk,
+    sizes,
+    stage,
+    STAGE: tl.constexpr,
+    inputs,
+    gradients,
+    outputs,
+    matrices,
+    deltas,
+    scale,
+    key_sums,
+    factor,
+):
+    """
+    See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
+    queries, column, factors, heads).
+    """
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    NUMBER: tl.constexpr = 2 * stage.key.RANK + stage.key.GATE
+    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
+    first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
+    places = tile_places(chunk, batch_row, h, column, sizes)
+    if is_seen:
+        s = base + column
+        real, _documents = real_keys(mask, b, s)
+        eye = identity(sizes.HEADS_PADDED, inputs.dtype.element_ty)
+        key = factors_of_keys(stage.key, b, h, is_head, s, real, inputs.dtype.element_ty)
+        inverse = 1.0
+        if scale is not None:
+            inverse = 1.0 / tl.load(scale)
+            if deltas is None:
+                factor *= inverse
+        w1_sums = zero_sums(stage.key.RANK, sizes)
+        w2_sums = zero_sums(stage.key.RANK, sizes)
+        gate_sums = zero_sums(stage.key.GATE, sizes)
+        for row in range(first_row, end_row):
+            at = places + row * chunk.columns
+            a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [KEYS, HEADS]
+            d = tl.trans(load_heads(gradients + at, is_head, sizes))
+            matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
+            if deltas is not None:
+                delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
+            a32 = in_registers(a, eye)
+            d32 = in_registers(d, eye)
+            p, d_maps = compose_heads(d, d32, matrix, key, eye, stage, True)
+            if deltas is not None:
+                p = a32 * (p - delta[None, :])
+            else:
+                p *= factor
+            store_heads(outputs + at, p, is_head, sizes)
+            w1_sums = add_products(w1_sums, d_maps, a32)
+            _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
+            w2_sums = add_products(w2_sums, a_maps, d32)
+            gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
+        if key_sums is not None:
+            sums = w1_sums + w2_sums + gate_sums
+            block = batch_row * tl.num_programs(1) + tl.program_id(1)
+            at = (block * chunk.columns + column)[:, None] * (NUMBER * HEADS) + h[None, :]
+            for i in tl.static_range(NUMBER):
+                tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
+    elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
+        store_zeros(outputs + places, chunk, first_row, is_head, sizes)
+
+
+@triton.jit
+def zero_sums(NUMBER: tl.constexpr, sizes):
+    sums = ()
+    for _ in tl.static_range(NUMBER):
+        sums = sums + (tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], tl.float32),)
+    return sums
+
+
+@triton.jit
+def add_products(sums, maps, tile):
+    added = ()
+    for i in tl.static_range(len(sums)):
+        added = added + (sums[i] + maps[i] * tile,)
+    return added
+
+
+@triton.jit
+def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale, of_query, of_matrices, factor):
+    """
+    Of one query: the gradient of its matrix, heads in by heads out, and from it those of its factors, (batch, heads,
+    query, factors). Program (row, 0, group in a row of the batch).
+    """
+    RANK: tl.constexpr = stage.query.RANK
+    NUMBER: tl.constexpr = 2 * stage.query.RANK + stage.query.GATE
+    batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
+    row = tl.program_id(0)
+    t = chunk.start + row
+    if t < mask.queries:
+        first, last = key_ranges(mask, b, t)
+        base = first_key_of_block(mask, chunk.start + row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
+        begin, end = blocks_in_sight(tl.maximum(first - base, 0), last - base, sizes.KEYS)
+        places = tile_places(chunk, batch_row, h, tl.arange(0, sizes.KEYS), sizes) + row * chunk.columns
+        total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
+        for block in range(begin, end):
+            a = load_heads(inputs + (places + block * sizes.KEYS), is_head, sizes)  # [HEADS, KEYS]
+            d = load_heads(gradients + (places + block * sizes.KEYS), is_head, sizes)
+            total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
+        if scale is not None:
+            factor /= tl.load(scale)
+        total *= factor
+        if of_query is not None:
+            at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * NUMBER
+            kind = of_query.dtype.element_ty
+            for r in tl.static_range(RANK):
+                w1 = factor_of_query(stage.query, b, h, is_head, t, r)
+                w2 = factor_of_query(stage.query, b, h, is_head, t, RANK + r)
+                tl.store(at + r, tl.sum(total * w2[None, :], 1).to(kind), mask=is_head)
+                tl.store(at + (RANK + r), tl.sum(total * w1[:, None], 0).to(kind), mask=is_head)
+            if stage.query.GATE:
+                gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
+                tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
+        if of_matrices is not None:
+            member = tl.arange(0, sizes.HEADS_PADDED)
+            at = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+            tl.store(of_matrices + (at + member[:, None] * sizes.HEADS_PADDED + member[None, :]), total)
+
+
+@triton.jit
+def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Program (part of a block of rows, block of rows, row of the batch)."""
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    batch_row = tl.program_id(2).to(tl.int64)
+    b = batch_row + chunk.batch
+    first_row = tl.program_id(1) * sizes.ROWS
+    first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
+    begin, end = blocks_in_sight(first, last, sizes.KEYS)
+    begin, end = begin * (sizes.KEYS // PART), end * (sizes.KEYS // PART)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = chunk.start + first_row + element // HEADS
+    inside = (element < sizes.ROWS * HEADS) & (t < mask.queries)
+    highest = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, STEP):
+        part = start + tl.arange(0, STEP)
+        at = ((batch_row * (chunk.columns // PART) + part) * chunk.rows + first_row)[:, None] * HEADS
+        is_there = (part < end)[:, None] & inside[None, :]
+        of_parts = tl.load(sums + (at + element[None, :]), mask=is_there, other=0.0)  # [STEP, BLOCK]
+        if largest is not None:
+            of_largest = tl.load(largest + (at + element[None, :]), mask=is_there, other=-1e30)
+            new = tl.maximum(highest, tl.max(of_largest, 0))
+            of_parts *= tl.exp2(of_largest - new[None, :])
+            total *= tl.exp2(highest - new)
+            highest = new
+        total += tl.sum(of_parts, 0)
+    if largest is not None:
+        # Infinity leaves a query that sees no key with weights of zero.
+        total = tl.where(total > 0.0, highest + tl.log2(total), float("inf"))
+    tl.store(joined + ((b * HEADS + element % HEADS) * mask.queries + t), total, mask=inside)
+
+
+@triton.jit
+def _join_over_queries_kernel(
+    mask,
+    chunk,
+    sizes,
+    partial,
+    sums,
+    factor,
+    NUMBER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+):
+    """
+    (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
+    computed; the first chunk of a row of the batch sets them. Program (block of keys, of values, row of the batch).
+    """
+    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    batch_row = tl.program_id(2).to(tl.int64)
+    b = batch_row + chunk.batch
+    value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    begin, end = rows_in_sight(mask, b, chunk, s, sizes.ROWS)
+    is_value = (value < NUMBER * HEADS)[None, :]
+    total = tl.zeros([KEYS, BLOCK], tl.float32)
+    for start in range(begin, end, sizes.ROWS):
+        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.ROWS, sizes.PRODUCT_ROWS)
+        # A block of keys may lie across tiles of columns, each of which was computed if any query sees it.
+        column = s - base
+        tile = column // sizes.KEYS
+        first_tile, last_tile = blocks_in_sight(first, last, sizes.KEYS)
+        is_there = (
+            (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
+        )
+        at = (batch_row * (chunk.rows // sizes.ROWS) + start // sizes.ROWS) * chunk.columns + column
+        places = at[:, None] * (NUMBER * HEADS) + value[None, :]
+        total += tl.load(partial + places, mask=is_value & is_there[:, None], other=0.0)
+    places = ((b * HEADS + value % HEADS)[None, :] * mask.keys + s[:, None]) * NUMBER + (value // HEADS)[None, :]
+    inside = is_value & (s < mask.keys)[:, None]
+    total *= factor
+    if not IS_FIRST:
+        total += tl.load(sums + places, mask=inside, other=0.0)
+    tl.store(sums + places, total.to(sums.dtype.element_ty), mask=inside)
