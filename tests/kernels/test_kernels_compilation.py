@@ -10,8 +10,8 @@ from pathlib import Path
 import dcformer
 
 
-# Instructions for a score of the kernels that compose, on Hopper with 32 heads: the softmax's sums, weights, and weights
-# in the backward pass; gradients of scores, before and after the softmax; and of the matrices of queries, launched twice.
+# Instructions for a score of the kernels that compose, on Hopper with 32 heads: the softmax's sums, weights, weights in
+# the backward pass; gradients of scores before and after the softmax; gradients of queries' matrices, launched twice.
 INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27], "_matrix_gradients_kernel": [4]}
 
 
