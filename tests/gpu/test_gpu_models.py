@@ -20,14 +20,17 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 def launched(monkeypatch):
     """The names of the passes that ran on the kernels, which take calls of any size here."""
     names = set()
-    for module in (forward, backward, decode):
-        name = f"composed_{module.__name__.rpartition('.')[2]}"
 
-        def watched(*arguments, name=name, run=getattr(module, name)):
+    def watch(name, run):
+        def watched(*arguments):
             names.add(name)
             return run(*arguments)
 
-        monkeypatch.setattr(module, name, watched)
+        return watched
+
+    for module in (forward, backward, decode):
+        name = f"composed_{module.__name__.rpartition('.')[2]}"
+        monkeypatch.setattr(module, name, watch(name, getattr(module, name)))
     monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
     torch._dynamo.reset()
     return names
