@@ -2,8 +2,7 @@
 
 from .. import compose_dcformer
 from ..dcmha import register_implementation
-from .native import has_bfloat16_products
-from .native import register as register_native
+from .native import has_bfloat16_products, native_attention, native_projection, why_not_native
 from .ops import set_workspace_bytes
 from .projection import triton_factors
 from .triton_form import triton_attention, why_not_automatic, why_not_triton
@@ -11,9 +10,9 @@ from .triton_form import triton_attention, why_not_automatic, why_not_triton
 
 def register() -> None:
     """Add the implementations "native" and "triton". Triton itself is imported when its kernels first run."""
-    register_native()
+    register_implementation("native", native_attention, why_not_native, automatic=why_not_native)
     register_implementation("triton", triton_attention, why_not_triton, why_not_automatic)
-    compose_dcformer.fused_factors = triton_factors
+    compose_dcformer.fused_projection, compose_dcformer.fused_factors = native_projection, triton_factors
 
 
 __all__ = ["has_bfloat16_products", "register", "set_workspace_bytes"]

@@ -26,18 +26,14 @@ INSTRUCTION_SETS = {
 
 def instruction_sets() -> tuple[str, ...]:
     """Those that machines of this kind may have."""
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
-        return ("avx512", "avx2")
-    return ("neon",) if machine in ("aarch64", "arm64") else ()
+    known = {"x86_64": ("avx512", "avx2"), "amd64": ("avx512", "avx2"), "aarch64": ("neon",), "arm64": ("neon",)}
+    return known.get(platform.machine().lower(), ())
 
 
 def find_library(instruction_set: str, folder: Path) -> Path | None:
     """The library that `compile_library` made of these sources in a folder, if it is there as it was made."""
-    for path in folder.glob(f"{_stem(instruction_set)}-*.so"):
-        if path.stem.endswith(_digest(path.read_bytes())):
-            return path
-    return None
+    found = folder.glob(f"{_stem(instruction_set)}-*.so")
+    return next((path for path in found if path.stem.endswith(_digest(path.read_bytes()))), None)
 
 
 def _stem(instruction_set: str) -> str:
@@ -50,15 +46,10 @@ def _digest(*contents: bytes) -> str:
     return hashlib.sha256(b"".join(contents)).hexdigest()[:12]
 
 
-def find_compiler() -> str | None:
-    """`CXX` of the environment, or the first C++ compiler on the path."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
 def compile_library(instruction_set: str, folder: Path) -> Path:
     """Compile the library for one instruction set into a folder, all at once or, with an OSError, not at all."""
-    compiler = find_compiler()
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise OSError("there is no C++ compiler")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,17 @@
 """One call of composed attention laid out flat, as torch's operators take it and kernels are launched from it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..dcmha import Visibility, Weights
+from ..dcmha import ComposeWeights, Visibility, Weights
 
 
 LOG2_E = 1.4426950408889634
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_RANK = 8
+DIFFERENTIABLE, TENSORS = 9, 12  # of a call's fields, the first that may have gradients, and all that are no numbers
 
 
 class Call(NamedTuple):
@@ -38,35 +41,40 @@ class Call(NamedTuple):
         cls, query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, mask: Visibility, scaling: float
     ) -> "Call":
         """The call with these arguments; pre and post have the same groups."""
-        composed = [weights for weights in (pre, post) if not is_empty(weights)]
+        groups = (*groups_of(pre, post), 1)[0]
         masks = (mask.padding, mask.sequence_ids, mask.dense)
         band = (mask.is_causal, mask.sliding_window, mask.query_offset)
-        groups = composed[0].groups if composed else 1
         return cls(query, key, value, *_tensors(pre), *_tensors(post), *masks, groups, *band, scaling)
 
     def with_channels_last(self) -> "Call":
         """The same with the channels of query, key and value side by side in memory, as the kernels read them."""
-        return self._replace(**{name: channels_last(getattr(self, name)) for name in ("query", "key", "value")})
+        return Call(*map(channels_last, self[:3]), *self[3:])
+
+    def needs_gradient(self) -> bool:  # no property: older Dynamos stop at one of a named tuple
+        """Whether it will be differentiated, as far as can be known."""
+        given = [tensor for tensor in self[:DIFFERENTIABLE] if tensor is not None]
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+
+    def rank(self) -> int:
+        """The largest of any side."""
+        sides = (self.pre_query, self.pre_key, self.post_query, self.post_key)
+        return max([0, *[side.shape[3] // 2 for side in sides if side is not None]])
 
 
-# Those that may have gradients.
-DIFFERENTIABLE = Call._fields[:9]
+def groups_of(*stages: Weights) -> list[int]:
+    """Groups of heads of each composition that changes something."""
+    return [each.groups for each in stages if each and not (each.query is each.key is each.static is None)]
 
 
-def needs_gradient(call: Call) -> bool:  # no property: older Dynamos stop at one of a named tuple
-    """Whether it will be differentiated, as far as can be known."""
-    tensors = call[: len(DIFFERENTIABLE)]
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def is_empty(weights: Weights) -> bool:
-    """Whether a composition changes nothing."""
-    return weights is None or (weights.query is None and weights.key is None and weights.static is None)
-
-
-def why_no_kernel(pre: Weights, post: Weights, mask: Visibility, dropout: float) -> str | None:
+def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if its own reasons decide."""
-    if pre is not None and post is not None and pre.groups != post.groups and not (is_empty(pre) or is_empty(post)):
+    call = Call.of(*inputs, mask, 1.0)
+    for tensor in call[:DIFFERENTIABLE]:
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"it takes float32, bfloat16 and float16, not {str(tensor.dtype).removeprefix('torch.')}"
+    if (rank := call.rank()) > MOST_RANK:
+        return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
+    if any(groups != call.groups for groups in groups_of(*inputs[3:])):
         return "there are different groups of heads before and after the softmax"
     if dropout > 0.0:
         return "it has no dropout"
@@ -74,20 +82,21 @@ def why_no_kernel(pre: Weights, post: Weights, mask: Visibility, dropout: float)
         return "the mask has a gradient"
     if mask.dense is not None and mask.dense.shape[1] > 1:
         return "the mask differs between heads"
+    return why_transformed()
+
+
+def why_transformed() -> str | None:
+    """Likewise, where torch.func or derivatives in forward mode are at work."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return "torch.func does not see through it"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "it has no derivatives in forward mode"
-    return None
+    return "it has no derivatives in forward mode" if torch.autograd.forward_ad._current_level >= 0 else None
 
 
 def channels_last(states: Tensor) -> Tensor:
     return states if states.shape[-1] == 1 or states.stride(-1) == 1 else states.contiguous()
 
 
-def _tensors(weights: Weights) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
     """The factors of the queries and of the keys, and the static map."""
-    if weights is None:
-        return None, None, None
-    query, key = (None if side is None else side.factors for side in (weights.query, weights.key))
-    return query, key, weights.static
+    query, key, static, _ = weights or ComposeWeights()
+    return *(None if side is None else side.factors for side in (query, key)), static

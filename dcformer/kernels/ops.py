@@ -5,13 +5,12 @@ stand here, and import it when the first of them runs; those of C++ are in `nati
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, Call, channels_last
+from .call import DIFFERENTIABLE, TENSORS, Call, channels_last
 
 
 _workspace_bytes: int | None = None
@@ -31,18 +30,16 @@ def set_workspace_bytes(number: int | None) -> None:
     _workspace_bytes = number
 
 
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? pre_query, Tensor? pre_key, Tensor? pre_static, "
-    "Tensor? post_query, Tensor? post_key, Tensor? post_static, Tensor? padding, Tensor? sequence_ids, "
-    "Tensor? dense, SymInt groups, bool is_causal, SymInt? sliding_window, SymInt query_offset, float scaling"
-)
+_KINDS = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "SymInt", int | None: "SymInt?"}
+_KINDS[float] = "float"
+ARGUMENTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     from .forward import composed_forward
 
     call = Call(*arguments).with_channels_last()
-    with _on_device_of(call.query):
+    with torch.cuda.device_of(call.query):  # where Triton launches kernels
         output, log_sums = composed_forward(call, _workspace_bytes or 2**28)
     return _heads_inside(output), log_sums
 
@@ -51,7 +48,7 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     from .backward import composed_backward
 
     call, log_sums = Call(*arguments[:-1]).with_channels_last(), arguments[-1]
-    with _on_device_of(call.query):
+    with torch.cuda.device_of(call.query):
         gradients = composed_backward(channels_last(output_gradient), call, log_sums, _workspace_bytes or 2**30)
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -59,28 +56,26 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 def _decode(*arguments: Any) -> Tensor:
     from .decode import composed_decode
 
-    *flat, key_lengths, block_table, ring_size = arguments
-    call = Call(*flat)
-    call = call._replace(query=channels_last(call.query))
-    if block_table is None:
-        call = call.with_channels_last()
-    with _on_device_of(call.query):
-        return _heads_inside(composed_decode(call, key_lengths, block_table, ring_size))
+    call, of_cache = Call(*arguments[:-3]).with_channels_last(), arguments[-3:]
+    with torch.cuda.device_of(call.query):
+        return _heads_inside(composed_decode(call, *of_cache))
 
 
-def _output_fake(*arguments: Any) -> Tensor:
+def _heads_inside(output: Tensor) -> Tensor:
+    """The same in memory as [`new_output`] has it."""
+    return output.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     """(batch, heads, query, value channels), in memory (batch, query, heads, channels), as models go on with it."""
-    query, _, value = arguments[:3]
     batch, heads, queries, _ = query.shape
     return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
 
 
-def inference_op(name: str, function: Callable[..., Tensor], more_arguments: str = "") -> Callable[..., Tensor]:
-    """Register `torch.ops.dcformer.NAME`, a function of a [`Call`]'s fields, and of more, to the output."""
-    made = torch.library.custom_op(
-        f"dcformer::{name}", function, mutates_args=(), schema=f"({_ARGUMENTS}{more_arguments}) -> Tensor"
-    )
-    made.register_fake(_output_fake)
+def register_op(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any] = new_output) -> Any:
+    """Register `torch.ops.dcformer.NAME`; `fake` returns new tensors of the sizes, types and strides of its results."""
+    made = torch.library.custom_op(f"dcformer::{name}", function, mutates_args=(), schema=schema)
+    made.register_fake(fake)
     return made
 
 
@@ -91,27 +86,22 @@ def differentiable_op(
     Register `torch.ops.dcformer.NAME_forward`, which returns output and `log_sums`, (batch, heads, query) in float32,
     and `NAME_backward`, which returns the gradients of the differentiable tensors that are not None, in their types.
     """
-    forward_op = torch.library.custom_op(
-        f"dcformer::{name}_forward", forward, mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor)"
-    )
-    backward_op = torch.library.custom_op(
-        f"dcformer::{name}_backward",
-        backward,
-        mutates_args=(),
-        schema=f"(Tensor output_gradient, {_ARGUMENTS}, Tensor log_sums) -> Tensor[]",
-    )
 
-    def forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-        query = arguments[0]
-        return _output_fake(*arguments), query.new_empty(query.shape[:3], dtype=torch.float32)
+    def forward_fake(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return new_output(query, *others), query.new_empty(query.shape[:3], dtype=torch.float32)
 
     def backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-        return [tensor.new_empty(tensor.shape) for tensor in arguments[: len(DIFFERENTIABLE)] if tensor is not None]
+        return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+
+    def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:TENSORS], output[1])
+        ctx.numbers = inputs[TENSORS:]
+        ctx.mark_non_differentiable(output[1])
 
     def gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, log_sums = ctx.saved_tensors
         found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
-        made = [None if tensor is None else next(found) for tensor in tensors[: len(DIFFERENTIABLE)]]
+        made = [None if tensor is None else next(found) for tensor in tensors[:DIFFERENTIABLE]]
         return *made, *[None] * (len(Call._fields) - len(made))
 
     def refuse_second_derivatives(ctx: Any, *_: Any) -> None:
@@ -120,29 +110,14 @@ def differentiable_op(
             "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
         )
 
-    forward_op.register_fake(forward_fake)
-    backward_op.register_fake(backward_fake)
-    forward_op.register_autograd(gradients, setup_context=_save_for_backward)
+    forward_op = register_op(f"{name}_forward", f"({ARGUMENTS}) -> (Tensor, Tensor)", forward, forward_fake)
+    schema = f"(Tensor output_gradient, {ARGUMENTS}, Tensor log_sums) -> Tensor[]"
+    backward_op = register_op(f"{name}_backward", schema, backward, backward_fake)
+    forward_op.register_autograd(gradients, setup_context=save_for_backward)
     backward_op.register_autograd(refuse_second_derivatives)
     return forward_op
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    number_of_tensors = Call._fields.index("groups")
-    ctx.save_for_backward(*inputs[:number_of_tensors], output[1])
-    ctx.numbers = inputs[number_of_tensors:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches kernels on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def _heads_inside(output: Tensor) -> Tensor:
-    """The same as (batch, query, heads, channels) in memory, as models go on with it and the fake kernels say."""
-    return output.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 forward_op = differentiable_op("composed", _forward, _backward, "Triton")
-decode_op = inference_op("composed_decode", _decode, ", Tensor? key_lengths, Tensor? block_table, SymInt? ring_size")
+_OF_CACHE = "Tensor? key_lengths, Tensor? block_table, SymInt? ring_size"
+decode_op = register_op("composed_decode", f"({ARGUMENTS}, {_OF_CACHE}) -> Tensor", _decode)

@@ -18,8 +18,8 @@ from transformers.utils.import_utils import is_tracing
 from ..compose_dcformer import plain_factors
 from ..modeling_dcformer import is_hooked
 from . import triton_form
-from .native import is_transformed
-from .ops import _on_device_of
+from .call import DTYPES, why_transformed
+from .ops import register_op
 
 
 _APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.gelu` names them
@@ -30,11 +30,11 @@ def triton_factors(act_fn: nn.Module, eps: float, *tensors: Tensor | None) -> Te
     """As [`compose_dcformer.fused_factors`], where the kernels of attention are chosen unasked too."""
     given = [tensor for tensor in tensors if tensor is not None]
     device, weight, approximate = given[0].device, tensors[1], _APPROXIMATIONS.get(type(act_fn))
-    if device.type != triton_form._UNASKED_ON or triton_form._why_not_here(device.type, device.index) is not None:
+    if device.type != triton_form._UNASKED_ON or triton_form._why_not_here(device.type, device.index):
         return None
-    if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or is_transformed():
+    if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or why_transformed():
         return None
-    if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in triton_form.DTYPES for each in given):
+    if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in DTYPES for each in given):
         return None
     if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
@@ -46,15 +46,13 @@ def _factors(*call: Any) -> Tensor:
     from .projection_kernel import launch_factors
 
     factors = _new_factors(*call)
-    with _on_device_of(factors):
+    with torch.cuda.device_of(factors):
         launch_factors(*call, factors)
     return factors
 
 
-def _new_factors(
-    approximate: str, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
-) -> Tensor:
-    products: Any = gates if hidden is None else hidden
+def _new_factors(approximate: str, eps: float, hidden: Any, weight: Any, gates: Any) -> Tensor:
+    products = gates if hidden is None else hidden
     tokens, groups, slots = products.shape[:3]
     channels, heads = (0, products.shape[3]) if weight is None else weight.shape[3:]
     return products.new_empty(slots, tokens, channels + int(gates is not None), groups * heads)
@@ -72,17 +70,11 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Other tensors than those of the caller, whose hooks would see a gradient twice.
         tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
         factors = plain_factors(functools.partial(functional.gelu, approximate=ctx.approximate), ctx.eps, *tensors)
-        needed = [i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad]
-        found = torch.autograd.grad(factors, [tensors[i] for i in needed], gradient, create_graph=creates_graph)
-    gradients = dict(zip(needed, found))
-    return None, None, *(gradients.get(i) for i in range(3))
+        needed = [tensor for tensor, is_needed in zip(tensors, ctx.needs_input_grad[2:5]) if is_needed]
+        found = iter(torch.autograd.grad(factors, needed, gradient, create_graph=creates_graph))
+    return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:5])
 
 
-factors_op = torch.library.custom_op(
-    "dcformer::compose_factors",
-    _factors,
-    mutates_args=(),
-    schema="(str approximate, float eps, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor",
-)
-factors_op.register_fake(_new_factors)
+_SCHEMA = "(str approximate, float eps, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
+factors_op = register_op("compose_factors", _SCHEMA, _factors, _new_factors)
 factors_op.register_autograd(_gradients, setup_context=_save_for_backward)

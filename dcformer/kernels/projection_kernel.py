@@ -1,13 +1,13 @@
 """The kernel of `projection`: what follows the wide products, for some tokens, one slot and one group of heads."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-def launch_factors(
-    approximate: str, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None, factors: Tensor
-) -> None:
+def launch_factors(approximate: str, eps: float, hidden: Any, weight: Any, gates: Any, factors: Tensor) -> None:
     """Compute the factors, (slot, token, channel, all heads)."""
     slots, tokens, channels, all_heads = factors.shape
     groups = gates.shape[1] if hidden is None else hidden.shape[1]

@@ -66,6 +66,18 @@ def test_memory_is_not_read_before_it_is_written():
         assert all(tensor.isfinite().all() for tensor in (output, *gradients.values()))
 
 
+def test_gradients_do_not_depend_on_the_default_type():
+    inputs = make_inputs(queries=9, keys=9).to(torch.float32).leaves()
+    tensors = list(inputs.tensors().values())
+    expected = torch.autograd.grad(native_form(*inputs).square().sum(), tensors)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = torch.autograd.grad(native_form(*inputs).square().sum(), tensors)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(found, expected)
+
+
 def error_of(output, expected):
     """Root mean square."""
     return float((output.double() - expected).square().mean().sqrt())
@@ -157,6 +169,12 @@ def hook_the_activation(model):
     activation.register_forward_hook(lambda module, inputs, output: 2 * output)
 
 
+def give_it_another_gelu(model):
+    compose = model.model.layers[0].self_attn.compose
+    compose.act_fn = torch.nn.GELU(approximate="tanh")
+    compose.hidden_weight.data *= 20  # where the two differ
+
+
 def parametrise(model):
     class Half(torch.nn.Module):
         def forward(self, weight):
@@ -171,7 +189,7 @@ def replace_a_norm(model):
     model.model.layers[0].self_attn.k_norm = torch.nn.Identity()
 
 
-@pytest.mark.parametrize("change", [hook, hook_the_activation, parametrise, replace_a_norm])
+@pytest.mark.parametrize("change", [hook, hook_the_activation, give_it_another_gelu, parametrise, replace_a_norm])
 def test_modules_that_were_changed_compute_for_themselves(monkeypatch, change):
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
     change(model)
