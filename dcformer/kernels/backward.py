@@ -56,7 +56,7 @@ def composed_backward(
         elif tensor is not None:
             found[place] = tensor.new_empty(tensor.shape, **(types if place in (1, 2, 4, 7) else {}))
     scale = _scale(output_gradient, value)
-    deltas = torch.empty_like(log_sums)
+    deltas, of_totals = torch.empty_like(log_sums), torch.ones_like(log_sums)
     for chunk in chunks:
         work = Work(mask, chunk, sizes)
         scores = query.new_empty(chunk.shape(query.shape[1]), dtype=SCORE_TYPES[query.dtype])
@@ -66,8 +66,14 @@ def composed_backward(
         launch_products(work, output_gradient, value, gradients, 1.0, scale)
         matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
         inputs = (pre, post, scores, matrices, log_sums)
-        work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed)
+        totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
+        work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed, totals)
         join_over_keys(work, None, sums, deltas)
+        if totals is not None:
+            # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
+            # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
+            join_over_keys(work, None, totals, of_totals)
+            deltas /= of_totals.clamp(min=0.5)
         of_post, of_pre = ([found.get(place) for place in places] for places in ((6, 7, 8), (3, 4, 5)))
         _stage_gradients(work, post, 1, matrices, scale, weights, gradients, gradients, deltas, 1.0, *of_post)
         _stage_gradients(work, pre, 0, matrices, scale, scores, gradients, of_scores, None, call.scaling, *of_pre)
@@ -80,7 +86,7 @@ def composed_backward(
 def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
     heads = sizes.GROUPS * sizes.HEADS
-    sums = -(-4 * heads // PART.value) + -(-4 * heads * max(pre.key.number, post.key.number) // sizes.ROWS)
+    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * max(pre.key.number, post.key.number) // sizes.ROWS)
     return 4 * heads * query.element_size() + sums
 
 

@@ -240,12 +240,12 @@ def _matrix(stage, b, group, h, is_head, t, sizes):
 
 @triton.jit
 def _weights_kernel(
-    mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed
+    mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed, totals
 ):
     """
     From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
     sums are there, composed weights, which may take the place of the scores; or, if their gradients are there too, the
-    weights before and after they are composed and the sums of the former times their gradients.
+    weights before and after they are composed, sums of the former times their gradients, and if wanted their totals.
     """
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
@@ -285,6 +285,9 @@ def _weights_kernel(
                     product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
                     part = part_places(chunk, batch_row, h, row, sizes)
                     tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
+                    if totals is not None:
+                        total = tl.sum(tl.reshape(e, product.shape), 1)
+                        tl.store(totals + part, total, mask=is_head[None, :])
     elif log_sums is not None and gradients is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
         # [`launch_output`] reads it; the products over queries look for themselves.
         store_zeros(composed + places, chunk, first_row, is_head, sizes)

@@ -45,9 +45,9 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         launch_products(work, query, call.key, scores, call.scaling * LOG2_E)
         inputs = (*stages, scores, query_matrices(work, *stages, scores))
         largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
-        work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None)
+        work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None, None)
         join_over_keys(work, largest, sums, log_sums)
-        work.launch_composing(_weights_kernel, *inputs, log_sums, None, None, None, None, weights)
+        work.launch_composing(_weights_kernel, *inputs, log_sums, None, None, None, None, weights, None)
         launch_output(work, weights, value, output)
     return output, log_sums
 

@@ -12,6 +12,7 @@ from operator_inputs import (
     attend,
     float_mask,
     hold_to_the_reference,
+    largest_error,
     left_padding,
     make_inputs,
     supports,
@@ -91,6 +92,18 @@ def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
     monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
     inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
+
+
+def test_gradients_of_a_saturated_softmax_err_no_more_than_those_of_pytorch():
+    # The logarithms of the softmax's sums are rounded so far that weights do not add up to 1.
+    inputs = make_inputs(batch=1, heads=2, channels=8, queries=6, rank=5, post=None).map(lambda tensor: 3 * tensor)
+    inputs, found = inputs.map(lambda tensor: tensor.to(DEVICE, torch.float32)), {}
+    for form, operands in (("plain", inputs.to(torch.float64)), ("plain", inputs), ("triton", inputs)):
+        attends = functools.partial(attend, form, is_causal=False)
+        found[form, operands.query.dtype] = value_and_gradients(attends, operands)[1]["query"]
+    exact = found.pop(("plain", torch.float64))
+    plain, triton = (largest_error(gradient, exact) for gradient in found.values())
+    assert triton <= 2 * plain < 0.1
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -282,6 +282,19 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
     assert all(error <= of_gradients for error in errors.values()), errors  # `max` may pass over NaN
 
 
+def hold_errors_to_those_of_pytorch(inputs: Inputs, **options) -> None:
+    """Errors of the kernels' output and gradients, relative to the largest number, at most twice those of PyTorch."""
+    found = {}
+    for name, operands in (("exact", inputs.to(torch.float64)), ("plain", inputs), ("triton", inputs)):
+        form = "triton" if name == "triton" else "plain"
+        output, gradients = value_and_gradients(functools.partial(attend, form), operands, **options)
+        found[name] = {"output": output, **gradients}
+    for key, exact in found["exact"].items():
+        errors = [largest_error(found[name][key], exact) for name in ("plain", "triton")]
+        # Where PyTorch happens to be exact, one rounding of the largest number is allowed.
+        assert errors[1] <= 2 * errors[0] + torch.finfo(inputs.query.dtype).eps, (key, errors)
+
+
 def attend(form: str, *arguments, **options) -> Tensor:
     """`composed_attention` in one of its implementations, whatever it would choose itself."""
     return composed_attention(*arguments, implementation=form, **options)

@@ -1,10 +1,8 @@
 """The same results on a GPU as on a CPU, in memory that grows linearly with the length."""
 
-import functools
-
 import pytest
 import torch
-from operator_inputs import attend, make_inputs, value_and_gradients
+from operator_inputs import hold_errors_to_those_of_pytorch, make_inputs
 from tiny_models import random_tokens, tiny_model
 
 from dcformer import composed_attention
@@ -28,21 +26,6 @@ def test_logits_and_gradients_equal_those_of_the_cpu(variant):
     torch.testing.assert_close(found[1], found[0], atol=1e-8, rtol=1e-7)
 
 
-def hold_errors_to_those_of_pytorch(dtype, device, options=None, **shape):
-    """Errors of output and gradients, relative to the largest number in float64, at most twice those of PyTorch."""
-    inputs = make_inputs(**{"batch": 1, **shape}).to(dtype)
-    inputs = inputs.map(lambda tensor: tensor.to(device))
-    found = {}
-    for name, operands in (("exact", inputs.to(torch.float64)), ("plain", inputs), ("triton", inputs)):
-        form = "triton" if name == "triton" else "plain"
-        output, gradients = value_and_gradients(functools.partial(attend, form), operands, **(options or {}))
-        found[name] = {"output": output, **gradients}
-    for key, exact in found["exact"].items():
-        errors = [float((found[name][key].double() - exact).abs().max() / exact.abs().max()) for name in found]
-        # Where PyTorch happens to be exact, one rounding of the largest number is allowed.
-        assert errors[2] <= 2 * errors[1] + torch.finfo(dtype).eps, (key, errors)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -59,7 +42,7 @@ def hold_errors_to_those_of_pytorch(dtype, device, options=None, **shape):
     ids=str,
 )
 def test_kernels_err_at_most_twice_as_much_as_pytorch(shape, options, dtype):
-    hold_errors_to_those_of_pytorch(dtype, DEVICE, options, **shape)
+    hold_errors_to_those_of_pytorch(make_inputs(**{"batch": 1, **shape}).map(lambda x: x.to(DEVICE, dtype)), **options)
 
 
 def test_memory_grows_linearly_with_the_length():
