@@ -119,7 +119,8 @@ def specialised(kernel: JITFunction, arguments: list[Any], target: GPUTarget) ->
 def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTarget) -> dict[str, Any]:
     """
     Registers of a thread, bytes of its stack and shared memory of a program; of the longest loop the instructions for a
-    score, as if each of its iterations took one query of a composing kernel, and those that reach spilled registers.
+    score, as if each of its iterations took one query of a composing kernel, and those that reach spilled registers;
+    and the instructions that order what programs write for one another.
     """
     compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -138,6 +139,7 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
         "registers": int(registers),
         "stack": int(stack),
         "shared": compiled.metadata.shared,
+        "ordering": re.findall(r"bar\.sync|atom\.global[\w.]*|ld\.global\.cg", compiled.asm["ptx"]),
         "spills": sum(instruction in ("LDL", "STL") for instruction in loop),
         "instructions": None if scores is None else len(loop) / scores,
     }

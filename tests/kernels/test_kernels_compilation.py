@@ -31,6 +31,11 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     for name, bounds in INSTRUCTIONS.items():
         found = sorted(kernel["instructions"] for kernel in hopper if kernel["kernel"] == name)
         assert len(found) == len(bounds) and all(map(operator.le, found, bounds)), (name, found)
+    # What others wrote is read after the ticket, which is taken when all threads have written, past the first cache.
+    values = [kernel["ordering"] for kernel in kernels if kernel["kernel"] == "_values_kernel"]
+    tickets = [order.index("atom.global.gpu.acq_rel.add.u32") for order in values]
+    assert len(values) == 2 and all(order[at - 1] == "bar.sync" for order, at in zip(values, tickets))
+    assert all("ld.global.cg" in order[at:] and "ld.global.cg" not in order[:at] for order, at in zip(values, tickets))
     # Elsewhere the sums of the keys' gradients and their factors leave a few registers too few.
     assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
