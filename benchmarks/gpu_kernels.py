@@ -1,16 +1,18 @@
 """
 The time of each Triton kernel on a GPU, and of those that compose with other tiles: `python -m benchmarks.gpu_kernels`.
 
-Every setting is checked before it is timed: output and gradients of a shorter row in bfloat16 against plain PyTorch in
-float32. A kernel's time is the median between two events, with the launches queued behind a sleep of the device, so
-that the host is ahead of it, and the L2 cache overwritten before. Without a GPU `--quick` runs tiny shapes in Triton's
-interpreter, where times say nothing.
+Every setting is checked before it is timed, but for decoding, which `dcformer bench decode` checks: output and
+gradients of a shorter row in bfloat16 against plain PyTorch in float32. A kernel's time is the median between two
+events, with the launches queued behind a sleep of the device, so that the host is ahead of it, and the L2 cache
+overwritten before. Without a GPU `--quick` runs tiny shapes in Triton's interpreter, where times say nothing.
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,6 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="where to write all rows")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        parser.error("there is no CUDA device; --quick with TRITON_INTERPRET=1 shows that everything runs")
     shapes, settings = ([Shape(2, 16, 24, 8)], [Setting(256, 16)]) if chosen.quick else (SHAPES, SETTINGS)
     rows = []
     for row in measure(device, shapes, settings, chosen.seconds):
@@ -203,6 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         if chosen.json is not None:  # after each row: what is cut off has been written
             name = torch.cuda.get_device_name() if device.type == "cuda" else "interpreter"
             chosen.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=0))
+    if any(row.get("note", "").startswith("failed") for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

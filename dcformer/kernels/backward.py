@@ -85,8 +85,9 @@ def composed_backward(
 
 def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
-    heads = sizes.GROUPS * sizes.HEADS
-    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * max(pre.key.number, post.key.number) // sizes.ROWS)
+    heads, number = sizes.GROUPS * sizes.HEADS, max(pre.key.number, post.key.number)
+    # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
+    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.ROWS)
     return 4 * heads * query.element_size() + sums
 
 

@@ -70,9 +70,8 @@ def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     log_sums = states(1, shape[0], LENGTH, dtype=torch.float32)
     yield "forward", functools.partial(composed_forward, call, 2**28)
     yield "backward", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
-    if capability != 90:
-        lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
-        yield "decode", functools.partial(composed_decode, step, lengths, table)
+    lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
+    yield "decode", functools.partial(composed_decode, step, lengths, table)
 
 
 def launches(function: Callable[[], Any], target: GPUTarget) -> list[tuple[ASTSource, dict[str, Any], Any]]:

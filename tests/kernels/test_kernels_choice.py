@@ -81,6 +81,7 @@ def test_a_second_derivative_is_refused_in_a_sentence():
         (lambda inputs: inputs, {"dropout": 0.1}, "dropout"),
         (lambda inputs: inputs._replace(post=ComposeWeights(static=torch.zeros(2, 1, 1), groups=2)), {}, "groups"),
         (lambda inputs: inputs_of(10, channels=257), {}, "256 channels"),
+        (lambda inputs: inputs_of(10, dtype=torch.bfloat16), {}, "interpreter multiplies no bfloat16"),
         (lambda inputs: inputs_of(2, heads=65), {}, "64 heads of a group at most, not 65"),
         (lambda inputs: inputs_of(2, rank=9), {}, "rank 8 at most, not 9"),
         (lambda inputs: inputs, {"attention_mask": torch.zeros(1, 1, 10, 10, requires_grad=True)}, "gradient"),
@@ -215,7 +216,7 @@ def test_a_model_compiled_under_autocast_holds_the_kernels(unasked):
         return graph
 
     compiled = torch.compile(tiny_model(num_hidden_layers=1).to(DEVICE), backend=keep, fullgraph=True)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, torch.float16):
         compiled(random_tokens(1, 9).to(DEVICE), use_cache=False)
     assert "dcformer.composed_forward" in str(graphs[0].graph)
 
