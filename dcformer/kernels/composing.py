@@ -19,8 +19,8 @@ def real_keys(mask, b, s):
     """Which of the keys exist and are no padding, and the number of the document of each."""
     real = s < mask.keys
     documents = s
-    if mask.sequences is not None:
-        documents = tl.load(mask.sequences + b * mask.sequence_stride + s, mask=real, other=-2)
+    if mask.first_keys is not None:
+        documents = tl.load(mask.first_keys + b * mask.sequence_stride + s, mask=real, other=-2)
     if mask.padding is not None:
         real = real & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)
     return real, documents
@@ -31,8 +31,8 @@ def hide(x, mask, b, t, s, real, documents):
     """Composed scores [KEYS, HEADS] of query t, with -inf for keys that it does not see and a float mask added."""
     first, last = key_ranges(mask, b, t)
     visible = real & (s >= first) & (s <= last)
-    if mask.sequences is not None:
-        visible = visible & (documents == tl.load(mask.sequences + b * mask.sequence_stride + t))
+    if mask.first_keys is not None:
+        visible = visible & (documents == tl.load(mask.first_keys + b * mask.sequence_stride + t))
     if mask.dense is not None:
         places = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
         dense = tl.load(mask.dense + places, mask=s < mask.keys, other=0)
@@ -119,8 +119,9 @@ def store_zeros(pointers, chunk, first_row, is_head, sizes):
 
 @triton.jit
 def load_query_vector(vector, mask, b, h, is_head, t, sizes):
-    """[HEADS] of (batch, heads, query)."""
-    return tl.load(vector + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t), mask=is_head, other=0.0)
+    """[HEADS] of (batch, heads, query); infinity for heads that only pad, which leaves them weights of zero."""
+    places = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t
+    return tl.load(vector + places, mask=is_head, other=float("inf"))
 
 
 @triton.jit

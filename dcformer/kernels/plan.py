@@ -112,8 +112,7 @@ class Mask(NamedTuple):
     query_offset: int
     window: int | None
     CAUSAL: tl.constexpr
-    sequences: Tensor | None  # (batch or 1, length), as the next two
-    first_keys: Tensor | None
+    first_keys: Tensor | None  # (batch or 1, length): where the document of each token begins, which is its number too
     last_keys: Tensor | None
     sequence_stride: int
     padding: Tensor | None  # (batch or 1, key)
@@ -125,10 +124,8 @@ class Mask(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> "Mask":
         """Of packed documents also the range of keys of every token, found on the device."""
-        documents: tuple[Any, ...] = (None, None, None, 0)
-        if call.sequence_ids is not None:
-            sequences = call.sequence_ids.to(torch.int32).contiguous()
-            documents = (sequences, *_document_ranges(sequences), row_stride(sequences))
+        ranges = (None, None) if call.sequence_ids is None else _document_ranges(call.sequence_ids)
+        documents = (*ranges, row_stride(ranges[0]))
         padding = None if call.padding is None else call.padding.to(torch.int8).contiguous()
         dense = None if call.dense is None else _dense_mask(call.dense).contiguous()
         band = (call.query.shape[2], call.key.shape[2], call.query_offset, call.sliding_window)

@@ -26,7 +26,7 @@ def key_ranges(mask, b, t):
         if not mask.CAUSAL:
             last = tl.minimum(last, position + mask.window - 1)
     inside = t < mask.queries
-    if mask.sequences is not None:
+    if mask.first_keys is not None:
         place = b * mask.sequence_stride + t
         first = tl.maximum(first, tl.load(mask.first_keys + place, mask=inside, other=0))
         last = tl.minimum(last, tl.load(mask.last_keys + place, mask=inside, other=0))
@@ -61,7 +61,7 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
         end = tl.minimum(end, tl.minimum(tl.max(s), mask.keys - 1) - mask.query_offset + mask.window)
         if not mask.CAUSAL:
             begin = tl.maximum(begin, tl.min(s) - mask.query_offset - mask.window + 1)
-    if mask.sequences is not None:
+    if mask.first_keys is not None:
         # Queries and keys are the same tokens, so whom a token sees are those who see it.
         place = b * mask.sequence_stride + s
         begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + place, mask=s < mask.keys, other=mask.keys)))

@@ -20,7 +20,7 @@ from operator_inputs import (
 )
 
 from benchmarks import gpu_kernels
-from dcformer import Visibility, set_workspace_bytes
+from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
 from dcformer.kernels import plan
 
 
@@ -92,6 +92,35 @@ def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
     monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
     inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 2**32, 2**32, 2**32], [0.25, 0.25, 0.25, 0.75, 0.75]], ids=str)
+def test_documents_of_any_numbers_do_not_see_each_other(ids):
+    inputs = make_inputs(batch=1, heads=2, channels=8, queries=5).map(lambda tensor: tensor.to(DEVICE, torch.float32))
+    mask = Visibility(5, 5, sequence_ids=torch.tensor([ids], device=DEVICE))
+    found, expected = (attend(form, *inputs, attention_mask=mask) for form in ("triton", "plain"))
+    assert largest_error(found, expected) < 1e-5
+
+
+def test_a_large_mask_leaves_heads_that_only_pad_without_weight():
+    inputs = make_inputs(batch=1, heads=1, channels=8, queries=3, pre=None, post=("key_gate",)).to(torch.float16)
+    mask = torch.full((1, 1, 3, 3), 12.0, device=DEVICE)
+    hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, attention_mask=mask)
+
+
+def test_gradients_of_64_heads_that_agree_stay_in_the_range_of_float16():
+    inputs = make_inputs(batch=1, heads=64, key_value_heads=1, channels=8, queries=2, pre=DYNAMIC, post=DYNAMIC)
+    factors = torch.tensor([1, 1, 1 / 8, 1 / 8], device=DEVICE, dtype=torch.float16).expand(1, 64, 2, 4)
+    side = ComposeSide(factors=factors.contiguous())
+    inputs = inputs.map(lambda tensor: tensor.to(DEVICE, torch.float16))
+    inputs = inputs._replace(query=0 * inputs.query, pre=ComposeWeights(side, side), post=ComposeWeights(side, side))
+    upstream = (inputs.value / 1000).expand_as(inputs.query)
+    found = []
+    for form in ("triton", "plain"):
+        leaves = inputs.leaves() if form == "triton" else inputs.to(torch.float64).leaves()
+        output = attend(form, *leaves, is_causal=False)
+        found.append(torch.autograd.grad(output, leaves.query, upstream.to(output.dtype))[0])
+    assert largest_error(*found) < 2e-2
 
 
 def test_gradients_of_a_saturated_softmax_err_no_more_than_those_of_pytorch():
