@@ -112,7 +112,7 @@ class Mask(NamedTuple):
     query_offset: int
     window: int | None
     CAUSAL: tl.constexpr
-    first_keys: Tensor | None  # (batch or 1, length): where the document of each token begins, which is its number too
+    first_keys: Tensor | None  # (batch or 1, length): where each token's document begins, which is its number too
     last_keys: Tensor | None
     sequence_stride: int
     padding: Tensor | None  # (batch or 1, key)
@@ -257,7 +257,9 @@ def _dense_mask(dense: Tensor) -> Tensor:
     if not dense.dtype.is_floating_point:
         return dense.to(torch.bool).view(torch.int8)
     hidden = dense <= torch.finfo(dense.dtype).min / 2
-    return (dense.float() * LOG2_E).masked_fill(hidden, float("-inf"))
+    # Beside -1e9 in all of a row float32 keeps no score; without what all share the softmax is the same.
+    shared = dense.float().amax(-1, keepdim=True).clamp(-1e30, 0)
+    return ((dense.float() - shared) * LOG2_E).masked_fill(hidden, float("-inf"))
 
 
 def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:

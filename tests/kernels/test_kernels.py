@@ -108,6 +108,18 @@ def test_a_large_mask_leaves_heads_that_only_pad_without_weight():
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, attention_mask=mask)
 
 
+@pytest.mark.parametrize("queries", [2, 12])
+def test_a_row_whose_mask_is_large_and_negative_is_normalised(queries):
+    inputs = make_inputs(batch=1, heads=2, channels=8, queries=queries, keys=12)
+    inputs = inputs.map(lambda tensor: tensor.to(DEVICE, torch.float32))
+    mask = torch.full((1, 1, queries, 12), -1e9, device=DEVICE)
+    mask[:, :, 0, 3:5] = -torch.inf
+    options = {"attention_mask": mask, "is_causal": False}
+    # Without the number that all keys share, since in float32 it hides the scores from PyTorch too.
+    expected = attend("plain", *inputs, attention_mask=mask + 1e9, is_causal=False)
+    assert largest_error(attend("triton", *inputs, **options), expected) < 1e-5
+
+
 def test_gradients_of_64_heads_that_agree_stay_in_the_range_of_float16():
     inputs = make_inputs(batch=1, heads=64, key_value_heads=1, channels=8, queries=2, pre=DYNAMIC, post=DYNAMIC)
     factors = torch.tensor([1, 1, 1 / 8, 1 / 8], device=DEVICE, dtype=torch.float16).expand(1, 64, 2, 4)
