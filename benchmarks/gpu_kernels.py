@@ -22,25 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dcformer.bench.attention import Shape
 from dcformer.bench.candidates import relative_error
 from dcformer.bench.operands import Operands, prompt_operands, step_operands
 from dcformer.dcmha import Visibility
 from dcformer.kernels import backward, composing, decode, forward, plan
 from dcformer.kernels.call import Call
-
-
-class Shape(NamedTuple):
-    heads: int
-    channels: int
-    length: int
-    window: int | None = None
-    batch: int = 1
-
-    @property
-    def scores(self) -> int:
-        """Pairs of a query and a key that it sees, of every head."""
-        window = min(self.window or self.length, self.length)
-        return self.batch * self.heads * (window * (window + 1) // 2 + (self.length - window) * window)
+from dcformer.training import visible_pairs
 
 
 class Setting(NamedTuple):
@@ -178,10 +166,11 @@ def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], 
             except Exception as problem:  # what a setting asks for may not fit the device
                 yield {**about, "note": f"failed: {' '.join(str(problem).split())[:200]}"}
                 continue
+        scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
         for name, times in found:
             for kernel, spent in times.items():
                 row = {"pass": name, "kernel": kernel, "microseconds": spent, "error": error}
-                yield {**about, **row, "picoseconds a score": round(1e6 * sum(spent) / shape.scores, 2)}
+                yield {**about, **row, "picoseconds a score": round(1e6 * sum(spent) / scores, 2)}
     for shape in shapes[:2]:
         of = step_operands(*shape[:2], min(shape.length, 1040), device, number_type(device))
         mask = Visibility(1, of.key.shape[2], sliding_window=shape.window)

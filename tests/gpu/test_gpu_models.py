@@ -12,7 +12,7 @@ from dcformer.kernels import backward, decode, forward, triton_form
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 DEVICE = "cuda"
-# Relative norms of errors of logits and gradients, of models of two layers whose weights compose strongly.
+# Relative norms of errors of logits, and in float32 of gradients, of two layers whose weights compose strongly.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
@@ -76,17 +76,22 @@ def test_a_pipeline_answers_as_on_a_cpu():
 def test_gradients_of_a_training_step(autocast, checkpoints, is_compiled, launched):
     exact, tokens = tiny_model("all_branches").train(), random_tokens(2, 40)
     exact(tokens, labels=tokens).loss.backward()
-    model = on_device(exact)
-    model.zero_grad()
-    if checkpoints:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    run = torch.compile(model) if is_compiled else model
-    with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
-        loss = run(tokens.to(DEVICE), labels=tokens.to(DEVICE), use_cache=False).loss
-    loss.backward()
-    expected = dict(exact.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert relative_error(parameter.grad, expected[name].grad) < TOLERANCES[autocast or torch.float32], name
+    errors = {}
+    for implementation in ("dcmha_plain", "eager"):
+        model = on_device(exact)
+        model.zero_grad()
+        model.set_attn_implementation(implementation)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        run = torch.compile(model) if is_compiled and implementation == "eager" else model
+        with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+            loss = run(tokens.to(DEVICE), labels=tokens.to(DEVICE), use_cache=False).loss
+        loss.backward()
+        pairs = zip(model.named_parameters(), exact.parameters())
+        errors[implementation] = {name: relative_error(found.grad, right.grad) for (name, found), right in pairs}
+    for name, error in errors["eager"].items():
+        # Autocast costs PyTorch itself as much: 7 % for embeddings in bfloat16.
+        assert error <= (TOLERANCES[torch.float32] if autocast is None else 2 * errors["dcmha_plain"][name]), name
     assert launched == {"composed_forward", "composed_backward"}
 
 
