@@ -53,7 +53,6 @@ class Step(NamedTuple):
     parts: int  # of the scores
     tickets: Tensor  # (batch, groups x queries, blocks of value channels)
     PAGE: tl.constexpr  # keys of a block; 0 if the cache is not paged
-    SERVED: tl.constexpr  # heads that a key/value head serves
     HEADS: tl.constexpr  # of a group
     HEADS_PADDED: tl.constexpr
     PARTS_PADDED: tl.constexpr
@@ -93,17 +92,17 @@ def composed_decode(
     # The first kernel sets them to 0: zeros from PyTorch would be one more launch. No other call or stream has them.
     tickets = query.new_empty(batch, shares, blocks, dtype=torch.int32)
     page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
-    sizes = map(tl.constexpr, (page, heads // key.shape[1], group, padded, triton.next_power_of_2(parts), blocks))
+    sizes = map(tl.constexpr, (page, group, padded, triton.next_power_of_2(parts), blocks))
     step = Step(key_lengths, block_table, table_stride, ring_size, span, scores, log_sums, parts, tickets, *sizes)
     _scores_kernel[(parts, shares, batch)](
-        mask, step, pre, States.of(query), States.of(key), call.scaling * LOG2_E, channels, keys, num_warps=warps
+        mask, step, pre, States.of(query), States.of(key, heads), call.scaling * LOG2_E, keys, num_warps=warps
     )
     output = query.new_empty(batch, heads, queries, value.shape[3])
     keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
     of_parts = query.new_empty(batch, shares, blocks, parts, padded, _CHANNELS.value, dtype=torch.float32)
     at_once = min(triton.next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
     _values_kernel[(parts, shares * blocks, batch)](
-        mask, step, post, States.of(value), of_parts, output, value.shape[3], keys, at_once, num_warps=warps
+        mask, step, post, States.of(value, heads), of_parts, output, keys, at_once, num_warps=warps
     )
     return output
 
@@ -278,7 +277,7 @@ def _place_of(position, inside, step, b):
 
 
 @triton.jit
-def _scores_kernel(mask, step, pre, query, key, scale, CHANNELS: tl.constexpr, KEYS: tl.constexpr):
+def _scores_kernel(mask, step, pre, query, key, scale, KEYS: tl.constexpr):
     """Composed scores of all heads of a group for one query: program (part; group and query; row of the batch)."""
     b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, pre, 1)
     index = tl.program_id(1) % mask.queries
@@ -294,13 +293,13 @@ def _scores_kernel(mask, step, pre, query, key, scale, CHANNELS: tl.constexpr, K
         inside = position < stop
         is_pair = is_head[:, None] & inside[None, :]
         block, place, slot = _place_of(position, inside, step, b)
-        rows = key.pointer + places_of(key, block[None, :], (h // step.SERVED)[:, None], place[None, :])
+        rows = key.pointer + places_of(key, block[None, :], h[:, None], place[None, :])
         own = query.pointer + places_of(query, b, h, index)
         of_keys = key_factors(pre.key, block[None, None, :], h, is_head, place, inside)
         products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
-        for c in tl.static_range(0, CHANNELS, _CHANNELS):
+        for c in tl.static_range(0, query.CHANNELS, _CHANNELS):
             d = c + tl.arange(0, _CHANNELS)
-            is_channel = d < CHANNELS
+            is_channel = d < query.CHANNELS
             q = tl.load(own[:, None] + d[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0)
             is_pair_channel = is_pair[:, :, None] & is_channel[None, None, :]
             k = tl.load(rows[:, :, None] + d[None, None, :], mask=is_pair_channel, other=0.0)
@@ -338,7 +337,7 @@ def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_chann
     inside = position < stop
     is_pair = is_head[:, None] & inside[None, :]
     block, place, _slot = _place_of(position, inside, step, b)
-    rows = value.pointer + places_of(value, block[None, :], (h // step.SERVED)[:, None], place[None, :])
+    rows = value.pointer + places_of(value, block[None, :], h[:, None], place[None, :])
     is_value = is_pair[:, :, None] & is_channel[None, None, :]
     v = tl.load(rows[:, :, None] + d[None, None, :], mask=is_value, other=0.0)
     x = tl.load(scores + position[None, :], mask=is_pair, other=float("-inf"))
@@ -346,14 +345,12 @@ def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_chann
 
 
 @triton.jit
-def _values_kernel(
-    mask, step, post, value, of_parts, output, CHANNELS: tl.constexpr, KEYS: tl.constexpr, AT_ONCE: tl.constexpr
-):
+def _values_kernel(mask, step, post, value, of_parts, output, KEYS: tl.constexpr, AT_ONCE: tl.constexpr):
     """Sums of values by composed weights: program (part; group, query and block of channels; row of the batch)."""
     b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, post, step.BLOCKS)
     first, start, stop, _offset = _keys_of_program(mask, step, b, KEYS)
     d = tl.program_id(1) % step.BLOCKS * _CHANNELS + tl.arange(0, _CHANNELS)
-    is_channel = d < CHANNELS
+    is_channel = d < value.CHANNELS
     # Tiles are loaded early: the first one comes while the sums are joined.
     scores = step.scores + line[:, None] * step.span - first
     x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
@@ -370,7 +367,7 @@ def _values_kernel(
         products += y[:, :, None] * v.to(tl.float32)
         x, of_keys, v = _load_tile(tile + KEYS, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
     result = tl.sum(products, 1)
-    output += line[:, None] * CHANNELS + d[None, :]
+    output += line[:, None] * value.CHANNELS + d[None, :]
     is_output = is_head[:, None] & is_channel[None, :]
     if AT_ONCE == 1:
         tl.store(output, result.to(output.dtype.element_ty), mask=is_output)

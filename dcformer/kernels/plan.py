@@ -40,13 +40,17 @@ class States(NamedTuple):
     head: int
     position: int
     UNIT: tl.constexpr
+    SERVED: tl.constexpr  # heads of queries that a head serves
+    CHANNELS: tl.constexpr
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "States":
+    def of(cls, tensor: Tensor, heads: int | None = None) -> "States":
+        """For so many heads of queries, by default as many as it has."""
         strides = tensor.stride()[:3]
         # Rows of a cache start at 16 bytes.
         unit = next(unit for unit in (8, 4, 2, 1) if all(stride % unit == 0 for stride in strides))
-        return cls(tensor, *(stride // unit for stride in strides), tl.constexpr(unit))
+        sizes = map(tl.constexpr, (unit, (heads or tensor.shape[1]) // tensor.shape[1], tensor.shape[3]))
+        return cls(tensor, *(stride // unit for stride in strides), *sizes)
 
 
 class Factors(NamedTuple):

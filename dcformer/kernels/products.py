@@ -23,16 +23,14 @@ def launch_products(
     # channels wastes nothing on heads of 80 or 96.
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
-    arguments = (States.of(query), States.of(key), products, factor, scale, heads // key.shape[1], channels, step)
-    _launch(work, _products_kernel, work.chunk.columns // work.sizes.PRODUCT_KEYS, heads, query, *arguments)
+    arguments = (States.of(query), States.of(key, heads), products, factor, scale, step)
+    _launch(work, _products_kernel, work.chunk.columns // work.sizes.PRODUCT_KEYS, query, *arguments)
 
 
 def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
     """output = weights . value for the queries of a chunk."""
-    heads, channels = weights.shape[1], value.shape[3]
-    block = _output_block(channels, value)
-    arguments = (weights, States.of(value), States.of(output), heads // value.shape[1], channels, block, _step(value))
-    _launch(work, _output_kernel, -(-channels // block), heads, value, *arguments)
+    arguments = (weights, States.of(value, weights.shape[1]), States.of(output), *_tile(value))
+    _launch(work, _output_kernel, -(-value.shape[3] // _tile(value)[0]), output, *arguments)
 
 
 def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: Tensor) -> None:
@@ -42,28 +40,26 @@ def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: T
     chunk of a row of the batch sets them.
     """
     mask, chunk, sizes = work
+    block, step = _tile(query)
     key_heads, channels = gradients.shape[1], query.shape[3]
-    block = _output_block(channels, query)
     grid = (-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)
-    arguments = (weights, States.of(query), States.of(gradients), weights.shape[1] // key_heads, channels)
-    options = _options(sizes, query)
-    work.launch(_key_products_kernel, grid, options, *arguments, block, _step(query), chunk.start == 0)
+    arguments = (weights, States.of(query), States.of(gradients, query.shape[1]), block, step, chunk.start == 0)
+    work.launch(_key_products_kernel, grid, _options(sizes, query), *arguments)
 
 
-def _launch(work: Work, kernel: Any, blocks: int, heads: int, states: Tensor, *arguments: Any) -> None:
+def _launch(work: Work, kernel: Any, blocks: int, states: Tensor, *arguments: Any) -> None:
     """For blocks of columns or channels, blocks of rows, heads of each row of the batch."""
-    grid = (blocks, work.chunk.rows // work.sizes.PRODUCT_ROWS, work.chunk.number * heads)
+    grid = (blocks, work.chunk.rows // work.sizes.PRODUCT_ROWS, work.chunk.number * states.shape[1])
     work.launch(kernel, grid, _options(work.sizes, states), *arguments)
 
 
-def _output_block(channels: int, states: Tensor) -> int:
-    """Channels of a tile of sums over keys or queries: all of them up to 128, or 64 for sums of float32 products."""
-    return min(64 if states.dtype == torch.float32 else 128, max(16, triton.next_power_of_2(channels)))
-
-
-def _step(states: Tensor) -> int:
-    """Keys or queries of one step of a sum over them, of which several are on their way to shared memory at once."""
-    return 32 if states.dtype == torch.float32 else 64
+def _tile(states: Tensor) -> tuple[int, int]:
+    """
+    Of a sum over keys or queries: channels of a tile, all of them up to 128, or 64 for sums of float32 products, and
+    keys or queries of one step, of which several are on their way to shared memory at once.
+    """
+    most, step = (64, 32) if states.dtype == torch.float32 else (128, 64)
+    return min(most, max(16, triton.next_power_of_2(states.shape[3]))), step
 
 
 def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
@@ -74,106 +70,75 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _products_kernel(
-    mask,
-    chunk,
-    sizes,
-    query,
-    key,
-    products,
-    factor,
-    scale,
-    SERVED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def _rows_of_program(mask, chunk, sizes):
+    """
+    Row of the batch, head, block of the workspace, rows and their queries; the first and the last column that any of
+    them sees, and the key of column 0.
+    """
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
-    h = (tl.program_id(2) % HEADS).to(tl.int64)
     first_row = tl.program_id(1) * sizes.PRODUCT_ROWS
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+    row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
+    block = tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
+    return b, (tl.program_id(2) % HEADS).to(tl.int64), block, row, chunk.start + row, first, last, base
+
+
+@triton.jit
+def _products_kernel(mask, chunk, sizes, query, key, products, factor, scale, STEP: tl.constexpr):
+    b, h, block, row, t, first, last, base = _rows_of_program(mask, chunk, sizes)
     begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
     if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
-        row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
         column = tl.program_id(0) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
-        t = chunk.start + row
         s = base + column
         queries = query.pointer + places_of(query, b, h, t.to(tl.int64))[:, None]
-        keys = key.pointer + places_of(key, b, h // SERVED, s.to(tl.int64))[None, :]
+        keys = key.pointer + places_of(key, b, h, s.to(tl.int64))[None, :]
         total = tl.zeros([sizes.PRODUCT_ROWS, sizes.PRODUCT_KEYS], tl.float32)
-        for start in tl.static_range(0, CHANNELS, STEP):
+        for start in tl.static_range(0, query.CHANNELS, STEP):
             d = start + tl.arange(0, STEP)
-            inside = d < CHANNELS
+            inside = d < query.CHANNELS
             q = tl.load(queries + d[None, :], mask=(t < mask.queries)[:, None] & inside[None, :], other=0.0)
             k = tl.load(keys + d[:, None], mask=(s < mask.keys)[None, :] & inside[:, None], other=0.0)
             total = tl.dot(q, k, total, input_precision="ieee")
         if scale is not None:
             factor *= tl.load(scale)
-        products += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
         places = row[:, None] * chunk.columns + column[None, :]
-        tl.store(products + places, (total * factor).to(products.dtype.element_ty))
+        tl.store(products + block + places, (total * factor).to(products.dtype.element_ty))
 
 
 @triton.jit
-def _output_kernel(
-    mask,
-    chunk,
-    sizes,
-    weights,
-    value,
-    output,
-    SERVED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
-    h = (tl.program_id(2) % HEADS).to(tl.int64)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first_row = tl.program_id(1) * sizes.PRODUCT_ROWS
-    row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
-    t = chunk.start + row
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
+def _output_kernel(mask, chunk, sizes, weights, value, output, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    b, h, block, row, t, first, last, base = _rows_of_program(mask, chunk, sizes)
     begin, end = blocks_in_sight(first, last, STEP)
-    weights += tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
+    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    weights += block
     total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
-    for block in range(begin, end):
-        column = block * STEP + tl.arange(0, STEP)
+    for step in range(begin, end):
+        column = step * STEP + tl.arange(0, STEP)
         s = base + column
         w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, STEP]
-        values = value.pointer + (places_of(value, b, h // SERVED, s.to(tl.int64))[:, None] + d[None, :])
-        v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+        values = value.pointer + (places_of(value, b, h, s.to(tl.int64))[:, None] + d[None, :])
+        v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < value.CHANNELS)[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
     places = places_of(output, b, h, t.to(tl.int64))[:, None] + d[None, :]
-    inside = (t < mask.queries)[:, None] & (d < CHANNELS)[None, :]
+    inside = (t < mask.queries)[:, None] & (d < value.CHANNELS)[None, :]
     tl.store(output.pointer + places, total.to(output.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _key_products_kernel(
-    mask,
-    chunk,
-    sizes,
-    weights,
-    query,
-    gradients,
-    SERVED: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    IS_FIRST: tl.constexpr,
+    mask, chunk, sizes, weights, query, gradients, BLOCK: tl.constexpr, STEP: tl.constexpr, IS_FIRST: tl.constexpr
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    SERVED: tl.constexpr = gradients.SERVED
     batch_row = (tl.program_id(2) // (HEADS // SERVED)).to(tl.int64)
     b = batch_row + chunk.batch
-    head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64)
+    first_head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64) * SERVED
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     s = tl.program_id(1) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
     begin, end = rows_in_sight(mask, b, chunk, s, STEP)
     total = tl.zeros([sizes.PRODUCT_KEYS, BLOCK], tl.float32)
-    for served in range(SERVED):
-        h = head * SERVED + served
+    for h in range(first_head, first_head + SERVED):
         of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
         for start in range(begin, end, STEP):
             row = start + tl.arange(0, STEP)
@@ -187,10 +152,10 @@ def _key_products_kernel(
             seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
             w = tl.where(seen, w, 0.0).to(w.dtype)  # [STEP, PRODUCT_KEYS]
             queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
-            q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < CHANNELS)[None, :], other=0.0)
+            q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < query.CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
-    places = places_of(gradients, b, head, s.to(tl.int64))[:, None] + d[None, :]
-    inside = (s < mask.keys)[:, None] & (d < CHANNELS)[None, :]
+    places = places_of(gradients, b, first_head, s.to(tl.int64))[:, None] + d[None, :]
+    inside = (s < mask.keys)[:, None] & (d < query.CHANNELS)[None, :]
     if not IS_FIRST:
         total += tl.load(gradients.pointer + places, mask=inside, other=0.0)
     tl.store(gradients.pointer + places, total.to(gradients.pointer.dtype.element_ty), mask=inside)

@@ -71,5 +71,5 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
 
 @triton.jit
 def places_of(states, b, h, position):
-    """Where the channels of positions begin, in elements."""
-    return (b * states.batch + h * states.head + position * states.position) * states.UNIT
+    """Where the channels of positions begin, in elements, for heads of queries."""
+    return (b * states.batch + h // states.SERVED * states.head + position * states.position) * states.UNIT
