@@ -86,7 +86,7 @@ def composed_backward(
 
 def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
-    heads, number = sizes.GROUPS * sizes.HEADS, max(pre.key.number, post.key.number)
+    heads, number = sizes.GROUPS * sizes.HEADS, max(pre.key.NUMBER.value, post.key.NUMBER.value)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
     sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.ROWS)
     return 4 * heads * query.element_size() + sums
@@ -134,13 +134,14 @@ def _stage_gradients(
             of_static += maps[:, :rows, :, : sizes.HEADS, : sizes.HEADS].sum((0, 1))
     partial = None
     if of_key is not None:
-        shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, stage.key.number, heads)
+        number = stage.key.NUMBER.value
+        shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, number, heads)
         partial = inputs.new_empty(shape, dtype=torch.float32)
     arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
     work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
     if of_key is not None:
         keys, values = 16, 64
-        grid = (-(-mask.keys // keys), -(-stage.key.number * heads // values), chunk.number)
-        sizes_of_block = (stage.key.number, values, keys, chunk.start == 0)
-        work.launch(_join_over_queries_kernel, grid, JOINING, partial, of_key, of_factors, *sizes_of_block)
+        grid = (-(-mask.keys // keys), -(-number * heads // values), chunk.number)
+        arguments = (partial, stage, of_key, of_factors, values, keys, chunk.start == 0)
+        work.launch(_join_over_queries_kernel, grid, JOINING, *arguments)

@@ -96,6 +96,13 @@ def channels_last(states: Tensor) -> Tensor:
     return states if states.shape[-1] == 1 or states.stride(-1) == 1 else states.contiguous()
 
 
+def readable_mask(dense: Tensor) -> Tensor:
+    """A dense mask of booleans, or of float32 with -inf where it hides."""
+    if not dense.dtype.is_floating_point:
+        return dense.to(torch.bool)
+    return dense.float().masked_fill(dense <= torch.finfo(dense.dtype).min / 2, -torch.inf)
+
+
 def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
     """The factors of the queries and of the keys, and the static map."""
     query, key, static, _ = weights or ComposeWeights()

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .plan import PART
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, rows_in_sight
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, load_factors, rows_in_sight
 
 
 @triton.jit
@@ -134,25 +134,6 @@ def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, siz
 
 
 @triton.jit
-def factors_of_keys(side, b, h, is_head, s, is_key, DTYPE: tl.constexpr):
-    """A tuple of [KEYS, HEADS]: w1 of each rank, w2 of each rank, the gate."""
-    factors = ()
-    if side.pointer is not None:
-        places = b * side.batch + s.to(tl.int64)[:, None] * side.position + h[None, :] * tl.cast(side.head, tl.int64)
-        for i in tl.static_range(2 * side.RANK + side.GATE):
-            inside = is_key[:, None] & is_head[None, :]
-            factors = factors + (tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0.0).to(DTYPE),)
-    return factors
-
-
-@triton.jit
-def factor_of_query(side, b, h, is_head, t, i: tl.constexpr):
-    """[HEADS] in float32."""
-    places = b * side.batch + tl.cast(t, tl.int64) * side.position + h * tl.cast(side.head, tl.int64) + i * side.factor
-    return tl.load(side.pointer + places, mask=is_head, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def identity(SIZE: tl.constexpr, DTYPE: tl.constexpr):
     h = tl.arange(0, SIZE)
     return (h[:, None] == h[None, :]).to(DTYPE)
@@ -228,11 +209,11 @@ def _matrices_kernel(mask, chunk, sizes, pre, post, matrices):
 def _matrix(stage, b, group, h, is_head, t, sizes):
     RANK: tl.constexpr = stage.query.RANK
     matrix = identity(sizes.HEADS_PADDED, tl.float32)
+    factors = load_factors(stage.query, b, h, t, is_head, tl.float32)
     if stage.query.GATE:
-        matrix += matrix * factor_of_query(stage.query, b, h, is_head, t, 2 * RANK)[None, :]
+        matrix += matrix * factors[2 * RANK][None, :]
     for r in tl.static_range(RANK):
-        w1 = factor_of_query(stage.query, b, h, is_head, t, r)
-        matrix += w1[:, None] * factor_of_query(stage.query, b, h, is_head, t, RANK + r)[None, :]
+        matrix += factors[r][:, None] * factors[RANK + r][None, :]
     if stage.HAS_STATIC:
         places = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
         matrix += tl.load(stage.static + places, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
@@ -254,11 +235,12 @@ def _weights_kernel(
     if is_seen:
         s = base + column
         real, documents = real_keys(mask, b, s)
+        inside = real[:, None] & is_head[None, :]
         eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
-        pre_key = factors_of_keys(pre.key, b, h, is_head, s, real, scores.dtype.element_ty)
+        pre_key = load_factors(pre.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         post_key = ()
         if log_sums is not None:
-            post_key = factors_of_keys(post.key, b, h, is_head, s, real, scores.dtype.element_ty)
+            post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         for row in range(first_row, end_row):
             at = places + row * chunk.columns
             if log_sums is not None:
@@ -315,7 +297,6 @@ def _compositions_kernel(
     queries, column, factors, heads).
     """
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    NUMBER: tl.constexpr = 2 * stage.key.RANK + stage.key.GATE
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     places = tile_places(chunk, batch_row, h, column, sizes)
@@ -323,7 +304,8 @@ def _compositions_kernel(
         s = base + column
         real, _documents = real_keys(mask, b, s)
         eye = identity(sizes.HEADS_PADDED, inputs.dtype.element_ty)
-        key = factors_of_keys(stage.key, b, h, is_head, s, real, inputs.dtype.element_ty)
+        inside = real[:, None] & is_head[None, :]
+        key = load_factors(stage.key, b, h[None, :], s[:, None], inside, inputs.dtype.element_ty)
         inverse = 1.0
         if scale is not None:
             inverse = 1.0 / tl.load(scale)
@@ -354,8 +336,8 @@ def _compositions_kernel(
         if key_sums is not None:
             sums = w1_sums + w2_sums + gate_sums
             block = batch_row * tl.num_programs(1) + tl.program_id(1)
-            at = (block * chunk.columns + column)[:, None] * (NUMBER * HEADS) + h[None, :]
-            for i in tl.static_range(NUMBER):
+            at = (block * chunk.columns + column)[:, None] * (stage.key.NUMBER * HEADS) + h[None, :]
+            for i in tl.static_range(stage.key.NUMBER):
                 tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
     elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
         store_zeros(outputs + places, chunk, first_row, is_head, sizes)
@@ -384,7 +366,6 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale
     query, factors). Program (row, 0, group in a row of the batch).
     """
     RANK: tl.constexpr = stage.query.RANK
-    NUMBER: tl.constexpr = 2 * stage.query.RANK + stage.query.GATE
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     row = tl.program_id(0)
     t = chunk.start + row
@@ -402,13 +383,12 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale
             factor /= tl.load(scale)
         total *= factor
         if of_query is not None:
-            at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * NUMBER
+            at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * stage.query.NUMBER
             kind = of_query.dtype.element_ty
+            factors = load_factors(stage.query, b, h, t, is_head, tl.float32)
             for r in tl.static_range(RANK):
-                w1 = factor_of_query(stage.query, b, h, is_head, t, r)
-                w2 = factor_of_query(stage.query, b, h, is_head, t, RANK + r)
-                tl.store(at + r, tl.sum(total * w2[None, :], 1).to(kind), mask=is_head)
-                tl.store(at + (RANK + r), tl.sum(total * w1[:, None], 0).to(kind), mask=is_head)
+                tl.store(at + r, tl.sum(total * factors[RANK + r][None, :], 1).to(kind), mask=is_head)
+                tl.store(at + (RANK + r), tl.sum(total * factors[r][:, None], 0).to(kind), mask=is_head)
             if stage.query.GATE:
                 gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
                 tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
@@ -453,22 +433,14 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
 
 @triton.jit
 def _join_over_queries_kernel(
-    mask,
-    chunk,
-    sizes,
-    partial,
-    sums,
-    factor,
-    NUMBER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEYS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
+    mask, chunk, sizes, partial, stage, sums, factor, BLOCK: tl.constexpr, KEYS: tl.constexpr, IS_FIRST: tl.constexpr
 ):
     """
     (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
     computed; the first chunk of a row of the batch sets them. Program (block of keys, of values, row of the batch).
     """
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
+    NUMBER: tl.constexpr = stage.key.NUMBER
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,8 +14,8 @@ Keys are counted by position. `_place_of` turns a position into the place of its
 remainder, in a paged cache through the table of blocks. A row of the batch has keys `first` to `last` that any of its
 queries may see; only these are read, and the scores of key `position` stand in column `position - first`.
 
-A tile is [1, HEADS, KEYS]. Its factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, KEYS] for
-the keys': w1 of each rank, w2 of each rank, the gate.
+A tile is [1, HEADS, KEYS]; with the first dimension Triton changes how threads hold the scores, not all their factors.
+Factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, KEYS] for the keys'.
 """
 
 from typing import NamedTuple
@@ -26,8 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call
+from .ops import new_output
 from .plan import Mask, Stage, States
-from .tiles import places_of
+from .tiles import load_factors, places_of
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
@@ -75,10 +76,10 @@ def composed_decode(
     """
     query, key, value = call.query, call.key, call.value
     _check(call, key_lengths, block_table, ring_size)
-    batch, heads, queries, channels = query.shape
+    batch, heads, queries, _ = query.shape
     slots = ring_size or key.shape[2] * (1 if block_table is None else block_table.shape[1])
     mask = Mask.of(call)._replace(keys=slots)
-    pre, post = Stage.both(call, as_vectors=True)
+    pre, post = Stage.both(call)
     group = heads // call.groups
     has_static = call.pre_static is not None or call.post_static is not None
     padded = max(triton.next_power_of_2(group), 16 if has_static else 1)
@@ -97,12 +98,12 @@ def composed_decode(
     _scores_kernel[(parts, shares, batch)](
         mask, step, pre, States.of(query), States.of(key, heads), call.scaling * LOG2_E, keys, num_warps=warps
     )
-    output = query.new_empty(batch, heads, queries, value.shape[3])
+    output = new_output(query, key, value)
     keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
     of_parts = query.new_empty(batch, shares, blocks, parts, padded, _CHANNELS.value, dtype=torch.float32)
     at_once = min(triton.next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
     _values_kernel[(parts, shares * blocks, batch)](
-        mask, step, post, States.of(value, heads), of_parts, output, keys, at_once, num_warps=warps
+        mask, step, post, States.of(value, heads), of_parts, States.of(output), keys, at_once, num_warps=warps
     )
     return output
 
@@ -153,45 +154,10 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
 
 
 @triton.jit
-def load_factors(side, block, h, position, inside):
-    """The factors of a side, in float32, for positions that broadcast with the heads [1, HEADS, 1]."""
-    factors = ()
-    if side.pointer is not None:
-        heads = (h // side.SERVED * tl.cast(side.head, tl.int64))[None, :, None]
-        places = (block * side.batch + position.to(tl.int64) * side.position + heads) * side.UNIT
-        if side.UNIT == 8:
-            eight = tl.load(
-                side.pointer + (places[:, :, :, None] + tl.arange(0, 8)), mask=inside[:, :, :, None], other=0
-            )
-            eight = eight.to(tl.float32)
-            # The bits of a factor's number are axes, of which a split takes the last.
-            bits = tl.reshape(eight, [eight.shape[0], eight.shape[1], eight.shape[2], 2, 2, 2])
-            even, odd = tl.split(bits)
-            f04, f26 = tl.split(even)
-            f15, f37 = tl.split(odd)
-            f0, f4 = tl.split(f04)
-            f1, f5 = tl.split(f15)
-            f2, f6 = tl.split(f26)
-            f3, f7 = tl.split(f37)
-            factors = (f0, f1, f2, f3, f4, f5, f6, f7)
-        else:
-            places += (h % side.SERVED * side.served)[None, :, None]
-            for i in tl.static_range(2 * side.RANK + side.GATE):
-                factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
-                factors = factors + (factor.to(tl.float32),)
-    return factors
-
-
-@triton.jit
-def query_factors(side, b, h, is_head, t, is_query):
-    """Of [QUERIES, HEADS, 1]."""
-    return load_factors(side, b, h, t[:, None, None], is_query[:, None, None] & is_head[None, :, None])
-
-
-@triton.jit
-def key_factors(side, block, h, is_head, s, is_key):
-    """Of [1, HEADS, KEYS]; `block` is the row of the batch or, of each key [1, 1, KEYS], the block of a paged cache."""
-    return load_factors(side, block, h, s[None, None, :], is_key[None, None, :] & is_head[None, :, None])
+def _factors_of_keys(side, block, h, place, is_pair):
+    return load_factors(
+        side, block[None, None, :], h[None, :, None], place[None, None, :], is_pair[None, :, :], tl.float32
+    )
 
 
 @triton.jit
@@ -208,7 +174,7 @@ def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
 
 @triton.jit
 def compose(a, query, key, static, stage):
-    """Equation 7 for a tile [QUERIES, HEADS, KEYS]: every term reads the tile as it came."""
+    """Equation 7 for a tile [1, HEADS, KEYS]: every term reads the tile as it came."""
     x = a
     for r in tl.static_range(stage.query.RANK):
         x += tl.sum(a * query[r], 1, keep_dims=True) * query[stage.query.RANK + r]
@@ -219,8 +185,7 @@ def compose(a, query, key, static, stage):
     if stage.key.GATE:
         x += a * key[2 * stage.key.RANK]
     if stage.HAS_STATIC:
-        mixing = tl.broadcast_to(tl.permute(static[0], [0, 2, 1]), [a.shape[0], a.shape[1], a.shape[1]])
-        x += tl.dot(mixing, a, input_precision="ieee")
+        x += tl.dot(tl.permute(static[0], [0, 2, 1]), a, input_precision="ieee")
     return x
 
 
@@ -233,8 +198,7 @@ def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
     is_head = member < step.HEADS
     h = (share // queries * step.HEADS + member).to(tl.int64)
     line = (b * (tl.num_programs(1) // (BLOCKS * queries) * step.HEADS) + h) * queries + share % queries
-    t = share % queries + tl.arange(0, 1)
-    factors = query_factors(stage.query, b, h, is_head, t, t >= 0)
+    factors = load_factors(stage.query, b, h[None, :, None], share % queries, is_head[None, :, None], tl.float32)
     return b, h, is_head, line, factors, static_map(stage, share // queries, step.HEADS, step.HEADS_PADDED)
 
 
@@ -295,7 +259,7 @@ def _scores_kernel(mask, step, pre, query, key, scale, KEYS: tl.constexpr):
         block, place, slot = _place_of(position, inside, step, b)
         rows = key.pointer + places_of(key, block[None, :], h[:, None], place[None, :])
         own = query.pointer + places_of(query, b, h, index)
-        of_keys = key_factors(pre.key, block[None, None, :], h, is_head, place, inside)
+        of_keys = _factors_of_keys(pre.key, block, h, place, is_pair)
         products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
         for c in tl.static_range(0, query.CHANNELS, _CHANNELS):
             d = c + tl.arange(0, _CHANNELS)
@@ -341,7 +305,7 @@ def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_chann
     is_value = is_pair[:, :, None] & is_channel[None, None, :]
     v = tl.load(rows[:, :, None] + d[None, None, :], mask=is_value, other=0.0)
     x = tl.load(scores + position[None, :], mask=is_pair, other=float("-inf"))
-    return x, key_factors(post.key, block[None, None, :], h, is_head, place, inside), v
+    return x, _factors_of_keys(post.key, block, h, place, is_pair), v
 
 
 @triton.jit
@@ -367,10 +331,11 @@ def _values_kernel(mask, step, post, value, of_parts, output, KEYS: tl.constexpr
         products += y[:, :, None] * v.to(tl.float32)
         x, of_keys, v = _load_tile(tile + KEYS, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
     result = tl.sum(products, 1)
-    output += line[:, None] * value.CHANNELS + d[None, :]
+    index = tl.program_id(1) // step.BLOCKS % mask.queries
+    outputs = output.pointer + (places_of(output, b, h, index)[:, None] + d[None, :])
     is_output = is_head[:, None] & is_channel[None, :]
     if AT_ONCE == 1:
-        tl.store(output, result.to(output.dtype.element_ty), mask=is_output)
+        tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)
     else:
         SIZE: tl.constexpr = step.HEADS_PADDED * _CHANNELS
         of_parts += share * tl.num_programs(0) * SIZE + tl.arange(0, SIZE)[None, :]
@@ -385,4 +350,4 @@ def _values_kernel(mask, step, post, value, of_parts, output, KEYS: tl.constexpr
                 some = tl.load(of_parts + number * SIZE, number < tl.num_programs(0), 0.0, cache_modifier=".cg")
                 joined += tl.sum(some, 0)
             result = tl.reshape(joined, [step.HEADS_PADDED, _CHANNELS])
-            tl.store(output, result.to(output.dtype.element_ty), mask=is_output)
+            tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)

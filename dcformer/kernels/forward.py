@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .composing import _join_over_keys_kernel, _matrices_kernel, _weights_kernel
+from .ops import new_output
 from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_output, launch_products
 
@@ -32,7 +33,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """
     query, value = call.query, call.value
     batch, heads, queries, _ = query.shape
-    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    output = new_output(*call)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     sizes, mask = Sizes.of(call), Mask.of(call)
     stages = Stage.both(call)

@@ -25,7 +25,7 @@ from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
 from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from .build_native import compile_library, find_library, instruction_sets
-from .call import MOST_RANK, Call, channels_last, why_no_kernel, why_transformed
+from .call import MOST_RANK, Call, channels_last, readable_mask, why_no_kernel, why_transformed
 from .ops import ARGUMENTS, differentiable_op, new_output, register_op
 
 
@@ -160,22 +160,14 @@ attention_op = register_op("native_attention", f"({ARGUMENTS}) -> Tensor", lambd
 def _readable_call(call: Call) -> Call:
     """The same in types and strides that the C++ code knows; as a rule nothing is copied."""
     states = map(channels_last, map(_readable, call[:3]))
-    return Call(*states, *map(_readable, call[3:9]), *call[9:11], _readable_mask(call.dense), *call[12:])
+    dense = call.dense if call.dense is None or call.dense.dtype == torch.float32 else readable_mask(call.dense)
+    return Call(*states, *map(_readable, call[3:9]), *call[9:11], dense, *call[12:])
 
 
 def _readable(tensor: Tensor | None) -> Tensor | None:
     if tensor is not None and tensor.dim() == 3:  # a static map
         return tensor.float().contiguous()
     return tensor if tensor is None or tensor.dtype in _TYPES else tensor.float()
-
-
-def _readable_mask(dense: Tensor | None) -> Tensor | None:
-    """A dense mask of booleans, or of float32 with -inf where it hides."""
-    if dense is None or dense.dtype in (torch.bool, torch.float32):
-        return dense
-    if not dense.dtype.is_floating_point:
-        return dense != 0
-    return dense.float().masked_fill(dense <= torch.finfo(dense.dtype).min / 2, -torch.inf)
 
 
 def _view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:

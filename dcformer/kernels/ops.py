@@ -40,8 +40,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     call = Call(*arguments).with_channels_last()
     with torch.cuda.device_of(call.query):  # where Triton launches kernels
-        output, log_sums = composed_forward(call, _workspace_bytes or 2**28)
-    return _heads_inside(output), log_sums
+        return composed_forward(call, _workspace_bytes or 2**28)
 
 
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
@@ -58,12 +57,7 @@ def _decode(*arguments: Any) -> Tensor:
 
     call, of_cache = Call(*arguments[:-3]).with_channels_last(), arguments[-3:]
     with torch.cuda.device_of(call.query):
-        return _heads_inside(composed_decode(call, *of_cache))
-
-
-def _heads_inside(output: Tensor) -> Tensor:
-    """The same in memory as [`new_output`] has it."""
-    return output.transpose(1, 2).contiguous().transpose(1, 2)
+        return composed_decode(call, *of_cache)
 
 
 def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:

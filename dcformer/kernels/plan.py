@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call
+from .call import LOG2_E, Call, readable_mask
 
 
 # Programs along the third axis of a grid, and elements that an index of 32 bits reaches.
@@ -65,26 +65,20 @@ class Factors(NamedTuple):
     SERVED: tl.constexpr
     RANK: tl.constexpr
     GATE: tl.constexpr
+    NUMBER: tl.constexpr
     UNIT: tl.constexpr  # 8 where eight factors may be read as one vector, else 1
 
     @classmethod
-    def of(cls, tensor: Tensor | None, heads: int, as_vectors: bool) -> "Factors":
-        """
-        Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors). `as_vectors` reads
-        eight at once where they lie so.
-        """
+    def of(cls, tensor: Tensor | None, heads: int) -> "Factors":
+        """Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors)."""
         if tensor is None:
-            return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 1)))
+            return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 0, 1)))
         served = heads // tensor.shape[1]
         factors = tensor.shape[3] // served
         batch, head, position, factor = tensor.stride()
-        unit = 8 if as_vectors and served == 1 and _reads_eight(tensor) else 1
+        unit = 8 if served == 1 and _reads_eight(tensor) else 1
         strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
-        return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, unit)))
-
-    @property
-    def number(self) -> int:
-        return 2 * self.RANK.value + self.GATE.value
+        return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, factors, unit)))
 
 
 class Stage(NamedTuple):
@@ -97,12 +91,12 @@ class Stage(NamedTuple):
     HAS_STATIC: tl.constexpr
 
     @classmethod
-    def both(cls, call: Call, as_vectors: bool = False) -> tuple["Stage", "Stage"]:
-        """The compositions before and after the softmax; with `as_vectors` for the keys' factors."""
+    def both(cls, call: Call) -> tuple["Stage", "Stage"]:
+        """The compositions before and after the softmax."""
         stages = []
         for query, key, static in (call[3:6], call[6:9]):
             heads = call.query.shape[1]
-            sides = Factors.of(query, heads, False), Factors.of(key, heads, as_vectors)
+            sides = Factors.of(query, heads), Factors.of(key, heads)
             has_static = tl.constexpr(static is not None)
             stages.append(cls(*sides, None if static is None else static.contiguous(), has_static))
         return stages[0], stages[1]
@@ -258,12 +252,11 @@ def round_up(number: int, multiple: int) -> int:
 
 def _dense_mask(dense: Tensor) -> Tensor:
     """As kernels read it: bytes, or float32 to be added to scores to base 2, -inf where it hides."""
-    if not dense.dtype.is_floating_point:
-        return dense.to(torch.bool).view(torch.int8)
-    hidden = dense <= torch.finfo(dense.dtype).min / 2
+    dense = readable_mask(dense)
+    if dense.dtype == torch.bool:
+        return dense.view(torch.int8)
     # Beside -1e9 in all of a row float32 keeps no score; without what all share the softmax is the same.
-    shared = dense.float().amax(-1, keepdim=True).clamp(-1e30, 0)
-    return ((dense.float() - shared) * LOG2_E).masked_fill(hidden, float("-inf"))
+    return (dense - dense.amax(-1, keepdim=True).clamp(-1e30, 0)) * LOG2_E
 
 
 def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,3 +73,30 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
 def places_of(states, b, h, position):
     """Where the channels of positions begin, in elements, for heads of queries."""
     return (b * states.batch + h // states.SERVED * states.head + position * states.position) * states.UNIT
+
+
+@triton.jit
+def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
+    """A tuple: w1 of each rank, w2 of each rank, the gate, of the shape that rows, heads and positions broadcast to."""
+    factors = ()
+    if side.pointer is not None:
+        places = b * side.batch + h // side.SERVED * tl.cast(side.head, tl.int64)
+        places += tl.cast(position, tl.int64) * side.position
+        if side.UNIT == 8:
+            eight = side.pointer + (tl.expand_dims(places, -1) * 8 + tl.arange(0, 8))
+            eight = tl.load(eight, mask=tl.expand_dims(inside, -1), other=0).to(DTYPE)
+            # The bits of a factor's number are axes, of which a split takes the last.
+            even, odd = tl.split(tl.reshape(eight, inside.shape + (2, 2, 2)))
+            f04, f26 = tl.split(even)
+            f15, f37 = tl.split(odd)
+            f0, f4 = tl.split(f04)
+            f1, f5 = tl.split(f15)
+            f2, f6 = tl.split(f26)
+            f3, f7 = tl.split(f37)
+            factors = (f0, f1, f2, f3, f4, f5, f6, f7)
+        else:
+            places += h % side.SERVED * side.served
+            for i in tl.static_range(side.NUMBER):
+                factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
+                factors = factors + (factor.to(DTYPE),)
+    return factors
