@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
 from .dcmha import ComposeSide, ComposeWeights
@@ -324,3 +326,35 @@ def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
     if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
         return 0, 0
     return layer.keys.shape[-1], layer.values.shape[-1]
+
+
+def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
+    """
+    Give cached rows that are as wide as a head alone (learned prefixes, static caches allocated by `head_dim`) room for
+    compose weights: zeros, which compose nothing.
+
+    Raises:
+        ValueError: for rows of another width, which hold something else.
+    """
+    extra = dict(zip(("keys", "values"), config.compose_cache_channels))
+    widest = config.head_dim + max(extra.values())
+    for layer_idx, layer in enumerate(cache.layers):
+        if not config.composes_layer(layer_idx) or not layer.is_initialized or layer.keys.dim() != 4:
+            continue
+        for name, channels in extra.items():
+            rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
+            if channels > 0 and rows.shape[-1] == config.head_dim:
+                if is_tracing(rows):
+                    raise ValueError(
+                        f"The cache was allocated with rows of head_dim={config.head_dim} channels, which no "
+                        f"graph can widen; call early_initialization with head_dim={widest}."
+                    )
+                rows = functional.pad(rows, (0, channels))
+                if getattr(layer, "is_compileable", False):
+                    torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
+                setattr(layer, name, rows)
+            elif rows.shape[-1] not in (config.head_dim + channels, widest):
+                raise ValueError(
+                    f"The cache holds {name} of {rows.shape[-1]} channels, but this model's have "
+                    f"{config.head_dim + channels}; it is that of another model."
+                )

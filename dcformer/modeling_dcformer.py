@@ -5,18 +5,14 @@ its scores are composed across heads before the softmax, and its weights after i
 same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
 """
 
-import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -28,14 +24,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
-from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from . import compose_dcformer
-from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack
+from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack, widen_cache_rows
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
     PREFIX,
@@ -44,26 +38,9 @@ from .dcmha import (
     Visibility,
     checked_implementation,
     composed_attention_forward,
-    values_are_known,
 )
 from .hub_dcformer import ComposingModel, register_model
-
-
-logger = logging.get_logger(__name__)
-
-# What Transformers calls a cache in the calls of masks, layers and outputs: it was renamed in 5.24.
-CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signature(create_causal_mask).parameters)
-
-
-def takes_older_cache_name(forward: Callable) -> Callable:
-    """Take `past_key_values` for `cache`: with a warning where Transformers warns too, else as the name it looks up."""
-    if CACHE_NAME == "cache":
-        return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
-    silent = deprecate_kwarg("past_key_values", "5.0.0", new_name="cache")(forward)
-    signature = inspect.signature(forward)
-    parameters = [p.replace(name=CACHE_NAME) if p.name == "cache" else p for p in signature.parameters.values()]
-    silent.__signature__ = signature.replace(parameters=parameters)
-    return silent
+from .inputs_dcformer import CACHE_NAME, check_positions, checked_ids, make_masks, takes_older_cache_name
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -426,7 +403,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(self._ids_with_rows(input_ids))
+            inputs_embeds = self.embed_tokens(checked_ids(input_ids, self.embed_tokens, self.config))
         batch, length = inputs_embeds.shape[:2]
 
         if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
@@ -442,10 +419,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
                 "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart."
             )
 
-        masks = attention_mask
+        masks, layer_ids = attention_mask, self.layers_here()
         if not isinstance(masks, dict):
-            masks = self.make_masks(inputs_embeds, attention_mask, cache, position_ids)
-        layer_ids = self.layers_here()
+            masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
         if position_ids is None:
             past_length = 0 if cache is None else cache.get_seq_length(layer_ids[0])
             position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
@@ -467,160 +443,9 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
-        """Numbers of the layers that this process computes: all, but for a stage of a pipeline."""
+        """Numbers of the layers that this process computes: all, except in a stage of a pipeline."""
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
         return [number for number, layer in layers if hasattr(layer, "self_attn")]
-
-    def _ids_with_rows(self, input_ids: Any) -> Tensor:
-        """Ids that all have an embedding row; without one torch would read foreign memory on a GPU, or crash."""
-        # Adapters and assisted generation wrap the embedding, and callers may put another module in its place.
-        sizes = (part.num_embeddings for part in self.embed_tokens.modules() if isinstance(part, nn.Embedding))
-        rows = next(sizes, self.config.vocab_size)
-        # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
-        if self.config.oov_policy == "clamp" or input_ids.is_meta or is_tracing(input_ids):
-            return input_ids.clamp(0, rows - 1)
-        if values_are_known(input_ids) and (outside := (input_ids < 0) | (input_ids >= rows)).any():
-            position = outside.nonzero()[0].tolist()
-            raise ValueError(
-                f"Token id {int(input_ids[tuple(position)])} at position {position} has no row in the embedding, which "
-                f"has {rows}; use a tokenizer of that vocabulary, or config.oov_policy='clamp'."
-            )
-        return input_ids
-
-    def make_masks(
-        self, inputs_embeds: Tensor, attention_mask: Any, cache: Any, position_ids: Tensor | None
-    ) -> dict[str, Any]:
-        """The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed."""
-        batch, length = inputs_embeds.shape[:2]
-        layer_ids = self.layers_here()
-        # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
-        is_static = getattr(cache, "is_compileable", False)
-        sequence_ids = None
-        if position_ids is not None and attention_mask is None and cache is None and not position_ids.is_meta:
-            # Where a position does not follow the one before it, another document starts.
-            starts = position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1
-            if not values_are_known(starts) or starts.any():
-                sequence_ids = starts.cumsum(1).expand(batch, -1)
-        own_cache = cache
-        if cache is not None and len(layer_ids) < self.config.num_hidden_layers:
-            own_cache = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
-            own_cache.layers = [cache.layers[i] for i in layer_ids if i < len(cache.layers)]
-
-        masks: dict[str, Any] = dict.fromkeys(self.config.layer_types)
-        for layer_type, layer_idx in {self.config.layer_types[i]: i for i in reversed(layer_ids)}.items():
-            past_length, key_length, key_offset = 0, length, 0  # the keys are those of the tokens from key_offset on
-            if cache is not None:
-                past_length = cache.get_seq_length(layer_idx)
-                key_length, key_offset = cache.get_mask_sizes(length, layer_idx)
-            if isinstance(attention_mask, Tensor):
-                total = key_offset + key_length if is_static else past_length + length
-                check_mask(attention_mask, batch, length, total, past_length + length)
-                attention_mask = attention_mask.expand(batch, *attention_mask.shape[1:])
-            if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
-                is_bias = attention_mask.dtype.is_floating_point
-                masks[layer_type] = (attention_mask if is_bias else attention_mask.bool())[..., key_offset:]
-            elif self.config.composes_heads and not is_static:
-                masks[layer_type] = Visibility(
-                    length,
-                    key_length,
-                    is_causal=getattr(self.config, "is_causal", True),
-                    sliding_window=self.config.sliding_window if layer_type == "sliding_attention" else None,
-                    query_offset=past_length - key_offset,
-                    padding=padding_of_keys(attention_mask, key_offset),
-                    sequence_ids=sequence_ids,
-                )
-            else:
-                make_mask = create_causal_mask if layer_type == "full_attention" else create_sliding_window_causal_mask
-                mask = make_mask(
-                    config=self.config,
-                    inputs_embeds=inputs_embeds,
-                    attention_mask=None if inputs_embeds.is_meta else attention_mask,
-                    **{CACHE_NAME: own_cache},
-                    position_ids=None if inputs_embeds.is_meta else position_ids,
-                )
-                # Eager masks hold zero and the smallest number; as booleans every layer has less to do with them.
-                masks[layer_type] = mask == 0 if self.config.composes_heads and mask is not None else mask
-        return masks
-
-
-def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
-    """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
-    if tuple(position_ids.shape) not in (shape, (1, shape[1])):
-        raise ValueError(
-            f"position_ids must be (batch, length) = {shape} or (1, {shape[1]}), got {tuple(position_ids.shape)}."
-        )
-    # As in Transformers, positions that restart keep documents apart only without a mask and without a cache.
-    is_flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-    known = values_are_known(position_ids) and values_are_known(attention_mask)
-    if not known or not (is_flat or (attention_mask is None and has_cache)):
-        return
-    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
-    if is_flat:  # padding has positions that mean nothing
-        real = attention_mask[:, -shape[1] :] != 0
-        restarts = restarts & real[:, 1:] & real[:, :-1]
-    if restarts.any():
-        logger.warning_once(
-            "position_ids restart within a row, but a cache or an attention_mask is given too: packed documents see "
-            "each other. To keep them apart call the model without attention_mask and with use_cache=False."
-        )
-
-
-def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tokens: int | Tensor) -> None:
-    """
-    Raise ValueError unless a mask covers `tokens`, those of cache and input, and at most `total`, which for a static
-    cache counts the rows not yet filled: a narrower one would shift keys against queries.
-    """
-    covered, is_dense = attention_mask.shape[-1], attention_mask.dim() == 4
-    fits = attention_mask.dim() in (2, 4) and attention_mask.shape[0] in (1, batch)
-    if fits and is_dense:
-        fits = attention_mask.shape[2] == length and covered == total
-    elif fits and values_are_known(tokens):
-        fits = int(tokens) <= covered <= max(total, int(tokens))
-    if not fits:
-        raise ValueError(
-            "attention_mask must be (batch, past + length) or (batch or 1, heads or 1, length, past + length) for a "
-            f"batch of {batch}, {length} tokens and {total} of cache and input, got {tuple(attention_mask.shape)}."
-        )
-
-
-def padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
-    """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
-    if attention_mask is None:
-        return None
-    padding = attention_mask[:, key_offset:]
-    return None if values_are_known(padding) and bool((padding != 0).all()) else padding
-
-
-def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
-    """
-    Give cached rows that are as wide as a head alone (learned prefixes, static caches allocated by `head_dim`) room for
-    compose weights: zeros, which compose nothing.
-
-    Raises:
-        ValueError: for rows of another width, which hold something else.
-    """
-    extra = dict(zip(("keys", "values"), config.compose_cache_channels))
-    widest = config.head_dim + max(extra.values())
-    for layer_idx, layer in enumerate(cache.layers):
-        if not config.composes_layer(layer_idx) or not layer.is_initialized or layer.keys.dim() != 4:
-            continue
-        for name, channels in extra.items():
-            rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
-            if channels > 0 and rows.shape[-1] == config.head_dim:
-                if is_tracing(rows):
-                    raise ValueError(
-                        f"The cache was allocated with rows of head_dim={config.head_dim} channels, which no "
-                        f"graph can widen; call early_initialization with head_dim={widest}."
-                    )
-                rows = functional.pad(rows, (0, channels))
-                if getattr(layer, "is_compileable", False):
-                    torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
-                setattr(layer, name, rows)
-            elif rows.shape[-1] not in (config.head_dim + channels, widest):
-                raise ValueError(
-                    f"The cache holds {name} of {rows.shape[-1]} channels, but this model's have "
-                    f"{config.head_dim + channels}; it is that of another model."
-                )
 
 
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
@@ -704,7 +529,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of static caches, outside of what is compiled."""
-        return self.model.make_masks(inputs_embeds, attention_mask, cache, position_ids)
+        layer_ids = self.model.layers_here()
+        return make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
         """Rows of static caches that are allocated before their first use: with room for compose weights."""

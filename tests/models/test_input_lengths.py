@@ -11,7 +11,7 @@ import torch
 from tiny_models import random_tokens, tiny_model
 from transformers import DynamicCache, StaticCache
 
-from dcformer import modeling_dcformer
+from dcformer import inputs_dcformer
 
 
 MODELS = ["dcformer", "plain_gated_transformer"]
@@ -158,8 +158,8 @@ def test_a_cache_of_another_model_is_refused(kind):
 
 @pytest.fixture
 def warnings(caplog):
-    modeling_dcformer.logger.warning_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=modeling_dcformer.__name__):
+    inputs_dcformer.logger.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=inputs_dcformer.__name__):
         yield caplog
 
 
