@@ -12,8 +12,8 @@ Only the inputs and the logarithms of the softmax's sums are kept from the forwa
 
 Steps 3 and 4 give the gradients of the keys' factors too. Those of the queries' factors and of the static map follow
 from the gradient of a query's matrix, which is one more product: of the inputs of its composition with the gradients of
-the outputs, over the keys. Programs that each own a part of a gradient add up what blocks contribute, so two runs give
-the same bits.
+the outputs, over the keys. Each part of a gradient has one program, which adds up what blocks contribute, so two runs
+give the same bits.
 
 Letters: a input of a composition, d gradient of its output. The gradient of a is the transposed composition of d. The
 gradient of a key's w1 is a times the map of d, of w2 it is d times the map of a, and of the gate it is a d, each summed
@@ -23,7 +23,7 @@ over the queries. For 16-bit inputs d is in float16, times a power of 2 that kee
 import torch
 from torch import Tensor
 
-from .call import LOG2_E, Call
+from .call import DIFFERENTIABLE, LOG2_E, Call
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
 from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
@@ -50,12 +50,13 @@ def composed_backward(
     chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
     types = {"dtype": torch.float32} if chunks[-1].start > 0 else {}
-    found = {}  # by the tensor's place in the call
-    for place, tensor in enumerate(call[:9]):
-        if tensor is not None and place in (5, 8):
-            found[place] = torch.zeros_like(tensor, dtype=torch.float32)
+    results: list[Tensor | None] = []
+    for name, tensor in zip(Call._fields, call[:DIFFERENTIABLE]):
+        if tensor is not None and name.endswith("static"):
+            tensor = torch.zeros_like(tensor, dtype=torch.float32)
         elif tensor is not None:
-            found[place] = tensor.new_empty(tensor.shape, **(types if place in (1, 2, 4, 7) else {}))
+            tensor = tensor.new_empty(tensor.shape, **({} if "query" in name else types))
+        results.append(tensor)
     scale = _scale(output_gradient, value)
     deltas, of_totals = torch.empty_like(log_sums), torch.ones_like(log_sums)
     for chunk in chunks:
@@ -75,20 +76,19 @@ def composed_backward(
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
             join_over_keys(work, None, totals, of_totals)
             deltas /= of_totals.clamp(min=0.5)
-        of_post, of_pre = ([found.get(place) for place in places] for places in ((6, 7, 8), (3, 4, 5)))
-        _stage_gradients(work, post, 1, matrices, scale, weights, gradients, gradients, deltas, 1.0, *of_post)
-        _stage_gradients(work, pre, 0, matrices, scale, scores, gradients, of_scores, None, call.scaling, *of_pre)
-        launch_key_products(work, composed, output_gradient, found[2])
-        launch_output(work, of_scores, key, found[0])
-        launch_key_products(work, of_scores, query, found[1])
-    return tuple(found[place].to(call[place].dtype) if place in found else None for place in range(9))
+        _stage_gradients(work, post, 1, matrices, scale, weights, gradients, gradients, deltas, 1.0, *results[6:])
+        _stage_gradients(work, pre, 0, matrices, scale, scores, gradients, of_scores, None, call.scaling, *results[3:6])
+        launch_key_products(work, composed, output_gradient, results[2])
+        launch_output(work, of_scores, key, results[0])
+        launch_key_products(work, of_scores, query, results[1])
+    return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
 
 
 def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
     heads, number = sizes.GROUPS * sizes.HEADS, max(pre.key.NUMBER.value, post.key.NUMBER.value)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
-    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.ROWS)
+    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.COMPOSE_M)
     return 4 * heads * query.element_size() + sums
 
 
@@ -135,7 +135,7 @@ def _stage_gradients(
     partial = None
     if of_key is not None:
         number = stage.key.NUMBER.value
-        shape = (chunk.number, chunk.rows // sizes.ROWS, chunk.columns, number, heads)
+        shape = (chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, number, heads)
         partial = inputs.new_empty(shape, dtype=torch.float32)
     arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.

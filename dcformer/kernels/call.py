@@ -21,7 +21,7 @@ class Call(NamedTuple):
     key: Tensor  # (batch, key/value heads, key, channels)
     value: Tensor  # (batch, key/value heads, key, value channels)
     pre_query: Tensor | None  # (batch, heads, query, factors), as `ComposeSide.factors`
-    # (batch, heads, key, factors), or in decoding also (batch, key/value heads, key, served heads x factors), as cached
+    # (batch, heads, key, factors), or, as cached, (batch, key/value heads, key, query heads of each x factors)
     pre_key: Tensor | None
     pre_static: Tensor | None  # (groups, heads per group, heads per group) [in, out]
     post_query: Tensor | None  # after the softmax, shaped as before it
@@ -67,7 +67,7 @@ def groups_of(*stages: Weights) -> list[int]:
 
 
 def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str | None:
-    """Why no kernel of this folder computes a call, as the end of a sentence; None if its own reasons decide."""
+    """Why no kernel of this folder computes a call, as the end of a sentence; None if nothing here forbids it."""
     call = Call.of(*inputs, mask, 1.0)
     for tensor in call[:DIFFERENTIABLE]:
         if tensor is not None and tensor.dtype not in DTYPES:

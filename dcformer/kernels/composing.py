@@ -1,10 +1,10 @@
 """Kernels that compose: equation 7 of all heads of a group, with the heads as the contraction of matrix products.
 
-Programs walk along the queries of a block and keep the factors of their keys. A tile is what one query has of them,
-[KEYS, HEADS]. All that the query and the static map do to it is a product with one matrix, I + gate + w1 w2^T + static.
-What the keys do is elementwise but for the sums over the heads. With w1 and w2 exchanged and the matrix transposed the
-same function computes the transposed composition, as gradients need it. Exponents are to base 2, with log2(e) in the
-factor of the scores.
+Programs walk along the queries of a block and keep the factors of their keys. A tile holds the scores of one query,
+[COMPOSE_N, HEADS]. All that the query and the static map do to it is a product with one matrix, I + gate + w1 w2^T +
+static. What the keys do is elementwise except for the sums over the heads. With w1 and w2 exchanged and the matrix
+transposed the same function computes the transposed composition, as gradients need it. Exponents are to base 2, with
+log2(e) in the factor of the scores.
 """
 
 import triton
@@ -28,14 +28,14 @@ def real_keys(mask, b, s):
 
 @triton.jit
 def hide(x, mask, b, t, s, real, documents):
-    """Composed scores [KEYS, HEADS] of query t, with -inf for keys that it does not see and a float mask added."""
+    """Composed scores [COMPOSE_N, HEADS] of query t, with -inf for keys that it does not see and a float mask added."""
     first, last = key_ranges(mask, b, t)
     visible = real & (s >= first) & (s <= last)
     if mask.first_keys is not None:
         visible = visible & (documents == tl.load(mask.first_keys + b * mask.sequence_stride + t))
     if mask.dense is not None:
-        places = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
-        dense = tl.load(mask.dense + places, mask=s < mask.keys, other=0)
+        offsets = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
+        dense = tl.load(mask.dense + offsets, mask=s < mask.keys, other=0)
         if mask.dense.dtype.element_ty == tl.float32:
             x += dense[:, None]
         else:
@@ -55,25 +55,25 @@ def heads_of_program(chunk, sizes):
 @triton.jit
 def tile_of_program(mask, b, chunk, sizes):
     """First row and that after the last, columns, key of column 0, and whether any of the queries may see any key."""
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    column = tl.program_id(0) * sizes.KEYS + tl.arange(0, sizes.KEYS)
-    end_row = tl.minimum(first_row + sizes.ROWS, mask.queries - chunk.start)
+    first_row = tl.program_id(1) * sizes.COMPOSE_M
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.BLOCK_M)
+    begin, end = blocks_in_sight(first, last, sizes.COMPOSE_N)
+    column = tl.program_id(0) * sizes.COMPOSE_N + tl.arange(0, sizes.COMPOSE_N)
+    end_row = tl.minimum(first_row + sizes.COMPOSE_M, mask.queries - chunk.start)
     return first_row, end_row, column, base, (tl.program_id(0) >= begin) & (tl.program_id(0) < end)
 
 
 @triton.jit
-def tile_places(chunk, batch_row, h, column, sizes):
-    """Where [HEADS, KEYS] of row 0 are in the workspace, from which those of a row are row * chunk.columns further."""
+def tile_offsets(chunk, batch_row, h, column, sizes):
+    """Offsets of [HEADS, COMPOSE_N] of row 0 in the workspace; those of another row are row * chunk.columns further."""
     heads = (batch_row * (sizes.GROUPS * sizes.HEADS) + h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
     return heads[:, None] + column[None, :]
 
 
 @triton.jit
-def part_places(chunk, batch_row, h, row, sizes):
-    """Where the program's parts of the keys, [KEYS // PART], of a row's heads are in (batch, part, row, heads)."""
-    part = tl.program_id(0) * (sizes.KEYS // PART) + tl.arange(0, sizes.KEYS // PART)
+def part_offsets(chunk, batch_row, h, row, sizes):
+    """Where the program's parts of the keys, [COMPOSE_N // PART], of a row's heads are in (batch, part, row, heads)."""
+    part = tl.program_id(0) * (sizes.COMPOSE_N // PART) + tl.arange(0, sizes.COMPOSE_N // PART)
     rows = (batch_row * (chunk.columns // PART) + part) * chunk.rows + row
     return rows[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
 
@@ -89,7 +89,7 @@ def load_heads(pointers, is_head, sizes):
 
 @triton.jit
 def store_heads(pointers, tile, is_head, sizes):
-    """Of a tile [KEYS, HEADS]."""
+    """Of a tile [COMPOSE_N, HEADS]."""
     tile = tl.trans(tile).to(pointers.dtype.element_ty)
     if sizes.HEADS == sizes.HEADS_PADDED:
         tl.store(pointers, tile)
@@ -103,30 +103,30 @@ def is_seen_by_product(mask, b, chunk, first_row, sizes):
     Whether the program's tile, which none of its queries sees, is in a block of keys that another query of the block of
     rows sees, which the matrix products therefore read.
     """
-    first_column = tl.program_id(0) * sizes.KEYS
-    block_row = first_row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS
-    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
-    return (first_column >= begin * sizes.PRODUCT_KEYS) & (first_column < end * sizes.PRODUCT_KEYS)
+    first_column = tl.program_id(0) * sizes.COMPOSE_N
+    block_row = first_row // sizes.BLOCK_M * sizes.BLOCK_M
+    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_M)
+    begin, end = blocks_in_sight(first, last, sizes.BLOCK_N)
+    return (first_column >= begin * sizes.BLOCK_N) & (first_column < end * sizes.BLOCK_N)
 
 
 @triton.jit
 def store_zeros(pointers, chunk, first_row, is_head, sizes):
-    for row in range(first_row, first_row + sizes.ROWS):
-        zeros = tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], pointers.dtype.element_ty)
+    for row in range(first_row, first_row + sizes.COMPOSE_M):
+        zeros = tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], pointers.dtype.element_ty)
         store_heads(pointers + row * chunk.columns, zeros, is_head, sizes)
 
 
 @triton.jit
 def load_query_vector(vector, mask, b, h, is_head, t, sizes):
     """[HEADS] of (batch, heads, query); infinity for heads that only pad, which leaves them weights of zero."""
-    places = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t
-    return tl.load(vector + places, mask=is_head, other=float("inf"))
+    offsets = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t
+    return tl.load(vector + offsets, mask=is_head, other=float("inf"))
 
 
 @triton.jit
 def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, sizes):
-    """The query's own matrix of a stage, heads in by heads out."""
+    """The query's matrix of a stage, heads in by heads out."""
     SIZE: tl.constexpr = sizes.HEADS_PADDED * sizes.HEADS_PADDED
     h = tl.arange(0, sizes.HEADS_PADDED)
     index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + STAGE
@@ -154,22 +154,22 @@ def in_registers(a, eye):
 @triton.jit
 def sum_over_heads(product):
     """
-    The sum of each row of [KEYS, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which
-    each thread takes its own: nothing is exchanged between threads.
+    The sum of each row of [BLOCK_N, HEADS] in each of its columns. A product with ones leaves it in 8 columns, of which
+    each thread takes one: nothing is exchanged between threads.
     """
-    KEYS: tl.constexpr = product.shape[0]
+    BLOCK_N: tl.constexpr = product.shape[0]
     HEADS: tl.constexpr = product.shape[1]
     total = tl.dot(product, tl.full([HEADS, 8], 1.0, product.dtype))
-    total, _same = tl.split(tl.reshape(total, [KEYS, 4, 2]))
-    total = tl.broadcast_to(total[:, None, :, None], [KEYS, HEADS // 8, 4, 2])
-    return tl.reshape(total, [KEYS, HEADS])
+    total, _same = tl.split(tl.reshape(total, [BLOCK_N, 4, 2]))
+    total = tl.broadcast_to(total[:, None, :, None], [BLOCK_N, HEADS // 8, 4, 2])
+    return tl.reshape(total, [BLOCK_N, HEADS])
 
 
 @triton.jit
 def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
     """
-    Equation 7 for one query's tile a [KEYS, HEADS], which is given in float32 too: the composed tile in float32, and
-    its sums over the heads with the keys' w1 (w2 in the transpose) of each rank, in every column of [KEYS, HEADS].
+    Equation 7 for one query's tile a [COMPOSE_N, HEADS], which is given in float32 too. Returns the composed tile in
+    float32 and, of each rank, the sums over the heads with the keys' w1 (w2 in the transpose), in every column.
     """
     x = a32
     if stage.query.RANK + stage.query.GATE + stage.HAS_STATIC > 0:
@@ -196,13 +196,13 @@ def _matrices_kernel(mask, chunk, sizes, pre, post, matrices):
     if chunk.start + row < mask.queries:
         index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + tl.program_id(1)
         member = tl.arange(0, sizes.HEADS_PADDED)
-        places = member[:, None] * sizes.HEADS_PADDED + member[None, :]
-        places += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+        offsets = member[:, None] * sizes.HEADS_PADDED + member[None, :]
+        offsets += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
         if tl.program_id(1) == 0:
             matrix = _matrix(pre, b, group, h, is_head, chunk.start + row, sizes)
         else:
             matrix = _matrix(post, b, group, h, is_head, chunk.start + row, sizes)
-        tl.store(matrices + places, matrix.to(matrices.dtype.element_ty))
+        tl.store(matrices + offsets, matrix.to(matrices.dtype.element_ty))
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def _matrix(stage, b, group, h, is_head, t, sizes):
     for r in tl.static_range(RANK):
         matrix += factors[r][:, None] * factors[RANK + r][None, :]
     if stage.HAS_STATIC:
-        places = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
-        matrix += tl.load(stage.static + places, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
+        offsets = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
+        matrix += tl.load(stage.static + offsets, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
     return matrix
 
 
@@ -231,7 +231,7 @@ def _weights_kernel(
     """
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
-    places = tile_places(chunk, batch_row, h, column, sizes)
+    offsets = tile_offsets(chunk, batch_row, h, column, sizes)
     if is_seen:
         s = base + column
         real, documents = real_keys(mask, b, s)
@@ -242,19 +242,19 @@ def _weights_kernel(
         if log_sums is not None:
             post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         for row in range(first_row, end_row):
-            at = places + row * chunk.columns
+            at = offsets + row * chunk.columns
             if log_sums is not None:
                 log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
-            a = tl.trans(load_heads(scores + at, is_head, sizes))  # [KEYS, HEADS]
+            a = tl.trans(load_heads(scores + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head, sizes))
             matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             if log_sums is None:
-                x = tl.reshape(x, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
-                highest = tl.maximum(tl.max(x, 1), -1e30)  # [KEYS // PART, HEADS]
-                part = part_places(chunk, batch_row, h, row, sizes)
+                x = tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+                highest = tl.maximum(tl.max(x, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
+                part = part_offsets(chunk, batch_row, h, row, sizes)
                 tl.store(largest + part, highest, mask=is_head[None, :])
                 tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
             else:
@@ -265,15 +265,15 @@ def _weights_kernel(
                 if gradients is not None:
                     store_heads(weights + at, e, is_head, sizes)
                     p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
-                    product = tl.reshape(e * p, [sizes.KEYS // PART, PART, sizes.HEADS_PADDED])
-                    part = part_places(chunk, batch_row, h, row, sizes)
+                    product = tl.reshape(e * p, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+                    part = part_offsets(chunk, batch_row, h, row, sizes)
                     tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
                     if totals is not None:
                         total = tl.sum(tl.reshape(e, product.shape), 1)
                         tl.store(totals + part, total, mask=is_head[None, :])
     elif log_sums is not None and gradients is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
         # [`launch_output`] reads it; the products over queries look for themselves.
-        store_zeros(composed + places, chunk, first_row, is_head, sizes)
+        store_zeros(composed + offsets, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
@@ -299,7 +299,7 @@ def _compositions_kernel(
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
-    places = tile_places(chunk, batch_row, h, column, sizes)
+    offsets = tile_offsets(chunk, batch_row, h, column, sizes)
     if is_seen:
         s = base + column
         real, _documents = real_keys(mask, b, s)
@@ -315,8 +315,8 @@ def _compositions_kernel(
         w2_sums = zero_sums(stage.key.RANK, sizes)
         gate_sums = zero_sums(stage.key.GATE, sizes)
         for row in range(first_row, end_row):
-            at = places + row * chunk.columns
-            a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [KEYS, HEADS]
+            at = offsets + row * chunk.columns
+            a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             d = tl.trans(load_heads(gradients + at, is_head, sizes))
             matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
             if deltas is not None:
@@ -340,14 +340,14 @@ def _compositions_kernel(
             for i in tl.static_range(stage.key.NUMBER):
                 tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
     elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
-        store_zeros(outputs + places, chunk, first_row, is_head, sizes)
+        store_zeros(outputs + offsets, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
 def zero_sums(NUMBER: tl.constexpr, sizes):
     sums = ()
     for _ in tl.static_range(NUMBER):
-        sums = sums + (tl.zeros([sizes.KEYS, sizes.HEADS_PADDED], tl.float32),)
+        sums = sums + (tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], tl.float32),)
     return sums
 
 
@@ -371,13 +371,13 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale
     t = chunk.start + row
     if t < mask.queries:
         first, last = key_ranges(mask, b, t)
-        base = first_key_of_block(mask, chunk.start + row // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
-        begin, end = blocks_in_sight(tl.maximum(first - base, 0), last - base, sizes.KEYS)
-        places = tile_places(chunk, batch_row, h, tl.arange(0, sizes.KEYS), sizes) + row * chunk.columns
+        base = first_key_of_block(mask, chunk.start + row // sizes.BLOCK_M * sizes.BLOCK_M)
+        begin, end = blocks_in_sight(tl.maximum(first - base, 0), last - base, sizes.COMPOSE_N)
+        offsets = tile_offsets(chunk, batch_row, h, tl.arange(0, sizes.COMPOSE_N), sizes) + row * chunk.columns
         total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
         for block in range(begin, end):
-            a = load_heads(inputs + (places + block * sizes.KEYS), is_head, sizes)  # [HEADS, KEYS]
-            d = load_heads(gradients + (places + block * sizes.KEYS), is_head, sizes)
+            a = load_heads(inputs + (offsets + block * sizes.COMPOSE_N), is_head, sizes)  # [HEADS, COMPOSE_N]
+            d = load_heads(gradients + (offsets + block * sizes.COMPOSE_N), is_head, sizes)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
         if scale is not None:
             factor /= tl.load(scale)
@@ -404,13 +404,13 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
-    first_row = tl.program_id(1) * sizes.ROWS
-    first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.ROWS, sizes.PRODUCT_ROWS)
-    begin, end = blocks_in_sight(first, last, sizes.KEYS)
-    begin, end = begin * (sizes.KEYS // PART), end * (sizes.KEYS // PART)
+    first_row = tl.program_id(1) * sizes.COMPOSE_M
+    first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.BLOCK_M)
+    begin, end = blocks_in_sight(first, last, sizes.COMPOSE_N)
+    begin, end = begin * (sizes.COMPOSE_N // PART), end * (sizes.COMPOSE_N // PART)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     t = chunk.start + first_row + element // HEADS
-    inside = (element < sizes.ROWS * HEADS) & (t < mask.queries)
+    inside = (element < sizes.COMPOSE_M * HEADS) & (t < mask.queries)
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, STEP):
@@ -433,7 +433,7 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
 
 @triton.jit
 def _join_over_queries_kernel(
-    mask, chunk, sizes, partial, stage, sums, factor, BLOCK: tl.constexpr, KEYS: tl.constexpr, IS_FIRST: tl.constexpr
+    mask, chunk, sizes, partial, stage, sums, factor, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, IS_FIRST: tl.constexpr
 ):
     """
     (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
@@ -444,25 +444,25 @@ def _join_over_queries_kernel(
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    begin, end = rows_in_sight(mask, b, chunk, s, sizes.ROWS)
+    s = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = rows_in_sight(mask, b, chunk, s, sizes.COMPOSE_M)
     is_value = (value < NUMBER * HEADS)[None, :]
-    total = tl.zeros([KEYS, BLOCK], tl.float32)
-    for start in range(begin, end, sizes.ROWS):
-        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.ROWS, sizes.PRODUCT_ROWS)
+    total = tl.zeros([BLOCK_N, BLOCK], tl.float32)
+    for start in range(begin, end, sizes.COMPOSE_M):
+        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes.BLOCK_M)
         # A block of keys may lie across tiles of columns, each of which was computed if any query sees it.
         column = s - base
-        tile = column // sizes.KEYS
-        first_tile, last_tile = blocks_in_sight(first, last, sizes.KEYS)
+        tile = column // sizes.COMPOSE_N
+        first_tile, last_tile = blocks_in_sight(first, last, sizes.COMPOSE_N)
         is_there = (
             (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
         )
-        at = (batch_row * (chunk.rows // sizes.ROWS) + start // sizes.ROWS) * chunk.columns + column
-        places = at[:, None] * (NUMBER * HEADS) + value[None, :]
-        total += tl.load(partial + places, mask=is_value & is_there[:, None], other=0.0)
-    places = ((b * HEADS + value % HEADS)[None, :] * mask.keys + s[:, None]) * NUMBER + (value // HEADS)[None, :]
+        at = (batch_row * (chunk.rows // sizes.COMPOSE_M) + start // sizes.COMPOSE_M) * chunk.columns + column
+        offsets = at[:, None] * (NUMBER * HEADS) + value[None, :]
+        total += tl.load(partial + offsets, mask=is_value & is_there[:, None], other=0.0)
+    offsets = ((b * HEADS + value % HEADS)[None, :] * mask.keys + s[:, None]) * NUMBER + (value // HEADS)[None, :]
     inside = is_value & (s < mask.keys)[:, None]
     total *= factor
     if not IS_FIRST:
-        total += tl.load(sums + places, mask=inside, other=0.0)
-    tl.store(sums + places, total.to(sums.dtype.element_ty), mask=inside)
+        total += tl.load(sums + offsets, mask=inside, other=0.0)
+    tl.store(sums + offsets, total.to(sums.dtype.element_ty), mask=inside)

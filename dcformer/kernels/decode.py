@@ -10,12 +10,12 @@ Composed scores (batch, heads, queries, keys in sight) in float32 are kept betwe
 keys and values take. Nothing waits for the device: the grids are sized by the keys that a row can hold, and programs
 share out those that it does hold. Results are the same bit by bit from run to run.
 
-Keys are counted by position. `_place_of` turns a position into the place of its row in memory: in a ring by the
-remainder, in a paged cache through the table of blocks. A row of the batch has keys `first` to `last` that any of its
-queries may see; only these are read, and the scores of key `position` stand in column `position - first`.
+Keys are counted by position. `_locate` turns a position into where it lies in memory: in a ring by the remainder, in a
+paged cache through the table of blocks. A row of the batch has keys `first` to `last` that any of its queries may see;
+only these are read, and the scores of key `position` are in column `position - first`.
 
-A tile is [1, HEADS, KEYS]; with the first dimension Triton changes how threads hold the scores, not all their factors.
-Factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, KEYS] for the keys'.
+A tile is [1, HEADS, BLOCK_N]: with the first dimension Triton changes how threads hold the scores, not the factors.
+Factors are two tuples, of [1, HEADS, 1] for the query's side and [1, HEADS, BLOCK_N] for the keys'.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from torch import Tensor
 from .call import LOG2_E, Call
 from .ops import new_output
 from .plan import Mask, Stage, States
-from .tiles import load_factors, places_of
+from .tiles import load_factors, offsets_of
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.
@@ -38,7 +38,7 @@ _MOST_PROGRAMS = 1024
 _MOST_PARTS = 256, 66
 # Scores of a tile, of all heads of a group and some keys, one a thread, and channels that are read for each at once.
 _SCORES_OF_A_TILE = 256
-_CHANNELS = tl.constexpr(32)
+_BLOCK_D = tl.constexpr(32)
 
 
 class Step(NamedTuple):
@@ -67,12 +67,12 @@ def composed_decode(
     Attention of 1 to 8 queries over a cache, without gradients: (batch, heads, queries, value channels).
 
     Keys, values and factors may be views of cache rows [key | factors] and [value | factors]; nothing is copied.
-    Columns of the call's padding and dense mask are places in a row: positions, in a ring their remainders. Of each row
-    the first `key_lengths` (batch,) keys are there, without them all; the last query stands at the last of them.
+    Columns of the call's padding and dense mask are slots of a row: positions, in a ring their remainders. Of each row
+    the first `key_lengths` (batch,) keys are valid, by default all; the last query is at the last of them.
 
     With `block_table` (batch, blocks of a row) in int32, keys, values and their factors are (blocks, key/value heads,
     block size, channels); entries past a row's length, or before its window, are not read. With `ring_size` the key at
-    position p lies in place p mod `ring_size`, and queries see a window of at most `ring_size` - queries + 1 keys.
+    position p lies in slot p mod `ring_size`, and queries see a window of at most `ring_size` - queries + 1 keys.
     """
     query, key, value = call.query, call.key, call.value
     _check(call, key_lengths, block_table, ring_size)
@@ -86,7 +86,7 @@ def composed_decode(
     span = _span(call, slots, key_lengths is not None)
     # Programs that share a part: of each group and query and, in the second kernel, block of channels.
     shares = call.groups * queries
-    blocks = triton.cdiv(value.shape[3], _CHANNELS.value)
+    blocks = triton.cdiv(value.shape[3], _BLOCK_D.value)
     keys, parts, warps = _split(span, batch * shares, padded, _MOST_PARTS[0])
     scores = query.new_empty(batch, heads, queries, span, dtype=torch.float32)
     log_sums = query.new_empty(batch, shares, parts, padded, dtype=torch.float32)
@@ -100,7 +100,7 @@ def composed_decode(
     )
     output = new_output(query, key, value)
     keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
-    of_parts = query.new_empty(batch, shares, blocks, parts, padded, _CHANNELS.value, dtype=torch.float32)
+    of_parts = query.new_empty(batch, shares, blocks, parts, padded, _BLOCK_D.value, dtype=torch.float32)
     at_once = min(triton.next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
     _values_kernel[(parts, shares * blocks, batch)](
         mask, step, post, States.of(value, heads), of_parts, States.of(output), keys, at_once, num_warps=warps
@@ -150,13 +150,13 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
         if key_lengths is None:
             raise ValueError("A ring needs key_lengths, which say where its newest key is.")
         if not 1 <= ring_size <= slots:
-            raise ValueError(f"ring_size must be from 1 to the {slots} places of a row, got {ring_size}.")
+            raise ValueError(f"ring_size must be from 1 to the {slots} slots of a row, got {ring_size}.")
 
 
 @triton.jit
-def _factors_of_keys(side, block, h, place, is_pair):
+def _factors_of_keys(side, block, h, row, is_pair):
     return load_factors(
-        side, block[None, None, :], h[None, :, None], place[None, None, :], is_pair[None, :, :], tl.float32
+        side, block[None, None, :], h[None, :, None], row[None, None, :], is_pair[None, :, :], tl.float32
     )
 
 
@@ -166,15 +166,15 @@ def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
     static = ()
     if stage.HAS_STATIC:
         h = tl.arange(0, HEADS_PADDED)
-        places = (group * HEADS + h[:, None]) * HEADS + h[None, :]
+        offsets = (group * HEADS + h[:, None]) * HEADS + h[None, :]
         inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
-        static = (tl.load(stage.static + places, mask=inside, other=0).to(tl.float32)[None, :, :],)
+        static = (tl.load(stage.static + offsets, mask=inside, other=0).to(tl.float32)[None, :, :],)
     return static
 
 
 @triton.jit
 def compose(a, query, key, static, stage):
-    """Equation 7 for a tile [1, HEADS, KEYS]: every term reads the tile as it came."""
+    """Equation 7 for a tile [1, HEADS, BLOCK_N]: every term reads the tile as it came."""
     x = a
     for r in tl.static_range(stage.query.RANK):
         x += tl.sum(a * query[r], 1, keep_dims=True) * query[stage.query.RANK + r]
@@ -203,7 +203,7 @@ def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _keys_of_program(mask, step, b, KEYS: tl.constexpr):
+def _keys_of_program(mask, step, b, BLOCK_N: tl.constexpr):
     """First key that the row's queries see, first and last + 1 of the part (whole tiles), position of query 0."""
     if step.lengths is None:
         length = mask.keys
@@ -221,14 +221,14 @@ def _keys_of_program(mask, step, b, KEYS: tl.constexpr):
         first = tl.maximum(first, offset - mask.window + 1)
         if not mask.CAUSAL:
             last = tl.minimum(last, offset + mask.queries - 1 + mask.window)
-    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), KEYS), tl.num_programs(0)) * KEYS
+    size = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), BLOCK_N), tl.num_programs(0)) * BLOCK_N
     start = first + tl.program_id(0) * size
     return first, start, tl.minimum(start + size, last), offset
 
 
 @triton.jit
-def _place_of(position, inside, step, b):
-    """Block (or row of the batch) of keys and their place in it, 64 bits each, and their slots; [KEYS]."""
+def _locate(position, inside, step, b):
+    """Block (or row of the batch) of keys and their rows in it, 64 bits each, and their slots; [BLOCK_N]."""
     slot = position
     if step.ring_size is not None:
         slot = position % step.ring_size
@@ -241,35 +241,35 @@ def _place_of(position, inside, step, b):
 
 
 @triton.jit
-def _scores_kernel(mask, step, pre, query, key, scale, KEYS: tl.constexpr):
+def _scores_kernel(mask, step, pre, query, key, scale, BLOCK_N: tl.constexpr):
     """Composed scores of all heads of a group for one query: program (part; group and query; row of the batch)."""
     b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, pre, 1)
     index = tl.program_id(1) % mask.queries
-    first, start, stop, offset = _keys_of_program(mask, step, b, KEYS)
+    first, start, stop, offset = _keys_of_program(mask, step, b, BLOCK_N)
     share = b * tl.num_programs(1) + tl.program_id(1)
     for i in tl.static_range(step.BLOCKS):
         tl.store(step.tickets + share * step.BLOCKS + i, 0)
     # Below all scores that are seen, but finite: -inf - -inf is not a number.
     maximum = tl.full([step.HEADS_PADDED], -3e38, tl.float32)
     total = tl.zeros([step.HEADS_PADDED], tl.float32)
-    for tile in range(start, stop, KEYS):
-        position = tile + tl.arange(0, KEYS)
+    for tile in range(start, stop, BLOCK_N):
+        position = tile + tl.arange(0, BLOCK_N)
         inside = position < stop
         is_pair = is_head[:, None] & inside[None, :]
-        block, place, slot = _place_of(position, inside, step, b)
-        rows = key.pointer + places_of(key, block[None, :], h[:, None], place[None, :])
-        own = query.pointer + places_of(query, b, h, index)
-        of_keys = _factors_of_keys(pre.key, block, h, place, is_pair)
-        products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
-        for c in tl.static_range(0, query.CHANNELS, _CHANNELS):
-            d = c + tl.arange(0, _CHANNELS)
+        block, row, slot = _locate(position, inside, step, b)
+        rows = key.pointer + offsets_of(key, block[None, :], h[:, None], row[None, :])
+        queries = query.pointer + offsets_of(query, b, h, index)
+        of_keys = _factors_of_keys(pre.key, block, h, row, is_pair)
+        products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
+        for c in tl.static_range(0, query.CHANNELS, _BLOCK_D):
+            d = c + tl.arange(0, _BLOCK_D)
             is_channel = d < query.CHANNELS
-            q = tl.load(own[:, None] + d[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0)
+            q = tl.load(queries[:, None] + d[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0)
             is_pair_channel = is_pair[:, :, None] & is_channel[None, None, :]
             k = tl.load(rows[:, :, None] + d[None, None, :], mask=is_pair_channel, other=0.0)
             products += q.to(tl.float32)[:, None, :] * k.to(tl.float32)
         a = (tl.sum(products, 2) * scale)[None, :, :]
-        x = tl.reshape(compose(a, factors, of_keys, static, pre), [step.HEADS_PADDED, KEYS])
+        x = tl.reshape(compose(a, factors, of_keys, static, pre), [step.HEADS_PADDED, BLOCK_N])
         age = offset + index - position
         seen = inside
         if mask.CAUSAL:
@@ -290,54 +290,56 @@ def _scores_kernel(mask, step, pre, query, key, scale, KEYS: tl.constexpr):
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
         tl.store(step.scores + line[:, None] * step.span + (position - first)[None, :], x, mask=is_pair)
-    places = (share * step.parts + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
-    tl.store(step.log_sums + places, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
+    offsets = (share * step.parts + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
+    tl.store(step.log_sums + offsets, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
 
 
 @triton.jit
-def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS: tl.constexpr):
-    """Composed scores [HEADS, KEYS], factors and values [HEADS, KEYS, CHANNELS] of a tile's keys before `stop`."""
-    position = tile + tl.arange(0, KEYS)
+def _load_tile(tile, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N: tl.constexpr):
+    """Composed scores [HEADS, BLOCK_N], factors and values [.., CHANNELS] of a tile's keys before `stop`."""
+    position = tile + tl.arange(0, BLOCK_N)
     inside = position < stop
     is_pair = is_head[:, None] & inside[None, :]
-    block, place, _slot = _place_of(position, inside, step, b)
-    rows = value.pointer + places_of(value, block[None, :], h[:, None], place[None, :])
+    block, row, _slot = _locate(position, inside, step, b)
+    rows = value.pointer + offsets_of(value, block[None, :], h[:, None], row[None, :])
     is_value = is_pair[:, :, None] & is_channel[None, None, :]
     v = tl.load(rows[:, :, None] + d[None, None, :], mask=is_value, other=0.0)
     x = tl.load(scores + position[None, :], mask=is_pair, other=float("-inf"))
-    return x, _factors_of_keys(post.key, block, h, place, is_pair), v
+    return x, _factors_of_keys(post.key, block, h, row, is_pair), v
 
 
 @triton.jit
-def _values_kernel(mask, step, post, value, of_parts, output, KEYS: tl.constexpr, AT_ONCE: tl.constexpr):
+def _values_kernel(mask, step, post, value, of_parts, output, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr):
     """Sums of values by composed weights: program (part; group, query and block of channels; row of the batch)."""
     b, h, is_head, line, factors, static = _heads_of_program(step, mask.queries, post, step.BLOCKS)
-    first, start, stop, _offset = _keys_of_program(mask, step, b, KEYS)
-    d = tl.program_id(1) % step.BLOCKS * _CHANNELS + tl.arange(0, _CHANNELS)
+    first, start, stop, _offset = _keys_of_program(mask, step, b, BLOCK_N)
+    d = tl.program_id(1) % step.BLOCKS * _BLOCK_D + tl.arange(0, _BLOCK_D)
     is_channel = d < value.CHANNELS
     # Tiles are loaded early: the first one comes while the sums are joined.
     scores = step.scores + line[:, None] * step.span - first
-    x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
+    x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N)
     share = b * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, step.PARTS_PADDED)[:, None]
-    places = (share // step.BLOCKS * step.parts + part) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
-    sums = tl.load(step.log_sums + places, mask=part < step.parts, other=float("-inf"))  # [PARTS, HEADS]
+    offsets = (share // step.BLOCKS * step.parts + part) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
+    sums = tl.load(step.log_sums + offsets, mask=part < step.parts, other=float("-inf"))  # [PARTS, HEADS]
     log_sum = tl.max(sums, 0)
     log_sum += tl.log2(tl.sum(tl.exp2(sums - log_sum[None, :]), 0))
-    products = tl.zeros([step.HEADS_PADDED, KEYS, _CHANNELS], tl.float32)
-    for tile in range(start, stop, KEYS):
+    products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)
+    for tile in range(start, stop, BLOCK_N):
         e = tl.exp2(x - log_sum[:, None])[None, :, :]
-        y = tl.reshape(compose(e, factors, of_keys, static, post), [step.HEADS_PADDED, KEYS])
+        y = tl.reshape(compose(e, factors, of_keys, static, post), [step.HEADS_PADDED, BLOCK_N])
         products += y[:, :, None] * v.to(tl.float32)
-        x, of_keys, v = _load_tile(tile + KEYS, stop, scores, value, post, step, b, h, is_head, d, is_channel, KEYS)
+        x, of_keys, v = _load_tile(
+            tile + BLOCK_N, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N
+        )
     result = tl.sum(products, 1)
     index = tl.program_id(1) // step.BLOCKS % mask.queries
-    outputs = output.pointer + (places_of(output, b, h, index)[:, None] + d[None, :])
+    outputs = output.pointer + (offsets_of(output, b, h, index)[:, None] + d[None, :])
     is_output = is_head[:, None] & is_channel[None, :]
     if AT_ONCE == 1:
         tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)
     else:
-        SIZE: tl.constexpr = step.HEADS_PADDED * _CHANNELS
+        SIZE: tl.constexpr = step.HEADS_PADDED * _BLOCK_D
         of_parts += share * tl.num_programs(0) * SIZE + tl.arange(0, SIZE)[None, :]
         tl.store(of_parts + tl.program_id(0) * SIZE, tl.reshape(result, [1, SIZE]))
         # A thread takes the ticket when all of them have written (barrier, release), and who takes the last one sees
@@ -349,5 +351,5 @@ def _values_kernel(mask, step, post, value, of_parts, output, KEYS: tl.constexpr
                 number = begin + tl.arange(0, AT_ONCE)[:, None]
                 some = tl.load(of_parts + number * SIZE, number < tl.num_programs(0), 0.0, cache_modifier=".cg")
                 joined += tl.sum(some, 0)
-            result = tl.reshape(joined, [step.HEADS_PADDED, _CHANNELS])
+            result = tl.reshape(joined, [step.HEADS_PADDED, _BLOCK_D])
             tl.store(outputs, result.to(output.pointer.dtype.element_ty), mask=is_output)

@@ -75,6 +75,6 @@ def join_over_keys(work: Work, largest: Tensor | None, sums: Tensor, joined: Ten
     Into (batch, heads, query) the sums of (batch, part of keys, row, heads) over the parts that were computed, or with
     the largest score of each part the logarithm of the softmax's sum.
     """
-    block, rows = 64, work.sizes.ROWS
+    block, rows = 64, work.sizes.COMPOSE_M
     grid = (-(-rows * sums.shape[3] // block), work.chunk.rows // rows, work.chunk.number)
     work.launch(_join_over_keys_kernel, grid, JOINING, largest, sums, joined, block, 16)

@@ -94,9 +94,9 @@ def differentiable_op(
 
     def gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, log_sums = ctx.saved_tensors
-        found = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
-        made = [None if tensor is None else next(found) for tensor in tensors[:DIFFERENTIABLE]]
-        return *made, *[None] * (len(Call._fields) - len(made))
+        results = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
+        of_tensors = [None if tensor is None else next(results) for tensor in tensors[:DIFFERENTIABLE]]
+        return *of_tensors, *[None] * (len(Call._fields) - DIFFERENTIABLE)
 
     def refuse_second_derivatives(ctx: Any, *_: Any) -> None:
         raise ValueError(

@@ -20,7 +20,7 @@ _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
 # Queries that a program composes one after another, or half as many where there would be fewer programs than this.
-ROWS, _PROGRAMS = 64, 512
+COMPOSE_M, _PROGRAMS = 64, 512
 # Keys whose scores it adds up: those of a warp, so that no sum waits for another warp.
 PART = tl.constexpr(16)
 # What a program composes at once, of one query: scores of all heads of a group, and keys, at least. Then the warps, and
@@ -40,12 +40,12 @@ class States(NamedTuple):
     head: int
     position: int
     UNIT: tl.constexpr
-    SERVED: tl.constexpr  # heads of queries that a head serves
+    KV_GROUPS: tl.constexpr  # query heads of a head: Transformers' num_key_value_groups
     CHANNELS: tl.constexpr
 
     @classmethod
     def of(cls, tensor: Tensor, heads: int | None = None) -> "States":
-        """For so many heads of queries, by default as many as it has."""
+        """`heads` are those of the queries, by default as many as it has."""
         strides = tensor.stride()[:3]
         # Rows of a cache start at 16 bytes.
         unit = next(unit for unit in (8, 4, 2, 1) if all(stride % unit == 0 for stride in strides))
@@ -59,10 +59,10 @@ class Factors(NamedTuple):
     pointer: Tensor | None
     batch: int  # strides, of which the first, second and fourth are in units
     head: int
-    served: int  # between heads that share a key/value head
+    in_group: int  # between query heads of a key/value head
     position: int
     factor: int
-    SERVED: tl.constexpr
+    KV_GROUPS: tl.constexpr
     RANK: tl.constexpr
     GATE: tl.constexpr
     NUMBER: tl.constexpr
@@ -70,15 +70,15 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | None, heads: int) -> "Factors":
-        """Of (batch, heads, length, factors), or (.., key/value heads, length, served heads x factors)."""
+        """Of (batch, heads, length, factors), or (.., key/value heads, length, their query heads x factors)."""
         if tensor is None:
             return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 0, 1)))
-        served = heads // tensor.shape[1]
-        factors = tensor.shape[3] // served
+        kv_groups = heads // tensor.shape[1]
+        factors = tensor.shape[3] // kv_groups
         batch, head, position, factor = tensor.stride()
-        unit = 8 if served == 1 and _reads_eight(tensor) else 1
+        unit = 8 if kv_groups == 1 and _reads_eight(tensor) else 1
         strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
-        return cls(tensor, *strides, *map(tl.constexpr, (served, factors // 2, factors % 2, factors, unit)))
+        return cls(tensor, *strides, *map(tl.constexpr, (kv_groups, factors // 2, factors % 2, factors, unit)))
 
 
 class Stage(NamedTuple):
@@ -121,7 +121,7 @@ class Mask(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> "Mask":
-        """Of packed documents also the range of keys of every token, found on the device."""
+        """Of packed documents also the range of keys of every token, computed on the device."""
         ranges = (None, None) if call.sequence_ids is None else _document_ranges(call.sequence_ids)
         documents = (*ranges, row_stride(ranges[0]))
         padding = None if call.padding is None else call.padding.to(torch.int8).contiguous()
@@ -137,11 +137,11 @@ class Sizes(NamedTuple):
     HEADS: int  # of a group
     HEADS_PADDED: int  # a power of 2, of at least the 16 that a matrix product takes
     GROUPS: int
-    PRODUCT_ROWS: int  # queries of a tile of the matrix products
-    PRODUCT_KEYS: int
-    ROWS: int  # queries of a program that composes, which divide those of a product
-    KEYS: int  # of a program that composes, which divide those of a product
-    WARPS: int  # of such a program
+    BLOCK_M: int  # queries and keys of a tile of the matrix products
+    BLOCK_N: int
+    COMPOSE_M: int  # queries and keys of a program that composes, which divide the former
+    COMPOSE_N: int
+    WARPS: int  # of a program that composes
     STAGES: int
 
     @property
@@ -161,9 +161,10 @@ class Sizes(NamedTuple):
         kind = "float32" if call.query.dtype == torch.float32 else "hopper" if is_hopper(call.query) else "others"
         scores, keys, warps, stages = TILES[kind]
         keys = min(rows, max(keys, scores // padded))
-        seen = min(window + ROWS, call.key.shape[2])
-        programs = -(-call.query.shape[2] // ROWS) * -(-seen // keys) * call.query.shape[0] * call.groups
-        composed = ROWS if programs >= _PROGRAMS else ROWS // 2
+        seen = min(window + COMPOSE_M, call.key.shape[2])
+        programs = -(-call.query.shape[2] // COMPOSE_M) * -(-seen // keys) * call.query.shape[0] * call.groups
+        composed = COMPOSE_M if programs >= _PROGRAMS else COMPOSE_M // 2
+        assert rows % composed == 0 and rows % keys == 0
         # More heads take the shared memory of fewer stages.
         stages = stages if padded < 64 else min(stages, 3)
         return cls(heads, padded, call.groups, rows, rows, composed, keys, warps, stages)
@@ -173,7 +174,7 @@ class Chunk(NamedTuple):
     """
     Rows of the batch and queries that are computed together, and their workspace: (batch, head, row, column). A row
     is a query; columns are keys from 0 on or, where there is a window, from the first key on that the row's block of
-    PRODUCT_ROWS queries can see, so that nothing outside the band exists.
+    BLOCK_M queries can see, so that nothing outside the band exists.
     """
 
     batch: int  # the first of them
@@ -199,7 +200,7 @@ class Work(NamedTuple):
     def launch_composing(self, kernel: Any, *arguments: Any, **options: Any) -> None:
         """A program for each block of columns, block of rows, and group of heads in each row of the batch."""
         chunk, sizes = self.chunk, self.sizes
-        grid = (chunk.columns // sizes.KEYS, chunk.rows // sizes.ROWS, chunk.number * sizes.GROUPS)
+        grid = (chunk.columns // sizes.COMPOSE_N, chunk.rows // sizes.COMPOSE_M, chunk.number * sizes.GROUPS)
         self.launch(kernel, grid, {"num_warps": sizes.WARPS, "num_stages": sizes.STAGES, **options}, *arguments)
 
 
@@ -221,29 +222,29 @@ def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes
     batch, heads, queries, _ = call.query.shape
     columns = _columns(call, queries, sizes)
     matrices = 2 * sizes.GROUPS * sizes.HEADS_PADDED**2 * call.query.element_size()
-    block_bytes = sizes.PRODUCT_ROWS * (columns * bytes_per_column + matrices)
+    block_bytes = sizes.BLOCK_M * (columns * bytes_per_column + matrices)
     batch_step = max(1, min(batch, workspace_bytes // block_bytes, _GRID_LIMIT // heads))
-    blocks = min(workspace_bytes // (block_bytes * batch_step), _INDEX_LIMIT // (sizes.PRODUCT_ROWS * columns))
+    blocks = min(workspace_bytes // (block_bytes * batch_step), _INDEX_LIMIT // (sizes.BLOCK_M * columns))
     # As many chunks as that takes, of about as many queries each.
-    all_blocks = -(-queries // sizes.PRODUCT_ROWS)
-    rows = -(-all_blocks // -(-all_blocks // max(1, blocks))) * sizes.PRODUCT_ROWS
+    all_blocks = -(-queries // sizes.BLOCK_M)
+    rows = -(-all_blocks // -(-all_blocks // max(1, blocks))) * sizes.BLOCK_M
     for first in range(0, batch, batch_step):
         for start in range(0, queries, rows):
             stop = min(start + rows, queries)
-            own_rows = round_up(stop - start, sizes.PRODUCT_ROWS)
-            yield Chunk(first, min(batch_step, batch - first), start, own_rows, _columns(call, stop, sizes))
+            padded = round_up(stop - start, sizes.BLOCK_M)
+            yield Chunk(first, min(batch_step, batch - first), start, padded, _columns(call, stop, sizes))
 
 
 def _columns(call: Call, stop: int, sizes: Sizes) -> int:
-    """Columns that queries up to `stop` need: the band of a block of queries, or all keys up to the last one's own."""
+    """Columns that queries up to `stop` need: the band of a block of queries, or all keys up to the last one's."""
     keys = seen = call.key.shape[2]
     if call.sliding_window is not None:
         # The first column's key is rounded down by up to 15.
         sides = 1 if call.is_causal else 2
-        seen = min(sides * call.sliding_window + sizes.PRODUCT_ROWS + 15, keys + 15)
+        seen = min(sides * call.sliding_window + sizes.BLOCK_M + 15, keys + 15)
     elif call.is_causal:
         seen = min(stop + call.query_offset, keys)
-    return round_up(max(1, seen), sizes.PRODUCT_KEYS)
+    return round_up(max(1, seen), sizes.BLOCK_N)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -267,20 +268,22 @@ def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     begins = torch.nn.functional.pad(edges, (1, 0), value=True)
     ends = torch.nn.functional.pad(edges, (0, 1), value=True)
     # A stable sort keeps the tokens of one number in their order, so its first is where the number begins.
-    first_places = torch.where(begins, positions, 0).cummax(dim=1).values
-    last_places = torch.where(ends, positions, ids.shape[1]).flip(1).cummin(dim=1).values.flip(1)
-    ranges = []
-    for places in (first_places, last_places):
-        ranges.append(torch.empty_like(order).scatter_(1, order, order.gather(1, places)).to(torch.int32))
-    return ranges[0], ranges[1]
+    first = torch.where(begins, positions, 0).cummax(dim=1).values
+    last = torch.where(ends, positions, ids.shape[1]).flip(1).cummin(dim=1).values.flip(1)
+    tokens = (torch.empty_like(order).scatter_(1, order, order.gather(1, index)) for index in (first, last))
+    return tuple(map(Tensor.int, tokens))  # type: ignore[return-value]
 
 
 def _reads_eight(factors: Tensor) -> bool:
     """Whether eight factors from the first on are one aligned vector, as in a cached row, which is padded to eights."""
     if not 4 < factors.shape[3] <= 8 or factors.stride(3) != 1:
         return False
-    places = (factors.storage_offset(), *factors.stride()[:3])
-    if factors.element_size() != 2 or any(place % 8 for place in places) or factors.untyped_storage().data_ptr() % 16:
+    offsets = (factors.storage_offset(), *factors.stride()[:3])
+    if (
+        factors.element_size() != 2
+        or any(offset % 8 for offset in offsets)
+        or factors.untyped_storage().data_ptr() % 16
+    ):
         return False
-    last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, places[1:]))
+    last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, offsets[1:]))
     return (last + 8) * factors.element_size() <= factors.untyped_storage().nbytes()

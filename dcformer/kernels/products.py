@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .plan import Sizes, States, Work
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, places_of, rows_in_sight
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, offsets_of, rows_in_sight
 
 
 def launch_products(
@@ -24,7 +24,7 @@ def launch_products(
     steps = (32,) if query.dtype == torch.float32 else (64, 32)
     step = next((size for size in steps if channels % size == 0), 16)
     arguments = (States.of(query), States.of(key, heads), products, factor, scale, step)
-    _launch(work, _products_kernel, work.chunk.columns // work.sizes.PRODUCT_KEYS, query, *arguments)
+    _launch(work, _products_kernel, work.chunk.columns // work.sizes.BLOCK_N, query, *arguments)
 
 
 def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
@@ -42,14 +42,14 @@ def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: T
     mask, chunk, sizes = work
     block, step = _tile(query)
     key_heads, channels = gradients.shape[1], query.shape[3]
-    grid = (-(-channels // block), -(-mask.keys // sizes.PRODUCT_KEYS), chunk.number * key_heads)
+    grid = (-(-channels // block), -(-mask.keys // sizes.BLOCK_N), chunk.number * key_heads)
     arguments = (weights, States.of(query), States.of(gradients, query.shape[1]), block, step, chunk.start == 0)
     work.launch(_key_products_kernel, grid, _options(sizes, query), *arguments)
 
 
 def _launch(work: Work, kernel: Any, blocks: int, states: Tensor, *arguments: Any) -> None:
     """For blocks of columns or channels, blocks of rows, heads of each row of the batch."""
-    grid = (blocks, work.chunk.rows // work.sizes.PRODUCT_ROWS, work.chunk.number * states.shape[1])
+    grid = (blocks, work.chunk.rows // work.sizes.BLOCK_M, work.chunk.number * states.shape[1])
     work.launch(kernel, grid, _options(work.sizes, states), *arguments)
 
 
@@ -65,7 +65,7 @@ def _tile(states: Tensor) -> tuple[int, int]:
 def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
     """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
     is_float32 = states.dtype == torch.float32
-    warps = 8 if is_float32 or sizes.PRODUCT_ROWS > 64 else 4
+    warps = 8 if is_float32 or sizes.BLOCK_M > 64 else 4
     return {"num_warps": warps, "num_stages": 2 if is_float32 else 3}
 
 
@@ -77,85 +77,85 @@ def _rows_of_program(mask, chunk, sizes):
     """
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
-    first_row = tl.program_id(1) * sizes.PRODUCT_ROWS
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.PRODUCT_ROWS, sizes.PRODUCT_ROWS)
-    row = first_row + tl.arange(0, sizes.PRODUCT_ROWS)
+    first_row = tl.program_id(1) * sizes.BLOCK_M
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.BLOCK_M, sizes.BLOCK_M)
+    row = first_row + tl.arange(0, sizes.BLOCK_M)
     block = tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
     return b, (tl.program_id(2) % HEADS).to(tl.int64), block, row, chunk.start + row, first, last, base
 
 
 @triton.jit
-def _products_kernel(mask, chunk, sizes, query, key, products, factor, scale, STEP: tl.constexpr):
+def _products_kernel(mask, chunk, sizes, query, key, products, factor, scale, BLOCK_K: tl.constexpr):
     b, h, block, row, t, first, last, base = _rows_of_program(mask, chunk, sizes)
-    begin, end = blocks_in_sight(first, last, sizes.PRODUCT_KEYS)
+    begin, end = blocks_in_sight(first, last, sizes.BLOCK_N)
     if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
-        column = tl.program_id(0) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
+        column = tl.program_id(0) * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
         s = base + column
-        queries = query.pointer + places_of(query, b, h, t.to(tl.int64))[:, None]
-        keys = key.pointer + places_of(key, b, h, s.to(tl.int64))[None, :]
-        total = tl.zeros([sizes.PRODUCT_ROWS, sizes.PRODUCT_KEYS], tl.float32)
-        for start in tl.static_range(0, query.CHANNELS, STEP):
-            d = start + tl.arange(0, STEP)
+        queries = query.pointer + offsets_of(query, b, h, t.to(tl.int64))[:, None]
+        keys = key.pointer + offsets_of(key, b, h, s.to(tl.int64))[None, :]
+        total = tl.zeros([sizes.BLOCK_M, sizes.BLOCK_N], tl.float32)
+        for start in tl.static_range(0, query.CHANNELS, BLOCK_K):
+            d = start + tl.arange(0, BLOCK_K)
             inside = d < query.CHANNELS
             q = tl.load(queries + d[None, :], mask=(t < mask.queries)[:, None] & inside[None, :], other=0.0)
             k = tl.load(keys + d[:, None], mask=(s < mask.keys)[None, :] & inside[:, None], other=0.0)
             total = tl.dot(q, k, total, input_precision="ieee")
         if scale is not None:
             factor *= tl.load(scale)
-        places = row[:, None] * chunk.columns + column[None, :]
-        tl.store(products + block + places, (total * factor).to(products.dtype.element_ty))
+        offsets = row[:, None] * chunk.columns + column[None, :]
+        tl.store(products + block + offsets, (total * factor).to(products.dtype.element_ty))
 
 
 @triton.jit
-def _output_kernel(mask, chunk, sizes, weights, value, output, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def _output_kernel(mask, chunk, sizes, weights, value, output, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr):
     b, h, block, row, t, first, last, base = _rows_of_program(mask, chunk, sizes)
-    begin, end = blocks_in_sight(first, last, STEP)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin, end = blocks_in_sight(first, last, BLOCK_K)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     weights += block
-    total = tl.zeros([sizes.PRODUCT_ROWS, BLOCK], tl.float32)
+    total = tl.zeros([sizes.BLOCK_M, BLOCK_D], tl.float32)
     for step in range(begin, end):
-        column = step * STEP + tl.arange(0, STEP)
+        column = step * BLOCK_K + tl.arange(0, BLOCK_K)
         s = base + column
-        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [PRODUCT_ROWS, STEP]
-        values = value.pointer + (places_of(value, b, h, s.to(tl.int64))[:, None] + d[None, :])
+        w = tl.load(weights + (row[:, None] * chunk.columns + column[None, :]))  # [BLOCK_M, BLOCK_K]
+        values = value.pointer + (offsets_of(value, b, h, s.to(tl.int64))[:, None] + d[None, :])
         v = tl.load(values, mask=(s < mask.keys)[:, None] & (d < value.CHANNELS)[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
-    places = places_of(output, b, h, t.to(tl.int64))[:, None] + d[None, :]
+    offsets = offsets_of(output, b, h, t.to(tl.int64))[:, None] + d[None, :]
     inside = (t < mask.queries)[:, None] & (d < value.CHANNELS)[None, :]
-    tl.store(output.pointer + places, total.to(output.pointer.dtype.element_ty), mask=inside)
+    tl.store(output.pointer + offsets, total.to(output.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _key_products_kernel(
-    mask, chunk, sizes, weights, query, gradients, BLOCK: tl.constexpr, STEP: tl.constexpr, IS_FIRST: tl.constexpr
+    mask, chunk, sizes, weights, query, gradients, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, IS_FIRST: tl.constexpr
 ):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    SERVED: tl.constexpr = gradients.SERVED
-    batch_row = (tl.program_id(2) // (HEADS // SERVED)).to(tl.int64)
+    KV_GROUPS: tl.constexpr = gradients.KV_GROUPS
+    batch_row = (tl.program_id(2) // (HEADS // KV_GROUPS)).to(tl.int64)
     b = batch_row + chunk.batch
-    first_head = (tl.program_id(2) % (HEADS // SERVED)).to(tl.int64) * SERVED
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    s = tl.program_id(1) * sizes.PRODUCT_KEYS + tl.arange(0, sizes.PRODUCT_KEYS)
-    begin, end = rows_in_sight(mask, b, chunk, s, STEP)
-    total = tl.zeros([sizes.PRODUCT_KEYS, BLOCK], tl.float32)
-    for h in range(first_head, first_head + SERVED):
+    first_head = (tl.program_id(2) % (HEADS // KV_GROUPS)).to(tl.int64) * KV_GROUPS
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    s = tl.program_id(1) * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+    begin, end = rows_in_sight(mask, b, chunk, s, BLOCK_K)
+    total = tl.zeros([sizes.BLOCK_N, BLOCK_D], tl.float32)
+    for h in range(first_head, first_head + KV_GROUPS):
         of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
-        for start in range(begin, end, STEP):
-            row = start + tl.arange(0, STEP)
+        for start in range(begin, end, BLOCK_K):
+            row = start + tl.arange(0, BLOCK_K)
             t = chunk.start + row
             first, last = key_ranges(mask, b, t)
-            column = s - first_key_of_block(mask, chunk.start + start // sizes.PRODUCT_ROWS * sizes.PRODUCT_ROWS)
+            column = s - first_key_of_block(mask, chunk.start + start // sizes.BLOCK_M * sizes.BLOCK_M)
             inside = ((column >= 0) & (column < chunk.columns))[None, :] & (row < chunk.rows)[:, None]
             w = tl.load(of_head + (row[:, None] * chunk.columns + column[None, :]), mask=inside, other=0.0)
             # A block of keys may lie across two tiles of columns; one that no query sees was never written. Loading
             # with this mask would be slower: it has no multiples of 16.
             seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
-            w = tl.where(seen, w, 0.0).to(w.dtype)  # [STEP, PRODUCT_KEYS]
-            queries = query.pointer + (places_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
+            w = tl.where(seen, w, 0.0).to(w.dtype)  # [BLOCK_K, BLOCK_N]
+            queries = query.pointer + (offsets_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
             q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < query.CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
-    places = places_of(gradients, b, first_head, s.to(tl.int64))[:, None] + d[None, :]
+    offsets = offsets_of(gradients, b, first_head, s.to(tl.int64))[:, None] + d[None, :]
     inside = (s < mask.keys)[:, None] & (d < query.CHANNELS)[None, :]
     if not IS_FIRST:
-        total += tl.load(gradients.pointer + places, mask=inside, other=0.0)
-    tl.store(gradients.pointer + places, total.to(gradients.pointer.dtype.element_ty), mask=inside)
+        total += tl.load(gradients.pointer + offsets, mask=inside, other=0.0)
+    tl.store(gradients.pointer + offsets, total.to(gradients.pointer.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
 """Compose weights from their wide projections in one Triton kernel, as an operator of torch with gradients.
 
 The products with the hidden states are torch's. What follows them (activation, low-rank product, normalisation over
-heads, tanh, layout) is a small kernel of torch for each step, whose launch takes longer than what it computes.
+heads, tanh, layout) is a small kernel of torch for each step, which takes longer to launch than to run.
 """
 
 import functools
@@ -67,12 +67,12 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Those of torch's operators, which have derivatives of any order."""
     creates_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
-        # Other tensors than those of the caller, whose hooks would see a gradient twice.
+        # Hooks of the caller's tensors would see a gradient twice.
         tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
         factors = plain_factors(functools.partial(functional.gelu, approximate=ctx.approximate), ctx.eps, *tensors)
         needed = [tensor for tensor, is_needed in zip(tensors, ctx.needs_input_grad[2:5]) if is_needed]
-        found = iter(torch.autograd.grad(factors, needed, gradient, create_graph=creates_graph))
-    return None, None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[2:5])
+        results = iter(torch.autograd.grad(factors, needed, gradient, create_graph=creates_graph))
+    return None, None, *(next(results) if is_needed else None for is_needed in ctx.needs_input_grad[2:5])
 
 
 _SCHEMA = "(str approximate, float eps, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"

@@ -44,31 +44,31 @@ def _factors_kernel(
     HEADS: tl.constexpr,
     CHANNELS_PADDED: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     CHANNELS: tl.constexpr = 2 * RANK + (gates is not None)
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
-    t = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    t = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     row, is_token = (t * groups + group) * slots + slot, t < tokens  # of the products
     h = tl.arange(0, HEADS_PADDED)
-    factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * HEADS + h[None, :]  # [BLOCK, HEADS]
+    factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * HEADS + h[None, :]  # [BLOCK_M, HEADS]
     if hidden is not None:
         INNER: tl.constexpr = 2 * RANK * HEADS
-        STEP: tl.constexpr = 512 // hidden.dtype.element_ty.primitive_bitwidth
+        BLOCK_K: tl.constexpr = 512 // hidden.dtype.element_ty.primitive_bitwidth
         column = tl.arange(0, CHANNELS_PADDED * HEADS_PADDED)
         c, head = column // HEADS_PADDED, column % HEADS_PADDED
         is_column = (c < 2 * RANK) & (head < HEADS)
-        maps = tl.zeros([BLOCK, CHANNELS_PADDED * HEADS_PADDED], tl.float32)
-        for start in range(0, INNER, STEP):
-            k = start + tl.arange(0, STEP)
+        maps = tl.zeros([BLOCK_M, CHANNELS_PADDED * HEADS_PADDED], tl.float32)
+        for start in range(0, INNER, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
             inside = is_token[:, None] & (k < INNER)[None, :]
-            states = tl.load(hidden + row[:, None] * INNER + k[None, :], mask=inside, other=0)  # [BLOCK, STEP]
+            states = tl.load(hidden + row[:, None] * INNER + k[None, :], mask=inside, other=0)  # [BLOCK_M, BLOCK_K]
             states = _gelu(states.to(tl.float32), APPROXIMATE).to(states.dtype)
-            places = ((group * slots + slot) * INNER + k)[:, None] * INNER + (c * HEADS + head)[None, :]
-            weights = tl.load(weight + places, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
+            offsets = ((group * slots + slot) * INNER + k)[:, None] * INNER + (c * HEADS + head)[None, :]
+            weights = tl.load(weight + offsets, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
             maps = tl.dot(states, weights.to(states.dtype), maps, input_precision="ieee")
-        maps = tl.reshape(maps, [BLOCK, CHANNELS_PADDED, HEADS_PADDED])
+        maps = tl.reshape(maps, [BLOCK_M, CHANNELS_PADDED, HEADS_PADDED])
         channel = tl.arange(0, CHANNELS_PADDED)[None, :, None]
         scale = tl.rsqrt(tl.sum(maps * maps, 2, keep_dims=True) / HEADS + eps)
         maps = tl.where(channel < RANK, maps * scale, maps)

@@ -27,27 +27,27 @@ def key_ranges(mask, b, t):
             last = tl.minimum(last, position + mask.window - 1)
     inside = t < mask.queries
     if mask.first_keys is not None:
-        place = b * mask.sequence_stride + t
-        first = tl.maximum(first, tl.load(mask.first_keys + place, mask=inside, other=0))
-        last = tl.minimum(last, tl.load(mask.last_keys + place, mask=inside, other=0))
+        offset = b * mask.sequence_stride + t
+        first = tl.maximum(first, tl.load(mask.first_keys + offset, mask=inside, other=0))
+        last = tl.minimum(last, tl.load(mask.last_keys + offset, mask=inside, other=0))
     return tl.where(inside, first, mask.keys), tl.where(inside, last, -1)
 
 
 @triton.jit
-def columns_in_sight(mask, b, start, row, BLOCK: tl.constexpr, PRODUCT_ROWS: tl.constexpr):
+def columns_in_sight(mask, b, start, row, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
     """
     Of a block of rows from `row` on, the first and the last column that any of them may see, none if the last is the
     smaller, and the key of column 0; `start` is the query of row 0.
     """
-    first, last = key_ranges(mask, b, start + row + tl.arange(0, BLOCK))
-    base = first_key_of_block(mask, start + row // PRODUCT_ROWS * PRODUCT_ROWS)
+    first, last = key_ranges(mask, b, start + row + tl.arange(0, ROWS))
+    base = first_key_of_block(mask, start + row // BLOCK_M * BLOCK_M)
     return tl.maximum(tl.min(first) - base, 0), tl.max(last) - base, base
 
 
 @triton.jit
-def blocks_in_sight(first, last, KEYS: tl.constexpr):
-    """From which block of KEYS columns to before which there are columns from the first to the last."""
-    return first // KEYS, tl.maximum(last + KEYS, 0) // KEYS
+def blocks_in_sight(first, last, BLOCK: tl.constexpr):
+    """From which block of columns to before which there are columns from the first to the last."""
+    return first // BLOCK, tl.maximum(last + BLOCK, 0) // BLOCK
 
 
 @triton.jit
@@ -63,16 +63,16 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
             begin = tl.maximum(begin, tl.min(s) - mask.query_offset - mask.window + 1)
     if mask.first_keys is not None:
         # Queries and keys are the same tokens, so whom a token sees are those who see it.
-        place = b * mask.sequence_stride + s
-        begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + place, mask=s < mask.keys, other=mask.keys)))
-        end = tl.minimum(end, tl.max(tl.load(mask.last_keys + place, mask=s < mask.keys, other=-1)) + 1)
+        offset = b * mask.sequence_stride + s
+        begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + offset, mask=s < mask.keys, other=mask.keys)))
+        end = tl.minimum(end, tl.max(tl.load(mask.last_keys + offset, mask=s < mask.keys, other=-1)) + 1)
     return (begin - chunk.start) // BLOCK * BLOCK, end - chunk.start
 
 
 @triton.jit
-def places_of(states, b, h, position):
+def offsets_of(states, b, h, position):
     """Where the channels of positions begin, in elements, for heads of queries."""
-    return (b * states.batch + h // states.SERVED * states.head + position * states.position) * states.UNIT
+    return (b * states.batch + h // states.KV_GROUPS * states.head + position * states.position) * states.UNIT
 
 
 @triton.jit
@@ -80,10 +80,10 @@ def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
     """A tuple: w1 of each rank, w2 of each rank, the gate, of the shape that rows, heads and positions broadcast to."""
     factors = ()
     if side.pointer is not None:
-        places = b * side.batch + h // side.SERVED * tl.cast(side.head, tl.int64)
-        places += tl.cast(position, tl.int64) * side.position
+        offsets = b * side.batch + h // side.KV_GROUPS * tl.cast(side.head, tl.int64)
+        offsets += tl.cast(position, tl.int64) * side.position
         if side.UNIT == 8:
-            eight = side.pointer + (tl.expand_dims(places, -1) * 8 + tl.arange(0, 8))
+            eight = side.pointer + (tl.expand_dims(offsets, -1) * 8 + tl.arange(0, 8))
             eight = tl.load(eight, mask=tl.expand_dims(inside, -1), other=0).to(DTYPE)
             # The bits of a factor's number are axes, of which a split takes the last.
             even, odd = tl.split(tl.reshape(eight, inside.shape + (2, 2, 2)))
@@ -95,8 +95,8 @@ def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
             f3, f7 = tl.split(f37)
             factors = (f0, f1, f2, f3, f4, f5, f6, f7)
         else:
-            places += h % side.SERVED * side.served
+            offsets += h % side.KV_GROUPS * side.in_group
             for i in tl.static_range(side.NUMBER):
-                factor = tl.load(side.pointer + (places + i * side.factor), mask=inside, other=0)
+                factor = tl.load(side.pointer + (offsets + i * side.factor), mask=inside, other=0)
                 factors = factors + (factor.to(DTYPE),)
     return factors

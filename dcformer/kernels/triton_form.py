@@ -89,5 +89,5 @@ def _why_not_here(device_type: str, device_index: int | None) -> str | None:
 def triton_version() -> str | None:
     """Of the Triton that is installed; None without one."""
     packages = ("triton", "pytorch-triton", "triton-windows", "pytorch-triton-rocm")
-    found = (each for package in packages for each in importlib.metadata.distributions(name=package))
-    return next((distribution.version for distribution in found), None)
+    installed = (importlib.metadata.distributions(name=package) for package in packages)
+    return next((distribution.version for distributions in installed for distribution in distributions), None)

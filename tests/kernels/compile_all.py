@@ -132,7 +132,7 @@ def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTar
         )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr).groups()
     loop = longest_loop(code.stdout)
-    scores = None if sizes is None else sizes.KEYS.value * sizes.HEADS.value / (32 * options["num_warps"])
+    scores = None if sizes is None else sizes.COMPOSE_N.value * sizes.HEADS.value / (32 * options["num_warps"])
     return {
         "kernel": source.fn.fn.__name__,
         "registers": int(registers),

@@ -88,7 +88,7 @@ def test_the_tiles_of_other_gpus_than_hopper_give_the_same(monkeypatch):
 @pytest.mark.usefixtures("poisoned_memory")
 def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
     # Of the 64 queries and 64 keys of a product, the first 16 queries see only the first of four tiles.
-    monkeypatch.setattr(plan, "ROWS", 32)
+    monkeypatch.setattr(plan, "COMPOSE_M", 32)
     monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
     inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
