@@ -31,7 +31,7 @@ class DCFormerCompose(nn.Module):
     as the authors' checkpoints do. Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group,
     `low_rank_weight` (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group),
     `static_weight` (2, groups, heads per group, heads per group), before and after the softmax, [in, out]. Key-wise
-    slots have a `key_hidden_weight` and a `key_gate_weight` of their own where `key_size` differs from `hidden_size`.
+    slots have a separate `key_hidden_weight` and `key_gate_weight` where `key_size` differs from `hidden_size`.
     Parameters are not initialised before `reset_parameters` or `load_state_dict`.
 
     Args:
@@ -118,7 +118,7 @@ class DCFormerCompose(nn.Module):
             identity (`bool`, defaults to `False`): Start with w2, gates and static matrices of zero: nothing is
                 composed at first, and every parameter that is zero has a gradient.
 
-        Source: section 4 of the paper, whose deviations keep the composition small. The authors' JAX code draws gates
+        Source: section 4 of the paper; its deviations keep the composition small. The authors' JAX code draws gates
         with sqrt(2 / (hidden + heads)) * 0.005 and static matrices with a tenth of Xavier's deviation, their torch code
         starts from zeros; the paper wins.
         """
@@ -301,7 +301,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     if side is None:
         return functional.pad(states, (0, width - states.shape[-1])) if width > states.shape[-1] else states
     extra = side.factors
-    if extra.shape[1] != states.shape[1]:  # (batch, key/value heads, key, served heads x channels)
+    if extra.shape[1] != states.shape[1]:  # (batch, key/value heads, key, query heads of each x channels)
         extra = extra.unflatten(1, (states.shape[1], -1)).transpose(2, 3).flatten(3)
     extra = extra.to(states.dtype)
     channels = states.shape[-1] + extra.shape[-1]
@@ -313,10 +313,10 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
     """Undo `pack`: states of so many channels, and their key-wise weights, which are `like` these but of all keys."""
     if like is None:
         return packed[..., :channels], None
-    served = heads // packed.shape[1]
-    factors = packed[..., channels : channels + served * like.factors.shape[-1]]
-    if served > 1:
-        factors = factors.unflatten(3, (served, -1)).transpose(2, 3).flatten(1, 2)
+    kv_groups = heads // packed.shape[1]
+    factors = packed[..., channels : channels + kv_groups * like.factors.shape[-1]]
+    if kv_groups > 1:
+        factors = factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2)
     return packed[..., :channels], ComposeSide(factors=factors)
 
 

@@ -2,7 +2,7 @@
 """Configurations of DCFormer and DCPythia (Dynamically Composable Multi-Head Attention, ICML 2024).
 
 One class covers, by values alone, the published models, the plain Transformer baselines with the same windows,
-Talking-Heads attention and every ablation of the paper's Tables 9 and 10. The keys of the authors' own `config.json`
+Talking-Heads attention and every ablation of the paper's Tables 9 and 10. The keys of the authors' `config.json`
 are translated on reading; only the names below are saved.
 """
 
@@ -121,8 +121,8 @@ class DCFormerConfig(PreTrainedConfig):
             GPT-3 style Transformer baseline of section 4.1).
         rope_parameters (`dict`, *optional*): `rope_theta` (10000), `rope_type` ("default") and
             `partial_rotary_factor` (1.0).
-        sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, the query's own included;
-            at least 2.
+        sliding_window (`int`, *optional*, defaults to 256): Keys that a sliding layer sees, the query's
+            position included; at least 2.
         layer_types (`list[str]`, *optional*): `"sliding_attention"` or `"full_attention"` per layer. None: alternating,
             sliding first; all full if `sliding_window` is None.
         attention_dropout (`float`, defaults to 0.0): Dropout on the composed attention weights.
@@ -140,7 +140,7 @@ class DCFormerConfig(PreTrainedConfig):
         compose_low_rank, compose_gate (`bool`, default to `True`): Low-rank projections (branches 2 and 4) and gates
             (branches 3 and 5).
         compose_static (`bool`, defaults to `False`): Static projection (branch 1); alone it is Talking-Heads attention.
-        compose_layers (`list[int]`, *optional*): The layers whose heads are composed, from 0. None: all.
+        compose_layers (`list[int]`, *optional*): Numbers of the layers that compose their heads, from 0. None: all.
 
     With every composition switched off the model is a plain multi-head Transformer and runs through sdpa or
     FlashAttention.
@@ -221,7 +221,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     def __new__(cls, **given: Any) -> Any:
         config = super().__new__(cls)
-        if given:  # until `__post_init__`, which cannot tell a given value from a default
+        if given:  # until `__post_init__`, which cannot distinguish a given value from a default
             vars(config)["_given"] = given
         return config
 
@@ -380,13 +380,6 @@ class DCPythiaConfig(DCFormerConfig):
 
 def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     """Turn the keys of the authors' `config.json` into fields; `given` holds all keys and fields that were given."""
-
-    def put(theirs: str, ours: str, value: Any) -> None:
-        said, default = given.get(ours, value), getattr(type(config), ours, None)
-        if said != value and (said, default) != (None, None):
-            raise ValueError(f"{theirs}={given[theirs]!r} and {ours}={said!r} disagree; give one of them.")
-        setattr(config, ours, value)
-
     is_theirs = not {"dim", "n_layer", "n_head", "block_size"}.isdisjoint(given)
     if is_theirs:
         kwargs.setdefault("use_qk_norm", given.get("qk_norm", False))  # their class' default
@@ -403,8 +396,27 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], give
         kwargs["n_local_heads"] = None
     renamed = config.attribute_map | {"use_qk_norm": "qk_norm", "use_parallel_residual": "parallel_residual"}
     for theirs in renamed.keys() & kwargs.keys():
-        put(theirs, renamed[theirs], kwargs.pop(theirs))
+        _set(config, given, theirs, renamed[theirs], kwargs.pop(theirs))
     config._validate_sizes()
+    _translate_switches(config, kwargs, given)
+    _translate_rotary_keys(config, kwargs)
+    if is_theirs:  # the base changed with the 8B model; only its files hold these keys
+        config.rope_parameters.setdefault("rope_theta", 500000 if given.keys() & {"mgate", "prefill_pad"} else 10000)
+    if config.intermediate_size is None:
+        gated = -(-int(8 * config.hidden_size / 3) // 256) * 256
+        config.intermediate_size = 4 * config.hidden_size if config.mlp_type == "plain" else gated
+    _translate_window_type(config, kwargs, given)
+
+
+def _set(config: DCFormerConfig, given: dict[str, Any], theirs: str, ours: str, value: Any) -> None:
+    """Set the field that a key of the authors stands for; ValueError if the field was given with another value."""
+    stated, default = given.get(ours, value), getattr(type(config), ours, None)
+    if stated != value and (stated, default) != (None, None):
+        raise ValueError(f"{theirs}={given[theirs]!r} and {ours}={stated!r} disagree; give one of them.")
+    setattr(config, ours, value)
+
+
+def _translate_switches(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     composes, mgate_dim = config.compose_pre or config.compose_post, kwargs.pop("mgate_dim", None)
     for theirs, fields in SWITCHES.items():
         value = kwargs.pop(theirs, None)
@@ -413,7 +425,10 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], give
         if value is not None and not (theirs == "use_dcmha" and value == composes):
             meant = {"query_wise": not value, "mgate": (mgate_dim or 44) if value else None}.get(theirs, value)
             for ours in fields:
-                put(theirs, ours, meant)
+                _set(config, given, theirs, ours, meant)
+
+
+def _translate_rotary_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> None:
     rope = config.rope_parameters = dict(config.rope_parameters or {})  # the base class fills in what is missing
     stated = {key: kwargs.pop(key) for key in ROTARY_KEYS if kwargs.get(key) is not None}
     for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
@@ -422,18 +437,17 @@ def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], give
             raise ValueError(
                 f"{key}={value!r} and {ours}={rope[ours]!r} of rope_parameters disagree; give one of them."
             )
-    if is_theirs:  # the base changed with the 8B model, whose files are the only ones to hold these keys
-        rope.setdefault("rope_theta", 500000 if "mgate" in given or "prefill_pad" in given else 10000)
-    if config.intermediate_size is None:
-        gated = -(-int(8 * config.hidden_size / 3) // 256) * 256
-        config.intermediate_size = 4 * config.hidden_size if config.mlp_type == "plain" else gated
+
+
+def _translate_window_type(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
     patterns = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
     if (window_type := kwargs.pop("window_type", None)) not in patterns:
         raise ValueError(f"window_type must be null, LG, LGLL or LGL6, got {window_type!r}; or give layer_types.")
     if window_type is not None or config.layer_types is None:
         names = {"L": "sliding_attention", "G": "full_attention"}
         pattern = "G" if config.sliding_window is None else patterns[window_type]
-        put("window_type", "layer_types", [names[pattern[i % len(pattern)]] for i in range(config.num_hidden_layers)])
+        types = [names[pattern[layer % len(pattern)]] for layer in range(config.num_hidden_layers)]
+        _set(config, given, "window_type", "layer_types", types)
 
 
 __all__ = ["DCFormerConfig", "DCPythiaConfig"]

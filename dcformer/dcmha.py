@@ -106,17 +106,17 @@ class ComposeWeights(NamedTuple):
 
 
 Weights: TypeAlias = ComposeWeights | None
-# Called with the name of a map and the map, (batch, heads, query, key); what it returns goes on in its place.
+# Called with the name of a map and the map, (batch, heads, query, key); what it returns replaces it.
 Observer: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
 def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> Weights:
-    """Apply `function(tensor, place)` to every tensor; the place is "query", "key" or "static"."""
+    """Apply `function(tensor, kind)` to every tensor; the kind is "query", "key" or "static"."""
     if weights is None:
         return None
     query, key = (
-        None if side is None else ComposeSide(factors=function(side.factors, place))
-        for side, place in ((weights.query, "query"), (weights.key, "key"))
+        None if side is None else ComposeSide(factors=function(side.factors, kind))
+        for side, kind in ((weights.query, "query"), (weights.key, "key"))
     )
     static = None if weights.static is None else function(weights.static, "static")
     return ComposeWeights(query, key, static, weights.groups)
@@ -155,7 +155,7 @@ class Visibility:
         padding (`Tensor`, *optional*): (batch, key), nonzero for real tokens.
         dense (`Tensor`, *optional*): (batch or 1, heads or 1, query, key), boolean with True for visible, or floating
             point, added to the scores; at or below half the smallest number it hides.
-        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences; a token sees its own
+        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences; a token sees its sequence
             sequence only. Queries and keys are the same tokens then.
 
     Raises:
@@ -225,9 +225,9 @@ class Visibility:
                 seen = (~_hidden_by_dense(tensor[:, :, start:stop])).flatten(0, 2).any(0)
             else:
                 seen = (tensor[:, start:stop, None] == tensor[:, None, :]).flatten(0, 1).any(0)
-            places = seen.nonzero()  # (seen keys, 1)
-            if len(places) > 0:
-                first, last = max(first, int(places[0])), min(last, int(places[-1]) + 1)
+            indices = seen.nonzero()  # (seen keys, 1)
+            if len(indices) > 0:
+                first, last = max(first, int(indices[0])), min(last, int(indices[-1]) + 1)
         first = min(max(first, 0), self.key_length - 1)
         return first, max(last, first + 1)
 
@@ -336,7 +336,7 @@ def plain_attention(
         # A graph for any length cannot hold one piece of code per chunk.
         return _attend_block(*arguments, (0, queries, 0, keys))[0]
     chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * keys + 1)))
-    # Recomputing hooks into what a backward pass saves, which torch.func has no place for.
+    # Recomputing hooks into what a backward pass saves, which torch.func does not support.
     recompute = queries > chunk_size and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
     outputs = []
     for start in range(0, queries, chunk_size):
@@ -371,9 +371,9 @@ def _attend_block(
         # Most CPUs multiply numbers of 16 bits by far more slowly than those of 32.
         query, key, value = (states.to(dtype) for states in (query, key, value))
 
-    def in_block(factors: Tensor, place: str) -> Tensor:
-        if place != "static":
-            factors = factors[:, :, start:stop] if place == "query" else factors[:, :, first:last]
+    def in_block(factors: Tensor, kind: str) -> Tensor:
+        if kind != "static":
+            factors = factors[:, :, start:stop] if kind == "query" else factors[:, :, first:last]
         return factors.to(dtype)
 
     pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
@@ -512,17 +512,18 @@ def composed_attention(
     observe: Observer | None = None,
 ) -> Any:
     """
-    Dynamically Composable Multi-Head Attention for any model: softmax attention whose scores are composed across heads
-    by `pre` before the mask and the softmax, and whose weights by `post` after it; equations 3 to 8 of the paper.
+    Dynamically Composable Multi-Head Attention for any model: softmax attention in which `pre` composes
+    scores across heads before the mask and the softmax, and `post` composes weights after it; equations 3 to 8 of the
+    paper.
 
     Args:
         query (`Tensor`): (batch, heads, query, channels).
         key (`Tensor`): (batch, key/value heads, key, channels); the key/value heads divide the heads.
         value (`Tensor`): (batch, key/value heads, key, value channels).
-        pre, post (`ComposeWeights`, *optional*): None for no composition at that place.
+        pre, post (`ComposeWeights`, *optional*): None for no composition at that stage.
         scaling (`float`, *optional*): Factor of the scores. None: channels ** -0.5.
-        is_causal (`bool`, defaults to `True`): Hide later keys. The last query stands at the last key.
-        sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
+        is_causal (`bool`, defaults to `True`): Hide later keys. The last query is at the position of the last key.
+        sliding_window (`int`, *optional*): Visible keys, the query's position included: t - w < s <= t if causal, else
             |t - s| < w.
         attention_mask (`Tensor` or `Visibility`, *optional*): (batch, key) with 0 for padding, or
             (batch or 1, heads or 1, query, key), boolean with True for visible, or floating point, added to the
@@ -533,7 +534,7 @@ def composed_attention(
         implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
         return_weights (`bool`, defaults to `False`): Return the composed weights too, by "plain", in quadratic memory.
         observe (`Callable`, *optional*): Called with a name and a map (batch, heads, query, key), and returns what goes
-            on in its place: "scores", scaled but not masked, "composed_scores", then "weights", which are masked, and
+            on instead: "scores", scaled but not masked, "composed_scores", then "weights", which are masked, and
             "composed_weights". By "plain", in quadratic memory.
 
     Returns:
@@ -642,10 +643,10 @@ def _checked_mask(
                 f"{name}.static must be (groups, heads per group, heads per group) = {static_shape}, got "
                 f"{tuple(weights.static.shape)}."
             )
-        for place, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
+        for kind, side, length in (("query", weights.query, queries), ("key", weights.key, keys)):
             if side is not None and side.factors.shape[:3] != (batch, heads, length):
                 raise ValueError(
-                    f"{name}.{place} must hold factors (batch, heads, length, channels) for (batch, heads, length) "
+                    f"{name}.{kind} must hold factors (batch, heads, length, channels) for (batch, heads, length) "
                     f"= {(batch, heads, length)}, got {tuple(side.factors.shape)}."
                 )
     mask = attention_mask

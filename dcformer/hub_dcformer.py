@@ -29,7 +29,7 @@ _SHARED_NAMES = {
     ".ffn_norm.": ".post_attention_layernorm.",
     ".feed_forward.w2.": ".mlp.down_proj.",
 }
-# Parameters of a composition, and the fields of a configuration that a composition must fit besides its own.
+# Parameters of a composition, and the other fields of a configuration that a composition must fit.
 COMPOSITION = re.compile(r"\.compose\.\w+_weight$")
 COMPOSED_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 # By model type; and the output layer, which is outside the decoder.
@@ -67,7 +67,7 @@ def _pattern(part: str) -> str:
 
 
 class ComposingModel(PreTrainedModel):
-    """A model whose attention heads may be composed: how attention may run, and how its checkpoints are read."""
+    """A model that may compose its attention heads: how attention may run, and how its checkpoints are read."""
 
     # These never see other heads' scores, so they cannot compose; plain models switch them on below.
     _supports_sdpa = False
@@ -101,7 +101,7 @@ class ComposingModel(PreTrainedModel):
                 are then drawn at random and listed there, instead of being an error.
 
         Raises:
-            ValueError: if the file lacks a weight for which its own configuration asks.
+            ValueError: if the file lacks a weight for which its configuration asks.
         """
         if patterns := authors_patterns(cls.config_class.model_type):
             kwargs["key_mapping"] = {**patterns, **(kwargs.get("key_mapping") or {})}
@@ -155,14 +155,14 @@ class ComposingModel(PreTrainedModel):
     def save_composition(self, path: str | os.PathLike) -> None:
         """
         Write the parameters of the composition alone as a safetensors file, for the option `--composition` of `dcformer
-        convert upcycle`; ValueError if there are none under their own names.
+        convert upcycle`; ValueError if there are none under their names.
         """
-        own = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
-        if not own:
+        weights = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
+        if not weights:
             raise ValueError("There is no composition to save; of a PEFT model call merge_and_unload() first.")
         values = self.config.to_dict()
         fields = {name: values[name] for name in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
-        save_file(own, path, {"composition": json.dumps(fields), "source": self.name_or_path})
+        save_file(weights, path, {"composition": json.dumps(fields), "source": self.name_or_path})
 
 
 def register_model(model_class: Any) -> None:

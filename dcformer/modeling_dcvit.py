@@ -108,7 +108,7 @@ class DCViTConfig(ViTConfig):
 
 
 def _of_vit(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a ViT's configuration as those of one whose composition starts as identity."""
+    """The values of a ViT's configuration as those of a DCViT that starts with the identity as composition."""
     kept = {name: value for name, value in values.items() if name not in ("architectures", "auto_map")}
     return {**kept, "model_type": DCViTConfig.model_type, "compose_init": "identity"}
 
@@ -162,8 +162,8 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     @classmethod
     def from_vit(cls, vit: PreTrainedModel, **composition: Any) -> Any:
         """
-        A copy of a ViT (`ViTModel` or `ViTForImageClassification`, as this class) whose composition starts as identity:
-        it gives the same outputs until it is trained. `composition` are fields of [`DCViTConfig`].
+        A copy of a ViT (`ViTModel` or `ViTForImageClassification`, as this class) that starts with the identity as
+        composition: it gives the same outputs until it is trained. `composition` are fields of [`DCViTConfig`].
         """
         if not isinstance(vit, cls._vit_class):
             raise ValueError(f"{cls.__name__} is made of a {cls._vit_class.__name__}, got a {type(vit).__name__}.")

@@ -26,7 +26,7 @@ class DCMultiheadAttention(nn.Module):
             composed weights.
         is_causal (`bool`, defaults to `False`): Hide later keys in every call. With fewer queries than keys, the last
             query stands at the last key.
-        sliding_window (`int`, *optional*): Keys in sight, the query's own included: t - w < s <= t if causal, else
+        sliding_window (`int`, *optional*): Visible keys, the query's position included: t - w < s <= t if causal, else
             |t - s| < w.
         identity (`bool`, defaults to `False`): Start as plain attention; the composition is then learned. Otherwise it
             starts small, as the paper draws it.
@@ -45,7 +45,7 @@ class DCMultiheadAttention(nn.Module):
     ```
     """
 
-    # Where this is true, torch's encoder layers run a kernel of their own that would leave the composition out.
+    # Where this is true, torch's encoder layers run a fused kernel that would leave the composition out.
     _qkv_same_embed_dim = False
 
     def __init__(

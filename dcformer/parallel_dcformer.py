@@ -1,4 +1,4 @@
-"""Tensor parallelism by heads: every process computes its own groups of heads.
+"""Tensor parallelism by heads: every process computes some groups of heads.
 
 Section 3.2 of the paper lets heads compose inside groups only, so that groups can live on different devices. With
 `compose_groups` a multiple of the number of processes a layer then communicates as much as one of Llama: one sum after
@@ -6,7 +6,7 @@ the attention and one after the MLP. A model without composition is as if every 
 cannot be divided, each process computes its part of the linear layers, gathers it, and composes all heads.
 
 Importing this module puts the style of the attention into the tensor parallel plan of the configurations. Transformers'
-own styles shard a linear layer by consecutive rows; those of `qkv_proj` are first all queries, then all keys, then all
+styles shard a linear layer by consecutive rows; those of `qkv_proj` are first all queries, then all keys, then all
 values, and a process needs a piece of each.
 """
 
@@ -32,7 +32,7 @@ STYLE = "dcformer_attention"
 
 def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
     """
-    Whether each of `ranks` processes can compute heads of its own: groups and key/value heads divide evenly.
+    Whether the heads divide among `ranks` processes: groups and key/value heads divide evenly.
 
     Args:
         config (`DCFormerConfig`): The model.
@@ -45,12 +45,12 @@ def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
 
 
 class _Attention(TensorParallelLayer):
-    """An attention layer: by heads if they divide, else by its linear layers, with Transformers' own styles."""
+    """An attention layer: by heads if they divide, else by its linear layers, with Transformers' styles."""
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         distributed, ranks = module.config.distributed_config, mesh.size()
         if isinstance(distributed.tp_plan, dict):
-            return module  # a plan of the caller's own
+            return module  # a plan of the caller
         is_alone = (getattr(distributed, "dp_size", None) or distributed.fsdp_size or 1) == 1
         is_quantized = getattr(module.config, "quantization_config", None) is not None
         if is_quantized or not is_alone or not shards_heads(module.config, ranks):
@@ -82,7 +82,7 @@ class _Attention(TensorParallelLayer):
 class _SharedByHeads(TensorParallelLayer):
     """Parameters that are whole in every process, which sees only what its heads say: gradients are summed."""
 
-    def own(self, parameter: Tensor, mesh: Any) -> Tensor:
+    def local_part(self, parameter: Tensor, mesh: Any) -> Tensor:
         return _with_summed_gradient(parameter, mesh.get_group())
 
     @contextmanager
@@ -90,7 +90,7 @@ class _SharedByHeads(TensorParallelLayer):
         whole = dict(module._parameters)
         for name, parameter in whole.items():
             if parameter is not None:
-                module._parameters[name] = self.own(parameter, mesh)  # type: ignore[assignment]
+                module._parameters[name] = self.local_part(parameter, mesh)  # type: ignore[assignment]
         try:
             yield
         finally:
@@ -100,7 +100,7 @@ class _SharedByHeads(TensorParallelLayer):
 class _RowsOfHeads(_SharedByHeads):
     """
     The fused projection with fewer keys and values than queries: whole in every process, which computes the rows of
-    its own heads.
+    its heads.
 
     Args:
         sizes (`list[int]`): Rows of all queries, keys and values.
@@ -109,8 +109,8 @@ class _RowsOfHeads(_SharedByHeads):
     def __init__(self, sizes: list[int]):
         self.sizes = sizes
 
-    def own(self, parameter: Tensor, mesh: Any) -> Tensor:
-        parts = super().own(parameter, mesh).split(self.sizes)
+    def local_part(self, parameter: Tensor, mesh: Any) -> Tensor:
+        parts = super().local_part(parameter, mesh).split(self.sizes)
         return torch.cat([part.chunk(mesh.size())[mesh.get_local_rank()] for part in parts])
 
     def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: Any) -> tuple:

@@ -47,7 +47,7 @@ for _config in (DCFormerConfig, DCPythiaConfig, DCViTConfig):
 for _config in (DCFormerConfig, DCPythiaConfig):
     AutoTokenizer.register(_config, GPTNeoXTokenizer, exist_ok=True)
 
-# By name, as Transformers does for its own models: the classes themselves would bring Pillow or torchvision.
+# By name, as Transformers does for its models: the classes themselves would bring Pillow or torchvision.
 IMAGE_PROCESSOR_MAPPING.register(
     DCViTConfig, {"torchvision": "ViTImageProcessor", "pil": "ViTImageProcessorPil"}, exist_ok=True
 )
@@ -90,7 +90,7 @@ _PEFT_TABLES = "peft.utils.constants"
 
 def _add_peft_targets(constants: ModuleType) -> None:
     """
-    Let PEFT adapt by itself what it adapts in GPT-NeoX, whose projections are fused as these, and the norms of Llama.
+    Give PEFT as defaults what it adapts in GPT-NeoX, where projections are fused like these, and Llama's norms.
 
     Args:
         constants: The module that holds PEFT's tables, one a method, from model types to names of modules.
