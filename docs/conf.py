@@ -56,6 +56,7 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"dcformer {version}"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_copy_source = False
 html_theme_options = {"source_repository": REPOSITORY, "source_directory": "docs/"} if REPOSITORY else {}
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -1,10 +1,16 @@
-"""Signed heat maps as SVG: blue above zero, orange below, which every eye tells apart, and grey out of sight."""
+"""Signed heat maps: blue above zero, orange below, which every eye tells apart, and grey where masked."""
+
+from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
 
 POSITIVE, NEGATIVE, HIDDEN = "#2970e6", "#eb6112", "#9aa0a6"
 _LONGEST_LABEL = 14
@@ -56,6 +62,13 @@ def heat_map(
         f'<svg role="img" aria-label="{html.escape(title)}" viewBox="{view}" style="{style}" font-size=".8" '
         f'fill="currentColor">{"".join([*cells, frame, *texts])}</svg>'
     )
+
+
+def signed_colours() -> Colormap:
+    """The same colours for matplotlib, grey for NaN; they need vmin = -vmax."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
 
 
 def label(token: str) -> str:

@@ -17,7 +17,7 @@ from ..modeling_dcformer import DCFormerAttention
 from .branches import BRANCHES, OWN_HEAD, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
-from .picture import NEGATIVE, POSITIVE, heat_map, label
+from .picture import NEGATIVE, POSITIVE, heat_map, label, signed_colours
 from .recording import Recording, attention_layers, chosen, record
 
 
@@ -44,7 +44,8 @@ _CSS = """
 body {font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; color: #1f2328}
 h1, h2 {line-height: 1.2} pre {background: #f3f4f6; padding: .7rem; white-space: pre-wrap}
 .row, .pairs {display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr))}
-.pairs {grid-template-columns: 1fr 1fr} figure {margin: 0; min-width: 0} h4 {margin: .5rem 0}
+.pairs {grid-template-columns: repeat(auto-fill, minmax(max(320px, 40%), 1fr))}
+figure {margin: 0; min-width: 0} h4 {margin: .5rem 0}
 figure svg, img {width: 100%; height: auto} figcaption, .note {color: #57606a} summary {cursor: pointer}
 .key span {display: inline-block; width: 1em; height: 1em; vertical-align: -.1em; margin: 0 .3em 0 1em}
 """
@@ -90,7 +91,7 @@ def analyse(
     steps = 2 + 3 * composes
     report = progress or (lambda *_: None)
     report("Recording maps", 0, steps)
-    maps = ["weights", "composed_weights"] if composes else ["weights"]
+    maps = ["weights", "composed_weights"] if composes and model.config.compose_post else ["weights"]
     recording = record(model, texts[0], maps, layers=drawn_layers, tokenizer=tokenizer)
     report("Measuring diversity", 1, steps)
     curves, effective = head_diversity(model), map_diversity(model, texts)
@@ -118,7 +119,7 @@ def analyse(
 def _page(name: str, text: str, about: str, sections: Sequence[str]) -> str:
     key = (
         f'<p class="key">Heat maps:<span style="background:{POSITIVE}"></span>above zero'
-        f'<span style="background:{NEGATIVE}"></span>below zero<span style="background:#ddd"></span>not seen. '
+        f'<span style="background:{NEGATIVE}"></span>below zero<span style="background:#ddd"></span>masked. '
         "Rest the pointer on a cell to read it.</p>"
     )
     title = f"{html.escape(name)}: inside"
@@ -150,9 +151,7 @@ def _diversity_section(output: Path, curves: dict[str, Tensor], effective: DataF
             mean = values.mean(0)
             left.plot(range(1, len(mean) + 1), mean, style, color="#0072B2", label=name.replace("_", " "))
         left.set(xlabel="Principal components", ylabel="Captured variance", title="Projections, mean over layers")
-        for (name, rows), (style, colour) in zip(
-            effective.groupby("map", sort=False), (("o-", "#999999"), ("s--", "#D55E00"))
-        ):
+        for (name, rows), (style, colour) in zip(effective.groupby("map", sort=False), (("o-", "0.6"), ("s--", "0.1"))):
             right.plot(rows.layer, rows.effective_heads, style, color=colour, label=str(name).replace("_", " "))
         right.set(xlabel="Layer", ylabel=f"Different heads, of {effective.heads[0]}", title="Attention over the texts")
         right.set_ylim(0, 1.02 * effective.heads[0])
@@ -274,11 +273,11 @@ def _attention_section(output: Path, recording: Recording) -> str:
     labels, parts = recording.tokens[0][-MOST_TOKENS:], []
     titles = dict(zip(recording.maps, ("before composition", "after composition")))
     note = (
-        "after the softmax of composed scores: before their own composition and after it, where they are signed and "
-        "need not sum to one."
+        "as they leave the softmax, before their composition, and as the layer uses them, after it: signed, with rows "
+        "that need not sum to one."
     )
     if len(titles) == 1:
-        titles, note = {"weights": "softmax"}, "of a model that composes nothing."
+        titles, note = {"weights": "softmax"}, "of a model that does not compose them."
     for layer in recording["weights"]:
         cut = {name: recording[name][layer][0, :, -MOST_TOKENS:, -MOST_TOKENS:] for name in titles}
         _draw_heads(output, f"attention_layer{layer}", cut, labels, titles)
@@ -287,7 +286,7 @@ def _attention_section(output: Path, recording: Recording) -> str:
             for name, title in titles.items():
                 shown = cut[name][head]  # (query, key)
                 drawn = heat_map(shown, labels, labels, f"Layer {layer}, head {head}, {title}")
-                caption = f"The strongest colour is {shown.abs().max():.2f}; {int((shown < 0).sum())} are negative."
+                caption = f"Colour scale: up to {shown.abs().max():.2f}; {int((shown < 0).sum())} are negative."
                 heading = f"<h4>Head {head}, {title}</h4>"
                 figures.append(f"<figure>{heading}{drawn}<figcaption>{caption}</figcaption></figure>")
         is_open = " open" if not parts else ""
@@ -306,9 +305,6 @@ def _draw_heads(
     lines, columns = math.ceil(heads / _HEADS_IN_A_ROW) * len(maps), min(heads, _HEADS_IN_A_ROW)
 
     def draw(figure: Figure) -> None:
-        from matplotlib.colors import LinearSegmentedColormap
-
-        colours = LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
         figure.set_layout_engine("compressed")
         axes = figure.subplots(lines, columns, squeeze=False)
         for axis in axes.flat:
@@ -318,7 +314,8 @@ def _draw_heads(
                 line, column = head // _HEADS_IN_A_ROW * len(maps) + number, head % _HEADS_IN_A_ROW
                 axis = axes[line, column]
                 strongest = max(float(weights.abs().max()), 1e-6)
-                axis.imshow(weights.masked_fill(weights == 0, torch.nan), cmap=colours, vmin=-strongest, vmax=strongest)
+                shown = weights.masked_fill(weights == 0, torch.nan)
+                axis.imshow(shown, cmap=signed_colours(), vmin=-strongest, vmax=strongest)
                 axis.set_title(f"Head {head}, {titles[kind]}", fontsize=7)
                 axis.set_axis_on()
                 ticks = range(len(labels)), [label(text) for text in labels]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..analysis import ablated, record
+from ..analysis import record
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from ..generation import TextGenerator
@@ -20,17 +20,20 @@ from .picture import draw_attention
 
 MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
 _MOST_NEW = 512
-# C, which the bundled models were trained on.
+# For the bundled models, which were trained on C; a blank line ends the function. Any other model starts with prose.
 _EXAMPLES = (
-    "static int device_open(struct device *device)\n{\n    if (!",
-    "#include <stdio.h>\n\nint main(void)\n{\n    ",
-    "/* Free the list. */\nvoid list_free(struct list *list)\n{\n    ",
+    """static struct buffer *buffer_create(size_t size)
+{
+    struct buffer *buffer = malloc(sizeof(*buffer));
+    if (!""",
+    "static inline uint32_t max(uint32_t left, uint32_t right)\n{\n   return left > right ?",
+    "#ifndef IMAGE_H\n#define IMAGE_H\n\n#include",
 )
-_NOTHING_YET = "<p>Generate a text to see how its tokens attend to each other.</p>"
+_PROSE = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 _ABOUT_ATTENTION = """## Attention before and after composition
-One head in one forward pass over the prompt and the answer: first the softmax of its own scores, then the weights that
-the layer uses, for which the heads were composed before and after the softmax. Composed weights are signed, and their
-rows need not sum to one; each picture has a scale of its own. Grey is out of sight."""
+The weights of one head, in one forward pass over the prompt and the answer: as they leave the softmax, and as the layer
+uses them, composed with those of its other heads. Blue is above zero, orange below, grey masked. The page opens on the
+head that copies most: it attends to earlier occurrences of the token that comes next."""
 _CSS = """
 .gradio-container {max-width: 1180px !important; margin: 0 auto !important}
 .attention {display: flex; flex-wrap: wrap; gap: 1rem}
@@ -64,24 +67,28 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
     loaded = model if isinstance(model, LoadedModel) else load_model(model, **options)
     config = loaded.model.config
     title = loaded.name.rstrip("/").split("/")[-1]
+    is_bundled = loaded.name in ("dcformer-tiny", "transformer-tiny")
+    first = _EXAMPLES[0] if is_bundled else _PROSE
     with gr.Blocks(title=f"{title} - dcformer", analytics_enabled=False) as page:
         gr.Markdown(f"# {title}\n{_describe(loaded)}")
-        ids = gr.State([])
+        encode = TextGenerator(loaded).encode
+        ids = gr.State(encode(first))
         with gr.Row(equal_height=False):
             with gr.Column():
-                prompt = gr.Textbox(_EXAMPLES[0], label="Prompt", lines=3, max_lines=12, elem_id="prompt")
+                prompt = gr.Textbox(first, label="Prompt", lines=4, max_lines=12, elem_id="prompt")
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary", elem_id="generate")
                     stop = gr.Button("Stop", elem_id="stop")
-                if loaded.name in ("dcformer-tiny", "transformer-tiny"):
-                    gr.Examples([[text] for text in _EXAMPLES], prompt, label="C, which it was trained on")
+                if is_bundled:
+                    examples = gr.Examples([[text] for text in _EXAMPLES], prompt, label="C, which it was trained on")
             with gr.Column():
                 answer = gr.Textbox(label="Answer", lines=7, max_lines=20, elem_id="answer")
-                sampling = _sampling_controls(gr, loaded.model.generation_config)
+                sampling = _sampling_controls(gr, loaded.model.generation_config, is_bundled)
 
-        def write(prompt: str, *values: Any) -> Iterator[tuple[str, list[int]]]:
+        def write(prompt: str, *values: Any) -> Iterator[tuple[str, Any]]:
             try:
-                yield from write_text(loaded, prompt, *values, warn=gr.Warning)
+                for text, sequence in write_text(loaded, prompt, *values, warn=gr.Warning):
+                    yield text, sequence or gr.skip()  # what is drawn stays until the text is complete
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
@@ -90,18 +97,22 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
         if isinstance(config, DCFormerConfig):
             gr.Markdown(_ABOUT_ATTENTION)
             counts = {"Layer": config.num_hidden_layers, "Head": config.num_attention_heads}
+            shown = copying_head(loaded.model, ids.value)
             with gr.Row():
                 controls = [
-                    gr.Slider(0, max(n - 1, 1), 0, step=1, label=label, elem_id=label.lower(), interactive=n > 1)
-                    for label, n in counts.items()
+                    gr.Slider(0, max(n - 1, 1), value, step=1, label=label, elem_id=label.lower(), interactive=n > 1)
+                    for (label, n), value in zip(counts.items(), shown)
                 ]
-            picture = gr.HTML(_NOTHING_YET, elem_id="attention")
+            picture = gr.HTML(draw(loaded, ids.value, *shown), elem_id="attention")
             drawn = {"fn": functools.partial(draw, loaded), "inputs": [ids, *controls], "outputs": picture}
-            # Not while another text is written, which would run the same model without its composition.
+            # Not while a text is written: all forwards of the model would be recorded.
             drawn |= {"api_name": False, "show_progress": "hidden", "concurrency_id": "generate"}
             runs += [run.success(**drawn) for run in runs]
             for control in controls:
                 control.change(**drawn, trigger_mode="always_last")
+            if is_bundled:
+                chosen = examples.load_input_event
+                chosen.then(lambda text: (encode(text), ""), prompt, [ids, answer], api_name=False).success(**drawn)
         stop.click(None, cancels=runs)
     return page
 
@@ -116,17 +127,20 @@ def _describe(loaded: LoadedModel) -> str:
     return f"{shape} {kind}."
 
 
-def _sampling_controls(gr: Any, own: Any) -> list[Any]:
+def _sampling_controls(gr: Any, defaults: Any, stops: bool) -> list[Any]:
     """Controls in the order of `write_text`; they begin with the values of generation_config.json."""
-    with gr.Accordion("How tokens are chosen", open=False):
+    most, top_k = min(defaults.max_new_tokens or 48, _MOST_NEW), defaults.top_k
+    with gr.Accordion("Generation options", open=False):
         return [
-            gr.Slider(1, _MOST_NEW, min(own.max_new_tokens or 64, _MOST_NEW), step=1, label="New tokens at most"),
-            gr.Checkbox(bool(own.do_sample), label="Draw tokens by their probability, not always the likeliest"),
-            gr.Slider(0.1, 2.0, own.temperature or 1.0, step=0.05, label="Temperature"),
-            gr.Slider(0, 100, 50 if own.top_k is None else min(own.top_k, 100), step=1, label="Top k (0 for all)"),
-            gr.Slider(0.05, 1.0, own.top_p or 1.0, step=0.05, label="Top p"),
-            gr.Slider(0.5, 2.0, own.repetition_penalty or 1.0, step=0.05, label="Repetition penalty"),
-            gr.Number(None, label="Seed (if empty, another text each time)", precision=0),
+            gr.Slider(1, _MOST_NEW, most, step=1, label="Max new tokens"),
+            gr.Checkbox(stops, label="Stop at a blank line"),
+            gr.Checkbox(bool(defaults.do_sample), label="Sample instead of greedy decoding"),
+            gr.Slider(0.1, 2.0, defaults.temperature or 1.0, step=0.05, label="Temperature"),
+            gr.Slider(0, 100, 50 if top_k is None else min(top_k, 100), step=1, label="Top k (0 for all)"),
+            gr.Slider(0.05, 1.0, defaults.top_p or 1.0, step=0.05, label="Top p"),
+            gr.Slider(0.5, 2.0, defaults.repetition_penalty or 1.0, step=0.05, label="Repetition penalty"),
+            # As text: an empty number becomes 0 when the options are opened.
+            gr.Textbox("", label="Seed (a whole number; if empty, a new one each time)"),
         ]
 
 
@@ -136,12 +150,13 @@ def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -
 
     Values are those of the controls, in their order.
     """
-    max_new_tokens, samples, temperature, top_k, top_p, repetition_penalty, seed = values
+    max_new_tokens, stops, samples, temperature, top_k, top_p, repetition_penalty, seed = values
+    options |= {"stop_strings": ["\n\n"] if stops else []}
     options |= {"max_new_tokens": int(max_new_tokens), "do_sample": samples, "repetition_penalty": repetition_penalty}
     if samples:
         options |= {"temperature": temperature, "top_k": int(top_k), "top_p": top_p}
-    if seed is not None:
-        torch.manual_seed(seed)
+    if seed:
+        torch.manual_seed(int(seed))
     pieces = TextGenerator(loaded, **options).stream(prompt)
     text = ""
     while True:
@@ -155,20 +170,25 @@ def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -
 
 def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
     """HTML of a head of a layer, both from 0, over a text, of which the first 512 tokens are read."""
-    if not ids:
-        return _NOTHING_YET
     layer, config, read = int(layer), loaded.model.config, ids[:MOST_READ]
-    recording = record(loaded.model, read, ["composed_weights"], layer, int(head), loaded.tokenizer)
-    plain = composed = recording["composed_weights"][layer][0, 0]  # (query, key)
-    if config.composes_heads:
-        with ablated(loaded.model, layer):  # what the layer reads stays the same
-            plain = record(loaded.model, read, ["weights"], layer, int(head))["weights"][layer][0, 0]
-    picture = draw_attention(plain, composed, recording.tokens[0], config.composes_heads)
+    recording = record(loaded.model, read, ["weights", "composed_weights"], layer, int(head), loaded.tokenizer)
+    before, after = (by_layer[layer][0, 0] for by_layer in recording.maps.values())  # (query, key) each
+    picture = draw_attention(before, after, recording.tokens[0], config.composes_layer(layer) and config.compose_post)
     seen = "its own key and all before it."
     if config.layer_types[layer] == "sliding_attention":
         seen = f"{config.sliding_window} keys, its own included."
     note = "" if len(ids) <= MOST_READ else f" The first {MOST_READ} of {len(ids)} tokens are read."
     return f"{picture}<p>A query of layer {layer} sees {seen}{note}</p>"
+
+
+def copying_head(model: Any, ids: Sequence[int]) -> tuple[int, int]:
+    """The layer and the head that attend most to earlier occurrences of the token that comes next."""
+    tokens = torch.tensor(ids)
+    repeats = (tokens[1:, None] == tokens[None, :-1]).tril()  # (query, key): the key is the token after the query
+    maps = record(model, ids, ["weights"])["weights"].values()
+    attention = torch.stack([(weights[0, :, :-1, :-1] * repeats).sum((1, 2)) for weights in maps])  # (layer, head)
+    layer, head = divmod(int(attention.argmax()), attention.shape[1])
+    return layer, head
 
 
 @dataclass

@@ -135,7 +135,7 @@ def draw(attention: pd.DataFrame, losses: pd.DataFrame, file: Path) -> None:
     layers, heads = losses.layer.max() + 1, attention["head"].max() + 1
     with picture(file, (10, 4), "analysis") as figure:
         left, right = figure.subplots(1, 2)
-        for (name, title), (colour, marker) in zip(MAPS.items(), (("0.6", "o"), ("#D55E00", "s"))):
+        for (name, title), (colour, marker) in zip(MAPS.items(), (("0.6", "o"), ("0.1", "s"))):
             rows = attention[attention["map"] == name]
             left.plot(rows.layer * (heads + 1) + rows["head"], rows.attention, marker, color=colour, label=title)
         left.axhline(0, color="0.4", linewidth=0.8)

@@ -18,13 +18,13 @@ from tiny_models import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from dcformer.analysis import ablated, record
+from dcformer.analysis import record
 from dcformer.cli import app
 from dcformer.demo import build_page
-from dcformer.demo.page import draw, write_text
+from dcformer.demo.page import copying_head, draw, write_text
 from dcformer.demo.picture import MOST_TOKENS, draw_attention
 from dcformer.head_tasks import build_tokenizer
-from dcformer.loading import LoadedModel
+from dcformer.loading import LoadedModel, load_model
 
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,9 @@ def tiny():
 
 
 def test_a_text_grows_and_a_seed_draws_it_again(tiny):
-    written = [list(write_text(tiny, "Ruth likes Paris", 8, True, 1.0, 0, 1.0, 1.0, seed)) for seed in (1, 1, 2)]
+    written = [
+        list(write_text(tiny, "Ruth likes Paris", 8, False, True, 1.0, 0, 1.0, 1.0, seed)) for seed in ("1", "1", "2")
+    ]
     assert written[0][-1] == written[1][-1] != written[2][-1]
     *growing, (_, ids) = written[0]
     assert len(growing) > 1 and not any(ids for _, ids in growing)
@@ -49,10 +51,10 @@ def test_a_text_grows_and_a_seed_draws_it_again(tiny):
 
 def test_another_program_can_ask_the_page_which_loads_from_no_other_machine(server):
     client = Client(server.address, verbose=False, analytics_enabled=False)
-    job = client.submit(PROMPT, 8, False, 1.0, 50, 1.0, 1.0, None, api_name="/generate")
+    job = client.submit(PROMPT, 8, False, False, 1.0, 50, 1.0, 1.0, "", api_name="/generate")
     assert job.result(timeout=60).strip() == "India"
     with pytest.raises(AppError, match="The prompt"):
-        client.predict(" ", 8, True, 1.0, 50, 1.0, 1.0, None, api_name="/generate")
+        client.predict(" ", 8, False, True, 1.0, 50, 1.0, 1.0, "", api_name="/generate")
     for path in ("", "theme.css"):
         text = urllib.request.urlopen(server.address + path).read().decode()
         assert re.findall(r"(?:src|href)=[\"']?(https?:[^\"'> ]+)|url\(['\"]?(https?:[^)'\"]+)|@import", text) == []
@@ -62,7 +64,8 @@ def test_another_program_can_ask_the_page_which_loads_from_no_other_machine(serv
 def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
     ids = bundled.tokenizer(PROMPT)["input_ids"]
     shown = draw(bundled, ids, 1, 0)
-    composed = record(bundled.model, ids)["composed_weights"][1][0, 0]
+    recording = record(bundled.model, ids)
+    plain, composed = (recording[name][1][0, 0] for name in ("weights", "composed_weights"))
     assert f"Signed: {int((composed < 0).sum())} of 136 weights are negative" in shown
     assert f"sum to {composed.sum(-1).min():.2f} to {composed.sum(-1).max():.2f}." in shown
     assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * (16 * 16 + 1)
@@ -70,20 +73,62 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
         assert shown.count(f">{token}</text>") == 4  # on two axes of two pictures
     assert "sees its own key and all before it." in shown and "sees 32 keys" in draw(bundled, ids, 0, 0)
     assert len({shown, draw(bundled, ids, 1, 1), draw(bundled, ids, 0, 0)}) == 3
-    with ablated(bundled.model, 1):  # the softmax of its own scores
-        plain = record(bundled.model, ids)["weights"][1][0, 0]
-    assert f"Rows sum to one. The strongest colour is {plain.max():.2f}." in shown
+    assert f"Rows sum to one. Colour scale: up to {plain.max():.2f}." in shown
+
+
+@pytest.mark.parametrize("name", ["dcformer-tiny", "transformer-tiny"])
+def test_every_prompt_that_the_page_offers_has_a_sensible_answer(name):
+    page = build_page(name)
+    (generate,) = (function for function in page.fns.values() if function.api_name == "generate")
+    prompt, limit, *options = (component.value for component in generate.inputs)
+    (offered,) = (block.samples for block in page.blocks.values() if isinstance(block, gradio.Dataset))
+    assert [prompt] == offered[0] and len(offered) == 3
+    tokenizer = load_model(name).tokenizer
+    for (text,) in offered:
+        *_, (answer, ids) = generate.fn(text, limit, *options)
+        assert len(ids) - len(tokenizer(text)["input_ids"]) < limit, f"not ended: {answer}"
+        assert not re.search(r"\b(\w+)(\W+\1\b){2}", answer), answer
+        assert all((text + answer).count(left) == (text + answer).count(right) for left, right in ("()", "{}")), answer
+
+
+def test_the_page_opens_on_the_head_that_copies_with_its_prompt_drawn():
+    loaded = load_model("dcformer-tiny")
+    page = build_page(loaded)
+    by_id = {block.elem_id: block.value for block in page.blocks.values() if getattr(block, "elem_id", None)}
+    ids = loaded.tokenizer(by_id["prompt"])["input_ids"]
+    sums = {}
+    for layer, weights in record(loaded.model, ids, ["weights"])["weights"].items():
+        for head, rows in enumerate(weights[0].tolist()):
+            sums[layer, head] = sum(
+                rows[query][key]
+                for query in range(len(ids) - 1)
+                for key in range(query + 1)
+                if ids[key] == ids[query + 1]
+            )
+    layer, head = max(sums, key=sums.get)
+    assert (layer, head) == (by_id["layer"], by_id["head"]) == copying_head(loaded.model, ids)
+    assert layer == 3 and head in (1, 2)  # those of which docs/inside.md tells
+    assert by_id["attention"] == draw(loaded, ids, layer, head) and ">malloc<" not in by_id["attention"]
+
+
+@pytest.mark.parametrize("values", [{"compose_pre": False}, {"compose_post": False}], ids=["after", "before"])
+def test_weights_that_are_not_composed_after_the_softmax_are_the_same_in_both_pictures(tiny, values):
+    model = tiny_model(vocab_size=len(tiny.tokenizer), **values)
+    shown = draw(LoadedModel("half", model, tiny.tokenizer), [3, 4, 5], 0, 0)
+    assert ("does not compose its weights" in shown) == ("compose_post" in values)
+    one, other = re.findall("<rect.*?</svg>", shown)
+    assert (one == other) == ("compose_post" in values)
 
 
 def test_a_model_without_composition_says_that_both_are_the_same(tiny):
     plain = LoadedModel("plain", tiny_model("plain_gated_transformer", vocab_size=len(tiny.tokenizer)), tiny.tokenizer)
-    assert "This model composes nothing" in draw(plain, [3, 4, 5], 0, 0)
+    assert "does not compose its weights" in draw(plain, [3, 4, 5], 0, 0)
 
 
 def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
-    weights = torch.ones(50, 50).tril()
-    shown = draw_attention(weights, weights, [f"word{number}" for number in range(50)], is_composed=True)
-    assert f"The last {MOST_TOKENS} of 50" in shown and ">word10<" in shown and ">word9<" not in shown
+    weights = torch.ones(60, 60).tril()
+    shown = draw_attention(weights, weights, [f"word{number}" for number in range(60)], is_composed=True)
+    assert f"The last {MOST_TOKENS} of 60" in shown and ">word12<" in shown and ">word11<" not in shown
 
 
 def test_other_models_have_a_page_without_attention(tiny):
