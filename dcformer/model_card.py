@@ -1,6 +1,6 @@
 """The model card, README.md, of a folder with a model: its class, shape, origin and licence, and how to load it.
 
-A card ends with its own SHA-256 in a comment, so one that nobody has edited can be told from one that a person wrote.
+A card ends with its own SHA-256 in a comment, which shows whether anybody has edited it.
 """
 
 import hashlib
@@ -33,7 +33,6 @@ def write_card(
     name: str,
     config: Any,
     *,
-    class_name: str,
     parameters: int,
     dtype: str,
     licence: str | None = None,
@@ -46,7 +45,7 @@ def write_card(
 
     Args:
         name (`str`): The folder or the name on the Hub.
-        config (`DCFormerConfig`), class_name (`str`), parameters (`int`), dtype (`str`): Of a causal language model.
+        config (`DCFormerConfig`), parameters (`int`), dtype (`str`): Of a causal language model.
         licence, base_model (`str`, *optional*): As the Hub names them.
         sections (defaults to none): Heading and Markdown text of further sections.
         limits (`str`): Text of the section on limits.
@@ -60,10 +59,11 @@ def write_card(
     )
     kind = "with plain attention heads, a baseline of Dynamically Composable Multi-Head Attention (ICML 2024)"
     if config.composes_heads:
-        kind = "whose attention heads are composed dynamically (Dynamically Composable Multi-Head Attention, ICML 2024)"
+        kind = "with dynamically composed attention heads (Dynamically Composable Multi-Head Attention, ICML 2024)"
     licence_text = "None was stated when the model was saved; ask whoever made the weights."
     if licence is not None:
         licence_text = f"`{licence}`, as the model that this one was made from."
+    class_name = (config.architectures or [""])[0]
     parts = [
         f"---\n{data.to_yaml()}\n---\n\n# {name}",
         f"`{class_name}` of {parameters:,} parameters in {dtype}, {kind}; saved with [dcformer]({PAPER_URL}) "
@@ -84,7 +84,7 @@ def _loading(name: str, config: Any) -> str:
         first, trusts = "", ", trust_remote_code=True"
         note = (
             "\n\nThe code lies beside the weights; read it before you trust it. Where dcformer is installed, "
-            "`import dcformer` takes the place of `trust_remote_code=True`."
+            "`import dcformer` replaces `trust_remote_code=True`."
         )
     load = f'model = AutoModelForCausalLM.from_pretrained("{name}"{trusts})'
     return f"```python\n{first}from transformers import AutoModelForCausalLM\n\n{load}\n```{note}"
@@ -117,7 +117,7 @@ def shape_table(config: Any, parameters: int) -> str:
 def table(headings: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table."""
     cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, ["---"] * len(headings), *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [headings, ["---"] * len(headings), *cells])
 
 
 def bullet_list(items: Mapping[str, Any]) -> str:
@@ -141,13 +141,14 @@ def users_card(folder: str | os.PathLike) -> bytes | None:
     return None if is_untouched else content
 
 
-def known_origin(source: str, name: str) -> tuple[str | None, str | None]:
-    """Licence and base model of a model named `name` that is made from `source`, a folder or a name on the Hub."""
+def known_origin(source: str, name: str) -> dict[str, str]:
+    """If known, `licence` and `base_model` of a model `name` made from `source`, a folder or a name on the Hub."""
     if source and Path(source).is_dir():
         card = Path(source, CARD_FILE)
         data = ModelCard.load(card, ignore_metadata_errors=True).data if card.is_file() else ModelCardData()
-        licence, base = data.license, data.base_model
-        return licence if isinstance(licence, str) else None, base if isinstance(base, str) else None
-    if not _HUB_NAME.fullmatch(source):
-        return None, None
-    return PUBLISHED_LICENCES.get(source), source if source != name else None
+        origin = {"licence": data.license, "base_model": data.base_model}
+    elif _HUB_NAME.fullmatch(source):
+        origin = {"licence": PUBLISHED_LICENCES.get(source), "base_model": source if source != name else None}
+    else:
+        return {}
+    return {key: value for key, value in origin.items() if isinstance(value, str)}

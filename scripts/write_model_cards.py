@@ -1,5 +1,5 @@
 """
-Write the files of model_cards/ anew: `python scripts/write_model_cards.py`.
+Write the files of model_cards/ again: `python scripts/write_model_cards.py`.
 
 They are made of `scripts/model_cards/`, the presets and the paper. A card's scores are the paper's and say so; sizes
 and memory are computed from the shapes.
@@ -89,14 +89,14 @@ def _paper_numbers(facts: dict[str, Any]) -> list[str]:
     if row := facts.get("row"):
         rows = [row, *facts["compared_with"]]
         for shots in PAPER_SHOTS:
-            found = [published.paper_accuracies(each, shots) for each in rows]
-            tasks = [(task, *(round(100 * each[task], 1) for each in found)) for task in (*TABLE4_COLUMNS, "average")]
+            models = [published.paper_accuracies(name, shots) for name in rows]
+            tasks = [(task, *(round(100 * m[task], 1) for m in models)) for task in (*TABLE4_COLUMNS, "average")]
             parts.append(f"Table 4, accuracy in percent, {shots}-shot:\n\n{table(('task', *rows), tasks)}")
-        found = [published.paper_perplexities(each) for each in rows]
+        models = [published.paper_perplexities(name) for name in rows]
         titles = {"pile_ppl": "the Pile, validation", "flan_ppl": "Flan, 320,000 examples"}
-        lines = [(title, *(each[task] for each in found)) for task, title in titles.items()]
-        parts.append(f"Table 4, perplexity per token:\n\n{table(('data', *rows), lines)}")
-    parts += [f"{each['title']}:\n\n{table(each['headings'], each['rows'])}" for each in facts.get("tables", ())]
+        perplexities = [(title, *(m[task] for m in models)) for task, title in titles.items()]
+        parts.append(f"Table 4, perplexity per token:\n\n{table(('data', *rows), perplexities)}")
+    parts += [f"{t['title']}:\n\n{table(t['headings'], t['rows'])}" for t in facts.get("tables", ())]
     return parts + facts.get("statements", [])
 
 

@@ -96,7 +96,7 @@ class Score:
 
 def measured_scores(records: Iterable[Record]) -> list[Score]:
     """The scores of records, in the paper's order of tasks."""
-    order = {task: place for place, task in enumerate((*TABLE4_COLUMNS, *AUTHORS_TASKS))}
+    order = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *AUTHORS_TASKS))}
     scores = []
     for record in sorted(records, key=lambda r: (r.num_fewshot, order.get(r.task, len(order)), r.task)):
         for metric, measured in record.metrics.items():
@@ -160,10 +160,10 @@ def update_card(
     config = transformers.AutoConfig.from_pretrained(folder)
     records = _records_of(folder, results, evaluated_as)
     whole = [record for record in records if not record.is_partial]
-    said = [
-        f"{each.task}, {each.num_fewshot}-shot, was left out: {each.num_samples} of {each.num_documents} documents."
-        for each in records
-        if each.is_partial
+    notes = [
+        f"{part.task}, {part.num_fewshot}-shot, was left out: {part.num_samples} of {part.num_documents} documents."
+        for part in records
+        if part.is_partial
     ]
     if not whole:
         raise ValueError(f"All results of {records[0].model!r} are partial (--limit); evaluate without a limit.")
@@ -185,21 +185,23 @@ def update_card(
     write_atomically(path, str(card))
     files = _write_entries(folder / ".eval_results", [*measured, *from_paper])
     papers = f" and {len(from_paper)} figures of the paper" if from_paper else ""
-    return [*said, f"{path}: {len(measured)} measured scores{papers}; {len(files)} files in .eval_results"]
+    return [*notes, f"{path}: {len(measured)} measured scores{papers}; {len(files)} files in .eval_results"]
 
 
 def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | None) -> list[Record]:
     records = read_records(results)
     if evaluated_as is not None:
-        found = [record for record in records if model_folder(record.model) == model_folder(evaluated_as)]
+        matching = [record for record in records if model_folder(record.model) == model_folder(evaluated_as)]
     else:
         weights = model_fingerprint(os.fspath(folder))
-        found = [record for record in records if record.settings.get("model") == weights]
-    if not found:
+        matching = [record for record in records if record.settings.get("model") == weights]
+    if not matching:
         others = ", ".join(sorted({repr(record.model) for record in records}))
-        whose = f"{os.fspath(results)!r} has no results of {evaluated_as or 'these weights'}, only of {others}"
-        raise ValueError(f"{whose}; evaluate this folder, or name the model by --evaluated-as if it is the same.")
-    return found
+        raise ValueError(
+            f"{os.fspath(results)!r} has no results of {evaluated_as or 'these weights'}, only of {others}; evaluate "
+            "this folder, or name the model by --evaluated-as if it is the same."
+        )
+    return matching
 
 
 def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
@@ -207,7 +209,7 @@ def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
     with torch.device("meta"):
         parameters = getattr(transformers, class_name)(config).num_parameters()
     dtype = str(config.dtype).removeprefix("torch.")
-    return write_card(folder.resolve().name, config, class_name=class_name, parameters=parameters, dtype=dtype)
+    return write_card(folder.resolve().name, config, parameters=parameters, dtype=dtype)
 
 
 def _section(measured: Sequence[Score], from_paper: Sequence[Score]) -> str:
@@ -221,12 +223,12 @@ def _section(measured: Sequence[Score], from_paper: Sequence[Score]) -> str:
     columns = len(headings) if stated else len(headings) - 1
     scores = table(headings[:columns], [row[:columns] for row in rows])
     source = f" The paper's figures are from {PAPER_NAME}." if stated else ""
-    how = "\n".join(f"- {line}" for line in sorted({score.details for score in measured}))
+    how = "\n".join(f"- {details}" for details in sorted({score.details for score in measured}))
     return f"## Results of dcformer eval\n\nAccuracies in percent.{source}\n\n{scores}\n\nMeasured with:\n\n{how}"
 
 
 def _with_section(text: str, section: str) -> str:
-    """The body of a card with our section in its place, or at the end."""
+    """The body of a card with our section instead of the earlier one, or at the end."""
     block = f"{_BEGIN}\n\n{section}\n\n{_END}"
     start, end = text.find(_BEGIN), text.find(_END)
     if 0 <= start < end:

@@ -6,8 +6,8 @@ mapping.py, plan.py               which array becomes which parameter: the table
 arrays.py, orbax.py, stores.py    reading: safetensors, torch, NumPy; orbax and zarr; local folders and buckets
 gguf.py, settings.py              reading: GGUF; the JSON and YAML beside weights
 convert.py, writer.py, destination.py, report.py   a plan as a Transformers folder
-to_maxtext.py                     the way back
-upcycle.py                        pretrained models of other families, with a composition to be learned
+to_maxtext.py                     Transformers folders to MaxText checkpoints
+upcycle.py                        pretrained models of other families, with a composition to be trained
 verify.py                         hashes, logits, and whether two checkpoints are the same model
 """
 

@@ -135,7 +135,7 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
         with np.load(path, allow_pickle=False) as arrays:
             return arrays[name]
 
-    found = {}
+    opened: dict[str, SourceArray] = {}
     with naming(path, Exception), zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
             with archive.open(member) as file:
@@ -143,21 +143,21 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
                 read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
                 shape, _, dtype = read(file)
             name = member.removesuffix(".npy")
-            if name in found:
+            if name in opened:
                 raise ValueError(f"it holds the array {name!r} twice.")
-            found[name] = _numpy_array(name, path, shape, dtype, partial(load, name))
-    return found
+            opened[name] = _numpy_array(name, path, shape, dtype, partial(load, name))
+    return opened
 
 
 def open_npy_folder(folder: Path) -> dict[str, SourceArray]:
     """The arrays of the .npy files in a folder, by the names of the files, without unpickling."""
-    found = {}
+    opened = {}
     for path in sorted(folder.glob("*.npy")):
         load = partial(np.load, path, allow_pickle=False, mmap_mode="r")
         with naming(path, Exception):
             values = load()
-        found[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, load)
-    return found
+        opened[path.stem] = _numpy_array(path.stem, path, values.shape, values.dtype, load)
+    return opened
 
 
 def _numpy_array(

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dcformer import ROTARY_KEYS, SWITCHES, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import authors_patterns
-from .arrays import file_stamps, open_weights
+from .arrays import SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
 from .settings import read_json, refuse_misspelt
@@ -37,7 +37,7 @@ PARTS = {"q": "query", "k": "key", "v": "value"}
 
 
 def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
-    """The plan of a folder of the authors' torch files, or of our own; arguments as of [`convert_torch`]."""
+    """The plan of a folder of the authors' torch files, or of ours; arguments as of [`convert_torch`]."""
     folder = local_folder(source)
     config, arrays = read_config(folder / "config.json"), open_weights(folder)
     shapes, patterns = parameter_shapes(config), authors_patterns(config.model_type)
@@ -48,7 +48,7 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
         file_stamps({Path(array.where) for array in arrays.values()}),
         origins=[Origin(name, value, "config.json") for name, value in sorted(config.to_diff_dict().items())],
     )
-    found: list[tuple[str, Part]] = []
+    entries: list[tuple[str, Part]] = []
     for name, array in arrays.items():
         if reason := next((reason for pattern, reason in _IGNORED.items() if re.search(pattern, name)), None):
             plan.ignored[name] = reason
@@ -56,21 +56,25 @@ def plan_torch(source: str | os.PathLike, *, dtype: str = "keep") -> Plan:
         plan.arrays[name] = array
         if match := _SPLIT.fullmatch(name):
             layer, letter, kind = match.groups()
-            sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
-            offset, words = part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part"
             parameter = f"model.{layer}.self_attn.qkv_proj.{kind}"
-        else:
-            parameter = our_name(name, patterns)
-            offset, words = 0, "as is" if parameter == name else "renamed"
-            if array.shape != shapes.get(parameter, array.shape):
-                raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
-        found.append((parameter, Part(name, array.whole, tuple(range(len(array.shape))), offset, words)))
+            entries.append((parameter, qkv_part(config, array, letter, kind)))
+            continue
+        parameter = our_name(name, patterns)
+        if array.shape != shapes.get(parameter, array.shape):
+            raise ValueError(f"{name} has shape {array.shape} but {shapes[parameter]} by config.json of {folder}.")
+        entries.append((parameter, Part.all_of(array, transform="as is" if parameter == name else "renamed")))
     position = {name: i for i, name in enumerate(shapes)}
-    for parameter, part in sorted(found, key=lambda entry: (position.get(entry[0], -1), entry[1].offset)):
+    for parameter, part in sorted(entries, key=lambda entry: (position.get(entry[0], -1), entry[1].offset)):
         plan.parts[parameter].append(part)
-    whose = "our" if all(part.transform == "as is" for _, part in found) else "the authors'"
-    plan.source["format"] += f", {whose} names"
+    are_ours = all(part.transform == "as is" for _, part in entries)
+    plan.source["format"] += ", our names" if are_ours else ", the authors' names"
     return complete(plan, dtype)
+
+
+def qkv_part(config: DCFormerConfig, array: SourceArray, letter: str, kind: str) -> Part:
+    """The part of `qkv_proj` that a weight or bias of queries ("q"), keys ("k") or values ("v") fills."""
+    sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
+    return Part.all_of(array, part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part")
 
 
 def local_folder(source: str | os.PathLike) -> Path:

@@ -1,6 +1,5 @@
 """The conversions to Transformers folders, from the plan to the finished folder."""
 
-import json
 import os
 import shutil
 import time
@@ -21,7 +20,7 @@ from .plan import Origin, Plan, listed, meta_model
 from .report import ConversionReport, read_report, write_model_card, write_report
 from .stores import is_remote
 from .verify import LOGIT_TOLERANCE, Progress, load_reference, refuse_changed, verify_folder
-from .writer import INDEX_FILE, ShardWriter, source_digest
+from .writer import source_digest, write_shards
 
 
 def convert_maxtext(
@@ -44,7 +43,7 @@ def convert_maxtext(
         train_config (*optional*): The run's training YAML, for windows, epsilon and what else the arrays cannot tell.
         dtype (defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for that of each array.
         force (defaults to `False`): Replace a converted model at the destination, which stays until the new one is
-            complete; refused if it holds files that no conversion wrote.
+            complete. A folder with files that no conversion wrote is refused.
         options: Those of [`write_model`].
 
     Returns:
@@ -104,8 +103,7 @@ def convert_torch(
     folder = local_folder(source)
     refuse_changed(folder)
     plan = plan_torch(folder, dtype=dtype)
-    known = dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
-    plan.source |= remembered_source(folder) | {name: value for name, value in known.items() if value is not None}
+    plan.source |= remembered_source(folder) | known_origin(str(source), target.path.name)
     if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
         options["tokenizer"] = folder
     return write_model(plan, target, **options)
@@ -132,8 +130,8 @@ def write_model(
     """
     Write a complete plan as a Transformers folder: sharded safetensors, configuration, tokenizer, model card, report.
 
-    The folder is built beside the destination and renamed at the end. After an interruption, the same call resumes
-    from the finished shards, whose hashes it checks, and ends with the same bytes.
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call checks the
+    hashes of the finished shards, writes the others, and ends with the same bytes.
 
     Args:
         plan: From [`complete`].
@@ -165,12 +163,9 @@ def write_model(
     total = plan.source_bytes(plan.parameters)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes, "verify": verify}
     with target.open(fingerprint) as folder:
-        writer = ShardWriter(plan, folder, target.notes, shard_bytes, only_finite=verify)
-        for other in folder.iterdir():  # files of an earlier run that ended before the renaming
-            if other.name not in writer.shards:
-                shutil.rmtree(other) if other.is_dir() else other.unlink()
-        # Here, where the destination is locked: a progress bar is not begun for a conversion that must not run.
-        records = writer.run(progress(total))
+        resumed = len(target.finished)
+        # Here, where the destination is locked: no progress bar starts for a conversion that must not run.
+        records = write_shards(plan, target, shard_bytes, verify, progress(total))
         report = ConversionReport(
             {**plan.source, "sha256": source_digest(records, plan)},
             plan.origins,
@@ -179,18 +174,9 @@ def write_model(
             {"values": _values_words(records)},
             destination=str(target.path),
             source_bytes=total,
-            resumed_shards=writer.resumed,
+            resumed_shards=resumed,
         )
-        if with_code:
-            _save_code(plan, folder)
-        plan.config.save_pretrained(folder)
-        GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
-        if plan.generation is not None:
-            shutil.copyfile(plan.generation, folder / plan.generation.name)
-        if loaded is not None:
-            loaded.save_pretrained(folder)
-        if writer.index is not None:
-            (folder / INDEX_FILE).write_text(json.dumps(writer.index, indent=2) + "\n", encoding="utf-8")
+        _save_settings(plan, folder, loaded, with_code)
         if verify or reference is not None:
             report.verification |= verify_folder(folder, reference, tolerance)
         if verify and plan.check is not None:
@@ -209,14 +195,20 @@ def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None
             plan.origins.append(Origin(key, value, "tokenizer"))
 
 
-def _save_code(plan: Plan, folder: Path) -> None:
-    """Copy the files of the classes beside the weights, and name the classes in the configuration."""
-    # As `register_for_auto_class` does, but for these objects alone.
-    plan.config._auto_class = "AutoConfig"
-    causal_lm = meta_model(plan.config)
-    for model, auto_class in ((causal_lm.model, "AutoModel"), (causal_lm, "AutoModelForCausalLM")):
-        model._auto_class = auto_class
-        custom_object_save(model, folder, plan.config)
+def _save_settings(plan: Plan, folder: Path, tokenizer: PreTrainedTokenizerBase | None, with_code: bool) -> None:
+    """All but the weights: configuration, settings for `generate`, tokenizer, and the Python files of the classes."""
+    if with_code:  # as `register_for_auto_class` does, but for these objects alone
+        plan.config._auto_class = "AutoConfig"
+        causal_lm = meta_model(plan.config)
+        for model, auto_class in ((causal_lm.model, "AutoModel"), (causal_lm, "AutoModelForCausalLM")):
+            model._auto_class = auto_class
+            custom_object_save(model, folder, plan.config)
+    plan.config.save_pretrained(folder)
+    GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
+    if plan.generation is not None:
+        shutil.copyfile(plan.generation, folder / plan.generation.name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _values_words(records: list[dict[str, Any]]) -> str:

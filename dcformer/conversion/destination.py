@@ -1,10 +1,10 @@
-"""The folder that a conversion writes: built beside its place, resumed after an interruption, renamed at the end.
+"""The folder that a conversion writes: built beside its final path, resumed after an interruption, renamed at the end.
 
-All that is not finished lies in one hidden folder, `.NAME.partial`, beside the place of the result:
+All that is not finished lies in a hidden folder, `.NAME.partial`, beside the final path:
 
     lock           held by the process that writes
     fingerprint    which conversion this is
-    notes/         what is finished
+    notes/         which files are complete, with their hashes
     model/         the folder that will be renamed
     replaced/      with --force, the old folder between the two renames
 """
@@ -26,94 +26,110 @@ from .stores import is_remote
 class Destination:
     """
     Args:
-        path: The folder to create. Links are followed: the folder lands where they point, and they stay.
+        path: The folder to create. Links are followed: the folder is written where they point, and they stay.
         source: Where the conversion reads from.
-        force (defaults to `False`): Replace a converted model that is there.
+        force (defaults to `False`): Replace a converted model at the path.
+
+    Attributes:
+        path: The same, absolute.
+        folder: What is renamed to the path at the end.
+        finished: By name the records of what is finished, by an earlier run when the destination is opened.
 
     Raises:
-        FileExistsError: if something is there and `force` is not given, or it is not a converted model, or it holds
-            files that no conversion wrote.
-        ValueError: if it is remote, or the source lies inside it.
+        FileExistsError: if something is at the path and `force` is not given, or it is not a converted model, or it
+            holds files that no conversion wrote.
+        ValueError: if the path is remote, or the source lies inside it.
     """
 
     def __init__(self, path: str | os.PathLike, source: str | os.PathLike, force: bool = False):
         if is_remote(path):
             raise ValueError(f"The destination must be a local folder, got {str(path)!r}; copy it to a bucket later.")
         self.path = Path(path).absolute()
-        self._place, self._force = self.path.resolve(), force
-        if not is_remote(source) and self._place in (Path(source).resolve(), *Path(source).resolve().parents):
+        self._final, self._force = self.path.resolve(), force
+        if not is_remote(source) and self._final in (Path(source).resolve(), *Path(source).resolve().parents):
             raise ValueError(f"The source {str(source)!r} lies inside the destination {str(path)!r}; choose another.")
-        self._partial = self._place.with_name(f".{self._place.name}.partial")
-        self.notes, self._model = self._partial / "notes", self._partial / "model"
+        self._partial = self._final.with_name(f".{self._final.name}.partial")
+        self._notes, self.folder = self._partial / "notes", self._partial / "model"
         self._replaced, self._fingerprint = self._partial / "replaced", self._partial / "fingerprint"
+        self.finished: dict[str, list[dict[str, Any]]] = {}
         if not self._replaced.is_dir():
-            self._check_place()
+            self._check_final()
 
     def _is_free(self) -> bool:
-        return not self._place.exists() or (self._place.is_dir() and not any(self._place.iterdir()))
+        return not self._final.exists() or (self._final.is_dir() and not any(self._final.iterdir()))
 
-    def _check_place(self) -> None:
+    def _check_final(self) -> None:
         """Raise FileExistsError for anything that must not be replaced."""
         if self._is_free():
             return
         shown = repr(str(self.path))
         if not self._force:
             raise FileExistsError(f"{shown} exists already; choose another destination or pass --force.")
-        if (report := read_report(self._place)) is None:
+        if (report := read_report(self._final)) is None:
             raise FileExistsError(f"{shown} holds no {REPORT_FILE}: --force replaces converted models only.")
         ours = {REPORT_FILE, *report["files"]}
-        files = {path.relative_to(self._place).as_posix() for path in self._place.rglob("*") if not path.is_dir()}
+        files = {path.relative_to(self._final).as_posix() for path in self._final.rglob("*") if not path.is_dir()}
         if foreign := sorted(files - ours):
             raise FileExistsError(f"{shown} holds files that no conversion wrote: {listed(foreign)}; move them away.")
 
     @contextlib.contextmanager
     def open(self, fingerprint: dict) -> Iterator[Path]:
         """
-        The folder to write into, locked; renamed to the final path if the block ends well. If it does not, the next
-        conversion with the same fingerprint finds there what is finished, unless the weights cannot be converted.
+        The folder to write into, locked; renamed to the final path if the block ends without an error. If not, the next
+        conversion with the same fingerprint has what was finished, and nothing else, in the folder; if the weights
+        cannot be converted, nothing is left.
 
         Args:
             fingerprint: Which conversion this is, as JSON.
 
         Raises:
             LockHeldError: if another process is writing it.
-            FileExistsError: as the constructor, if something has come to be at the destination.
+            FileExistsError: as the constructor, if something has been written to the final path since.
         """
         text = json.dumps(fingerprint, sort_keys=True)
         with file_lock(self._partial / "lock"):
             if self._replaced.exists():  # a process ended during the renames
                 if self._is_free():
-                    self._replaced.rename(self._place)
-                self._check_place()
-            is_known = self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()
-            if not (is_known and self._model.is_dir() and self.notes.is_dir()):
-                self._fingerprint.unlink(missing_ok=True)
-                for folder in (self.notes, self._model):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.mkdir()
+                    self._replaced.rename(self._final)
+                self._check_final()
+            if not (self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()):
+                if self._notes.exists():
+                    shutil.rmtree(self._notes)
                 write_atomically(self._fingerprint, text)
+            for folder in (self._notes, self.folder):
+                folder.mkdir(exist_ok=True)
+            self._keep_finished()
             try:
-                yield self._model
+                yield self.folder
             except BaseException as error:
-                if isinstance(error, UnfitWeightsError) or not any(self.notes.iterdir()):
+                if isinstance(error, UnfitWeightsError) or not any(self._notes.iterdir()):
                     shutil.rmtree(self._partial)
                 raise
-            self._check_place()
+            self._check_final()
             if not self._is_free():  # the report has brought all files to the disk: the old model may go
                 shutil.rmtree(self._replaced, ignore_errors=True)
-                self._place.rename(self._replaced)
-            self._model.rename(self._place)
+                self._final.rename(self._replaced)
+            self.folder.rename(self._final)
             shutil.rmtree(self._partial)
 
+    def finish(self, name: str, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
+        """Note that files in the folder are complete, with records that this and a later run have in `finished`."""
+        note = seal({"files": make_manifest(self.folder, paths), "records": records})
+        write_atomically(self._notes / f"{name}.json", note)
+        self.finished[name] = records
 
-def write_note(note: Path, folder: Path, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
-    """Note that files below a folder are finished, with what is to be remembered of them."""
-    write_atomically(note, seal({"files": make_manifest(folder, paths), "records": records}))
-
-
-def read_note(note: Path, folder: Path) -> list[dict[str, Any]] | None:
-    """What a note remembers of files; None if it is not there or damaged, or they are not as they were then."""
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        content = read_sealed(note)
-        return content["records"] if find_damage(folder, content["files"]) is None else None
-    return None
+    def _keep_finished(self) -> None:
+        """Read the notes, and delete all files but those that are as an undamaged note says."""
+        kept = set()
+        for note in self._notes.glob("*.json"):
+            with contextlib.suppress(ValueError):  # the note is damaged: what it was about is written again
+                content = read_sealed(note)
+                if find_damage(self.folder, content["files"]) is None:
+                    self.finished[note.stem] = content["records"]
+                    kept |= {self.folder / file for file in content["files"]}
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # the files of a folder before the folder
+            if not path.is_dir():
+                if path not in kept:
+                    path.unlink()
+            elif not any(path.iterdir()):
+                path.rmdir()

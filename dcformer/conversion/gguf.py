@@ -35,7 +35,7 @@ def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> PreTrainedMod
             folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"{where} lacks {listed(missing)}, which Transformers would draw at random.")
+            raise ValueError(f"{where} lacks {listed(missing)}, which Transformers would initialise at random.")
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(numbers[stated["general.architecture"]], config.num_hidden_layers)
         taken = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in model.state_dict()}

@@ -58,7 +58,7 @@ class Inspection:
     """
     Attributes:
         format: Such as `"MaxText (OCDBT, zarr 2)"` or `"torch files, the authors' names"`.
-        location, step: Where the checkpoint was found.
+        location, step: Of the checkpoint that was read.
         tensors: Every array but the training state, sorted by name.
         optimizer_arrays: How many arrays of an optimizer there are.
         state_arrays: Names of the step counter and random states.
@@ -115,7 +115,7 @@ def inspect_checkpoint(
     source, arrays, training_state = _contents(path, step)
     tensors = [array for _, array in sorted(arrays.items())]
     state = [name for name in training_state if name.split(".")[-1] == "step" or "rng" in name]
-    found = Inspection(
+    inspection = Inspection(
         **source,
         tensors=tensors,
         optimizer_arrays=len(training_state) - len(state),
@@ -127,11 +127,11 @@ def inspect_checkpoint(
     try:
         plan = open_checkpoint(path, step=step, train_config=train_config, config=config)
     except ValueError as error:
-        found.note = str(error)
+        inspection.note = str(error)
     else:
-        found.format, found.architecture = plan.source["format"], plan.origins
-        found.total_parameters = sum(parameter.numel() for parameter in plan.model_parameters().values())
-    return found
+        inspection.format, inspection.architecture = plan.source["format"], plan.origins
+        inspection.total_parameters = sum(parameter.numel() for parameter in plan.model_parameters().values())
+    return inspection
 
 
 def _contents(path: str | os.PathLike, step: int | None) -> tuple[dict[str, Any], dict[str, SourceArray], list[str]]:

@@ -40,7 +40,7 @@ class Row:
 _SUB = re.compile(r"(?<=_)\d+(?=\.)")  # the number of a sub-block in the name of an array
 _QKV, _COMPOSE = "self_attn.qkv_proj.weight", "self_attn.compose"
 _STATIC = "group head_of_group head_out"
-_LOW_RANK = "group slot inner two_ranks head_of_group"
+_LOW_RANK = "group branch inner two_ranks head_of_group"
 
 _ATTENTION = "self_attention_{sub}"
 _OPERATOR = f"{_ATTENTION}.AttentionOp_0"
@@ -58,7 +58,7 @@ MAXTEXT_ROWS = (
     Row(f"{_ATTENTION}.out.kernel", "head channel embed", "self_attn.o_proj.weight", "embed head channel"),
     Row(f"{_ATTENTION}.q_norm.scale", "channel", "self_attn.q_norm.weight"),
     Row(f"{_ATTENTION}.k_norm.scale", "channel", "self_attn.k_norm.weight"),
-    Row(f"{_OPERATOR}.dyn_w_proj.dw1.kernel", "embed group slot inner", f"{_COMPOSE}.hidden_weight"),
+    Row(f"{_OPERATOR}.dyn_w_proj.dw1.kernel", "embed group branch inner", f"{_COMPOSE}.hidden_weight"),
     Row(f"{_OPERATOR}.dyn_w_proj.qkw", _LOW_RANK, f"{_COMPOSE}.low_rank_weight"),
     Row(f"{_OPERATOR}.dyn_w_proj.dd.kernel", "embed group gate", f"{_COMPOSE}.gate_weight"),
     Row(f"{_OPERATOR}.pre_proj.w", _STATIC, f"{_COMPOSE}.static_weight", part="pre"),
@@ -86,7 +86,7 @@ PAX_ROWS = (
     Row(f"{_PAX_ATTENTION}.post.w", "embed head channel", "self_attn.o_proj.weight"),
     Row(f"{_PAX_ATTENTION}.q_norm.scale", "channel", "self_attn.q_norm.weight"),
     Row(f"{_PAX_ATTENTION}.k_norm.scale", "channel", "self_attn.k_norm.weight"),
-    Row(f"{_PAX_ATTENTION}.dyn_w_proj.dw1", "embed group slot inner", f"{_COMPOSE}.hidden_weight"),
+    Row(f"{_PAX_ATTENTION}.dyn_w_proj.dw1", "embed group branch inner", f"{_COMPOSE}.hidden_weight"),
     Row(f"{_PAX_ATTENTION}.dyn_w_proj.qkw", _LOW_RANK, f"{_COMPOSE}.low_rank_weight"),
     Row(f"{_PAX_ATTENTION}.dyn_w_proj.dd", "embed group gate", f"{_COMPOSE}.gate_weight"),
     Row(f"{_PAX_MLP}.ffn_layer1_gate.linear.w", "embed mlp", "mlp.gate_proj.weight", "mlp embed"),
@@ -110,7 +110,7 @@ def axis_sizes(config: DCFormerConfig) -> dict[str, int]:
         "group": config.compose_groups,
         "head_of_group": heads_of_group,
         "head_out": heads_of_group,
-        "slot": 4,
+        "branch": 4,  # pre-query, pre-key, post-query, post-key
         "inner": 2 * config.compose_rank * heads_of_group,
         "two_ranks": 2 * config.compose_rank,
         "gate": 4 * heads_of_group,

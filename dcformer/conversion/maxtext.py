@@ -97,7 +97,7 @@ def plan_maxtext(
 
 
 def _root(names: list[str], where: str) -> str:
-    """The prefix of all parameters, found by the embedding's name."""
+    """The prefix of all parameters, which is that of the embedding."""
     suffix = MAXTEXT_ROWS[0].array
     roots = [name[: -len(suffix)] for name in names if name.endswith(suffix) and not name.startswith("opt_state")]
     if len(roots) != 1:
@@ -226,7 +226,7 @@ def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | 
 
 
 def _check_against_tree(tree: _Tree, train: dict[str, Any], path: Path) -> None:
-    """The YAML must be the run's own: its shapes and layout have to hold, and its keys mean something."""
+    """Raise ValueError unless the YAML is that of this run, by its sizes and layout, and has no misspelt key."""
     sizes = tree.sizes
     facts: dict[str, Any] = {
         "vocab_size": sizes["vocab"],
@@ -283,9 +283,9 @@ def _check_composition(tree: _Tree, train: dict[str, Any]) -> None:
     if not tree.has("dyn_w_proj.qkw") and (switches.get("pre_compose") or switches.get("post_compose")):
         wrong += [f"lacks {name}" for name in _DYNAMIC]
     if wrong:
-        said = ", ".join(f"{key}: {value}" for key, value in switches.items())
+        stated = ", ".join(f"{key}: {value}" for key, value in switches.items())
         raise ValueError(
-            f"The training YAML says {said}, but the checkpoint {', '.join(wrong)}; give the YAML of this run."
+            f"The training YAML says {stated}, but the checkpoint {', '.join(wrong)}; give the YAML of this run."
         )
 
 
@@ -296,7 +296,9 @@ def _add_parts(plan: Plan, tree: _Tree) -> None:
     for name, entry in sorted(tree.entries.items(), key=lambda item: (order[item[1].rows[0]], item[1].sub, item[0])):
         if not config.composes_heads and ".AttentionOp_0." in name:
             plan.unused.append(name)
-            plan.ignored[name] = f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for the way back"
+            plan.ignored[name] = (
+                f"pre_compose and post_compose are off; kept in {UNUSED_FILE} for conversion back to MaxText"
+            )
             continue
         expected = array_shape(entry.rows[0], sizes, tree.stack_axis, tree.num_layers // n)
         check_shape(name, entry.array.shape, entry.rows[0], expected, plan.source["location"])

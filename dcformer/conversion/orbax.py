@@ -1,10 +1,9 @@
 """Finding and opening orbax checkpoints: which step, which item, which arrays. Nothing of JAX is needed.
 
 orbax writes a run folder with one folder per step, named `300` or `PREFIX_300`; in it one folder per item (`state` in
-the authors' runs, `default` before May 2024, none when a tree is saved on its own); in that, every array in zarr 2 or
-zarr 3, in a folder of its own named by its dotted path, or all of them inside one OCDBT database. While it writes, the
-folder of the step or item ends in `.orbax-checkpoint-tmp`; where it writes `commit_success.txt`, a step without was
-interrupted.
+the authors' runs, `default` before May 2024, none when a single tree is saved); in that, every array in zarr 2 or zarr
+3, each in a folder named by its dotted path, or all inside one OCDBT database. While it writes, the folder of the step
+or item ends in `.orbax-checkpoint-tmp`; where it writes `commit_success.txt`, a step without that file was interrupted.
 """
 
 import json
@@ -26,7 +25,7 @@ from .stores import Store, import_tensorstore
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _COMMITTED = "commit_success.txt"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)", re.DOTALL)
-# The file beside an array that tells its format, and tensorstore's name of it.
+# The file beside an array that shows its format, and tensorstore's name of the format.
 _DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 # Items are tried in this order when a step holds several with parameters.
 _ITEM_ORDER = {"state": 0, "default": 1, "items": 2, "params": 3}
@@ -202,7 +201,7 @@ def _find_items(store: Store) -> tuple[list[OrbaxItem], set[int]]:
 
 
 def _uncommitted(store: Store, items: list[OrbaxItem]) -> dict[int, str]:
-    """Steps without the file that says that they are whole, where others have it."""
+    """Steps that lack the file which marks complete steps, where others have it."""
     names = {f"{store.location}/{name}" for name in store.names if name.endswith(_COMMITTED)}
     steps = {item.step: item.step_folder for item in items if item.step is not None}
     committed = {step for step, folder in steps.items() if f"{folder}/{_COMMITTED}" in names}

@@ -59,14 +59,14 @@ def open_pax(
 
 def _add_parts(plan: Plan) -> None:
     sizes, where = axis_sizes(plan.config), plan.source["location"]
-    found = {name: find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1]) for name in plan.arrays}
-    if unknown := sorted(name for name, (rows, _) in found.items() if not rows):
+    matches = {name: find_rows(PAX_ROWS, name.split(PAX_ROOT, 1)[1]) for name in plan.arrays}
+    if unknown := sorted(name for name, (rows, _) in matches.items() if not rows):
         raise ValueError(f"{where} holds arrays that a DCFormer does not have: {listed(unknown)}.")
-    per_block = 1 + max((sub for _, sub in found.values()), default=0)
+    per_block = 1 + max((sub for _, sub in matches.values()), default=0)
     layers = plan.config.num_hidden_layers
     if layers % per_block != 0:
         raise ValueError(f"num_hidden_layers is {layers}, which blocks of {per_block} layers in {where} do not divide.")
-    for index, sub, name in sorted((PAX_ROWS.index(row), sub, name) for name, ((row,), sub) in found.items()):
+    for index, sub, name in sorted((PAX_ROWS.index(row), sub, name) for name, ((row,), sub) in matches.items()):
         row, shape = PAX_ROWS[index], plan.arrays[name].shape
         expected = array_shape(row, sizes, 0, layers // per_block)
         axes = row.axes.split()

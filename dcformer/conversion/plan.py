@@ -38,7 +38,7 @@ class Origin:
 @dataclass(frozen=True)
 class Part:
     """
-    A region of a source array and its place in a parameter.
+    A region of a source array and the elements of a parameter that it fills.
 
     Attributes:
         array: Name of the source array.
@@ -54,6 +54,11 @@ class Part:
     order: tuple[int, ...]
     offset: int = 0
     transform: str = "as is"
+
+    @classmethod
+    def all_of(cls, array: SourceArray, offset: int = 0, transform: str = "as is") -> "Part":
+        """A whole array, its axes in the order that they have."""
+        return cls(array.name, array.whole, tuple(range(len(array.shape))), offset, transform)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,7 +134,7 @@ class Plan:
         self, names: Iterable[str], note: Callable[[str, Part, Tensor, float], None] = lambda *_: None
     ) -> dict[str, Tensor]:
         """
-        Parameters in their own dtypes. Every array that several of them need is read once.
+        Parameters, each in its dtype. An array that several of them need is read once.
 
         Args:
             names: Of the parameters.
@@ -227,7 +232,7 @@ def complete(plan: Plan, dtype: str) -> Plan:
     for name in plan.unused:
         array = plan.arrays[name]
         plan.parameters[name] = torch.empty(array.shape, dtype=array.dtype, device="meta")
-        plan.parts[name] = [Part(name, array.whole, tuple(range(len(array.shape))))]
+        plan.parts[name] = [Part.all_of(array)]
     return plan
 
 
@@ -237,7 +242,7 @@ def _check_coverage(plan: Plan, shapes: dict[str, tuple[int, ...]]) -> None:
     if unread := sorted(set(plan.arrays) - read - set(plan.unused)):
         raise ValueError(f"{where} holds arrays that no parameter takes: {listed(unread)}.")
     if unknown := sorted({part.array for name in plan.parts.keys() - shapes.keys() for part in plan.parts[name]}):
-        raise ValueError(f"{where} holds arrays that the configuration has no place for: {listed(unknown)}.")
+        raise ValueError(f"{where} holds arrays that the configuration does not have: {listed(unknown)}.")
     if missing := [name for name in shapes if name not in plan.parts]:
         raise ValueError(f"{where} holds nothing for {len(missing)} parameters of the model: {listed(missing)}.")
     for name, parts in plan.parts.items():

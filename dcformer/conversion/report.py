@@ -77,7 +77,7 @@ def read_report(folder: Path) -> dict[str, Any] | None:
     source, files = report.get("source"), report.get("files")
     if not isinstance(source, dict) or not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise ValueError(
-            f"{str(path)!r} must tell the source, and for every file its size and sha256: another version of dcformer "
+            f"{str(path)!r} must state the source, and for every file its size and sha256: another version of dcformer "
             "wrote it, or it was changed. Convert the model again, or remove this file."
         )
     for name in files:
@@ -113,7 +113,6 @@ def write_model_card(folder: Path, name: str, plan: Plan, report: ConversionRepo
     text = write_card(
         name,
         plan.config,
-        class_name=(plan.config.architectures or [""])[0],
         parameters=sum(parameter.numel() for parameter in plan.model_parameters().values()),
         dtype=dtype_name(plan.config.dtype),
         licence=source.get("licence"),

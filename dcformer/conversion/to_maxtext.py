@@ -1,4 +1,4 @@
-"""The way back: a Transformers folder as a checkpoint that the authors' MaxText fork, or any orbax, restores.
+"""Transformers folders as checkpoints that the authors' MaxText fork, or any orbax, restores.
 
 The arrays are those of `MAXTEXT_ROWS`, written one after the other with one zarr chunk per layer, so that no more than
 one parameter is in memory.
@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray, dtype_name, open_safetensors
 from .authors_torch import local_folder, plan_torch
 from .convert import remembered_source
-from .destination import Destination, read_note, write_note
+from .destination import Destination
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
 from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region
 from .report import write_report
@@ -65,30 +65,20 @@ class MaxTextReport:
 
 @dataclass
 class _Target:
-    """An array to write: for each layer that it stacks, the parts and the parameters that they are read from."""
+    """
+    An array to write: for each layer that it stacks, the parameters that it is made from, each with its part of the
+    array. `sources` are those parameters that the source has, or [`UNUSED_FILE`]; without any, the array is zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     layers: list[list[tuple[str, Part]]]
-    dtype: torch.dtype = torch.float32
-    sources: list[str] = field(default_factory=list)
-    kept: SourceArray | None = None
+    sources: list[str]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def connect(self, plan: Plan, kept: SourceArray | None, param_dtype: str) -> None:
-        """Find the sources and the dtype; an array that gets neither parameters nor `kept` will be zeros."""
-        parameters = dict.fromkeys(name for layer in self.layers for name, _ in layer)
-        self.sources = [name for name in parameters if name in plan.parameters]
-        # The authors' code creates qkw in bfloat16 and kernels in float32.
-        dtype = torch.bfloat16 if self.name.endswith("qkw") else torch.float32
-        if self.sources:
-            dtype = reduce(torch.promote_types, [plan.parameters[name].dtype for name in self.sources])
-        elif kept is not None and kept.shape == self.shape:
-            self.kept, self.sources, dtype = kept, [UNUSED_FILE], kept.dtype
-        self.dtype = DTYPES.get(param_dtype, dtype)
 
 
 def convert_to_maxtext(
@@ -109,8 +99,8 @@ def convert_to_maxtext(
     """
     Write a DCFormer as a parameter-only MaxText checkpoint, `destination/<step>/state`, and its `train_config.yml`.
 
-    The folder is built beside the destination and renamed at the end. After an interruption, the same call resumes
-    from the finished arrays, whose hashes it checks.
+    The folder is built beside the destination and renamed at the end. After an interruption, the same call checks the
+    hashes of the finished arrays and writes the others.
 
     Args:
         source: Folder of this package or of the authors' torch files, or a name on the Hub. If it was converted, its
@@ -125,7 +115,7 @@ def convert_to_maxtext(
         approximate (defaults to `False`): Write also models that the JAX code computes with slightly other numbers.
         verify (defaults to `True`): Refuse weights that hold NaN or infinity.
         force (defaults to `False`): Replace a converted checkpoint at the destination, which stays until the new one is
-            complete; refused if it holds files that no conversion wrote, such as later steps.
+            complete. A folder with files that no conversion wrote, such as later steps, is refused.
         progress (*optional*): Called with the number of bytes to write; returns a function that is called with every
             part done.
 
@@ -149,11 +139,9 @@ def convert_to_maxtext(
     config = plan.config
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
-    targets = list(_targets(config, per_block, scan_layers, _rows(config, fused_qkv, fused_mlp)))
-    unused = folder / UNUSED_FILE
-    kept = {array.name: array for array in open_safetensors(unused)} if unused.is_file() else {}
-    for array in targets:
-        array.connect(plan, kept.get(array.name), param_dtype)
+    path = folder / UNUSED_FILE
+    unused = {array.name: array for array in open_safetensors(path)} if path.is_file() else {}
+    targets = list(_targets(plan, unused, _rows(config, fused_qkv, fused_mlp), per_block, scan_layers, param_dtype))
     records = [
         {"name": array.name, "shape": list(array.shape), "dtype": dtype_name(array.dtype), "sources": array.sources}
         for array in targets
@@ -164,10 +152,11 @@ def convert_to_maxtext(
     total = sum(array.nbytes for array in targets)
     with target.open(fingerprint) as partial:
         item = partial / str(step) / "state"
-        item.mkdir(parents=True, exist_ok=True)
         advance = progress(total)
         for array in targets:
-            _write_array(item, array, plan, target.notes / array.name, verify)
+            if array.name not in target.finished:
+                _write_array(item / array.name, array, plan, unused, verify)
+                target.finish(array.name, (item / array.name).rglob("*"), [])
             advance(array.nbytes)
         _create_array(item / "step", (), (), torch.int32).write(step).result()
         metadata, tree = orbax_tree([array.name for array in targets])
@@ -221,51 +210,62 @@ def _rows(config: DCFormerConfig, fused_qkv: bool, fused_mlp: bool) -> list[Row]
     return [row for row in MAXTEXT_ROWS if all(there for name, there in has.items() if name in row.array)]
 
 
-def _targets(config: DCFormerConfig, n: int, scan_layers: bool, rows: list[Row]) -> Iterator[_Target]:
+def _targets(
+    plan: Plan, unused: dict[str, SourceArray], rows: list[Row], n: int, scan_layers: bool, param_dtype: str
+) -> Iterator[_Target]:
+    """The arrays of a run that has these rows; `unused` are those that the model does not use, by name."""
     # The JAX code has the arrays of a composition also in a model that composes nothing.
-    as_in_jax = copy(config)
+    as_in_jax = copy(plan.config)
     as_in_jax.compose_rank, as_in_jax.compose_groups = 2, 1
-    sizes, blocks = axis_sizes(as_in_jax), config.num_hidden_layers // n
+    sizes, blocks = axis_sizes(as_in_jax), plan.config.num_hidden_layers // n
     axis = _SCAN_AXIS if scan_layers else None
-    by_array = {array: list(its) for array, its in itertools.groupby(rows, lambda row: row.array)}
+    by_array = {array: list(group) for array, group in itertools.groupby(rows, lambda row: row.array)}
 
     def target(name: str, rows: list[Row], prefixes: list[str]) -> _Target:
         layers = [
             [(prefix + row.parameter, part_for(row, name, sizes, axis, index)) for row in rows]
             for index, prefix in enumerate(prefixes)
         ]
-        return _Target(name, array_shape(rows[0], sizes, axis, blocks), layers)
+        parameters = dict.fromkeys(parameter for layer in layers for parameter, _ in layer)
+        sources = [parameter for parameter in parameters if parameter in plan.parameters]
+        shape = array_shape(rows[0], sizes, axis, blocks)
+        # The authors' code creates qkw in bfloat16 and kernels in float32.
+        dtype = torch.bfloat16 if name.endswith("qkw") else torch.float32
+        if sources:
+            dtype = reduce(torch.promote_types, [plan.parameters[parameter].dtype for parameter in sources])
+        elif name in unused and unused[name].shape == shape:
+            dtype, sources = unused[name].dtype, [UNUSED_FILE]
+        return _Target(name, shape, DTYPES.get(param_dtype, dtype), layers, sources)
 
-    yield from (target(f"params.{array}", its, [""]) for array, its in by_array.items() if not its[0].per_layer)
-    folders = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
-    for folder, sub in itertools.product(folders, range(n)):
-        prefixes = [f"model.layers.{block * n + sub}." for block in folders[folder]]
-        for array, its in by_array.items():
-            if its[0].per_layer:
-                yield target(f"params.decoder.{folder}.{array.replace('{sub}', str(sub))}", its, prefixes)
+    for array, group in by_array.items():
+        if not group[0].per_layer:
+            yield target(f"params.{array}", group, [""])
+    stacks = {"layers": range(blocks)} if scan_layers else {f"layers_{block}": [block] for block in range(blocks)}
+    for stack, sub in itertools.product(stacks, range(n)):
+        prefixes = [f"model.layers.{block * n + sub}." for block in stacks[stack]]
+        for array, group in by_array.items():
+            if group[0].per_layer:
+                yield target(f"params.decoder.{stack}.{array.replace('{sub}', str(sub))}", group, prefixes)
 
 
-def _write_array(item: Path, array: _Target, plan: Plan, note: Path, only_finite: bool) -> None:
-    """Write an array layer by layer, zeros where the source has nothing, and a note that it is finished."""
-    if read_note(note, item) is not None:
-        return
-    folder = item / array.name
+def _write_array(folder: Path, array: _Target, plan: Plan, unused: dict[str, SourceArray], only_finite: bool) -> None:
+    """Write an array layer by layer, zeros where the source has nothing."""
     regions = [joint_region(part for _, part in layer) for layer in array.layers]
     stored = _create_array(folder, array.shape, tuple(stop - start for start, stop in regions[0]), array.dtype)
     for layer, region in zip(array.layers, regions):
         values = torch.zeros([stop - start for start, stop in region], dtype=array.dtype)
-        if array.kept is not None:
-            values.copy_(array.kept.read(region))
-        for name, part in layer if array.sources and array.kept is None else []:
-            taken = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))
-            values[taken] = part.from_parameter(plan.read_one(name))
+        if array.sources == [UNUSED_FILE]:
+            values.copy_(unused[array.name].read(region))
+        for name, part in layer:
+            if name in array.sources:
+                taken = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part.region, region))
+                values[taken] = part.from_parameter(plan.read_one(name))
         if only_finite and not values.isfinite().all():  # a cast may have made infinity
             raise not_finite_error(array.name, values)
         if values.dtype == torch.bfloat16:  # which NumPy does not know
             values = values.view(torch.int16)
         content = values.numpy().view(stored.dtype.numpy_dtype)
         stored[tuple(slice(*interval) for interval in region)].write(content).result()
-    write_note(note, item, folder.rglob("*"), [])
 
 
 def _create_array(folder: Path, shape: tuple[int, ...], chunk: tuple[int, ...], dtype: torch.dtype) -> Any:
@@ -277,7 +277,7 @@ def _create_array(folder: Path, shape: tuple[int, ...], chunk: tuple[int, ...], 
         # Zeros too are stored: readers of checkpoints take a chunk that is not there for a lost one.
         "store_data_equal_to_fill_value": True,
     }
-    return import_tensorstore().open(spec, create=True, delete_existing=True).result()  # of a run that was killed
+    return import_tensorstore().open(spec, create=True).result()
 
 
 def orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Pretrained Transformers of other families as DCFormers of the same function, with a composition yet to be learned."""
+"""Pretrained Transformers of other families as DCFormers that compute the same, with a composition to be trained."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,15 @@ from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
 from ..loading import refuse_without_model
 from ..model_card import known_origin
 from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
-from .authors_torch import PARTS, local_folder, our_name, read_config
+from .authors_torch import PARTS, local_folder, our_name, qkv_part
 from .convert import write_model
 from .destination import Destination
 from .gguf import open_gguf
-from .mapping import axis_sizes, part_offset
+from .mapping import axis_sizes
 from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
 from .report import ConversionReport
 from .settings import naming, read_json
-from .verify import logit_difference, run_streamed, streamed_logits
+from .verify import folder_logits, logit_difference, run_streamed, spread_tokens
 
 
 # What a family has besides the fields of its configuration, most of which have our names.
@@ -76,15 +76,15 @@ def upcycle(
     **options: Any,
 ) -> ConversionReport:
     """
-    Write a Llama, Mistral, Qwen 2, Qwen 3, SmolLM 2 or 3, or GPT-NeoX model as a DCFormer (DCPythia) with the same
-    function, whose composition is the identity until it is trained.
+    Write a Llama, Mistral, Qwen 2, Qwen 3, SmolLM 2 or 3, or GPT-NeoX model as a DCFormer (DCPythia) that
+    computes the same logits: its composition is the identity until it is trained.
 
     Args:
         source: Folder of safetensors or torch files, name on the Hub, or `FOLDER_OR_NAME/FILE.gguf`. Its tokenizer and
             settings for `generate` come along.
         rank, groups (*optional*): `compose_rank` and `compose_groups` of the configuration; `None`: its defaults.
-        layers (*optional*): Layers whose heads are composed, from 0; `None`: all.
-        composition (*optional*): File of `save_composition`, whose parameters and settings are taken instead.
+        layers (*optional*): Layers with composed heads, from 0; `None`: all.
+        composition (*optional*): File of `save_composition` with a trained composition and its settings to use instead.
         seed (defaults to 0): Of the parameters that do not start at zero.
         tolerance (defaults to 1e-5): Largest difference from the source's logits in float32, as a share of the largest
             logit. The source's weights are rounded to `dtype` for it, and a composition from a file is switched off.
@@ -122,13 +122,13 @@ def upcycle(
     trained: dict[str, SourceArray] = {}
     if composition is not None:
         if settings:
-            raise ValueError(f"The composition {str(composition)!r} has settings of its own; leave out {[*settings]}.")
+            raise ValueError(f"The composition {str(composition)!r} comes with its settings; leave out {[*settings]}.")
         trained, settings = _open_composition(Path(composition), config)
     values = _config_values(config)
     values["tie_word_embeddings"] = values["tie_word_embeddings"] and _is_tied(arrays)
     ours = (DCPythiaConfig if config.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
     where = {"format": f"{config.model_type} of Transformers", "location": str(source), "step": None, "seed": seed}
-    where |= dict(zip(("licence", "base_model"), known_origin(str(source), target.path.name)))
+    where |= known_origin(str(source), target.path.name)
     files = {Path(array.where) for array in (*arrays.values(), *trained.values())}
     plan = Plan(ours, {}, where, file_stamps(path for path in files if path.exists()))
     plan.origins = [Origin(name, value, "source") for name, value in sorted(values.items())]
@@ -178,18 +178,18 @@ def _config_values(source: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _is_tied(arrays: dict[str, SourceArray]) -> bool:
-    """Whether the output layer can be the embedding: Transformers does not tie one of its own that differs."""
-    found = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
-    both = [found[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in found]
+    """Whether the output layer can be the embedding: Transformers does not tie an output layer that differs."""
+    renamed = {our_name(name, _NEOX_NAMES): array for name, array in arrays.items()}
+    both = [renamed[name] for name in ("lm_head.weight", "model.embed_tokens.weight") if name in renamed]
     return len(both) < 2 or torch.equal(*(array.read().float() for array in both))
 
 
 def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str, SourceArray], seed: int) -> None:
-    """Put every array of the source in its place, and for the composition those of a file or drawn ones."""
+    """Plan the parts of every array of the source, and for the composition arrays of a file or random ones."""
 
-    def take(parameter: str, array: SourceArray, *part: Any) -> None:
+    def take(parameter: str, array: SourceArray, part: Part | None = None) -> None:
         plan.arrays[array.name] = array
-        plan.parts[parameter].append(Part(array.name, *(part or (array.whole, tuple(range(len(array.shape)))))))
+        plan.parts[parameter].append(part or Part.all_of(array))
 
     for array in arrays.values():
         name = our_name(array.name, _NEOX_NAMES)
@@ -198,7 +198,9 @@ def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str,
         elif name == "lm_head.weight" and plan.config.tie_word_embeddings:
             plan.ignored[array.name] = "the embedding, which the output layer shares"
         elif match := _QKV.fullmatch(name):
-            _take_qkv(take, plan.config, array, *match.groups())
+            layer, letter, kind = match.groups()
+            for fused, part in _qkv_parts(plan.config, array, letter, kind):
+                take(f"{layer}.self_attn.qkv_proj.{kind}", fused, part)
         else:
             take(name, array)
     dtype = next(iter(plan.arrays.values())).dtype
@@ -206,27 +208,28 @@ def _fill(plan: Plan, source: PreTrainedConfig, arrays: dict, trained: dict[str,
         if name in trained:
             take(name, trained[name])
         elif COMPOSITION.search(name) and not trained:
-            take(name, _array(name, "drawn", shape, dtype, functools.partial(_drawn, plan.config, name, seed)))
+            take(name, _array(name, "random", shape, dtype, functools.partial(_initial, plan.config, name, seed)))
         elif name.endswith(".o_proj.bias") and source.model_type == "qwen2":
             take(name, _array(name, "zero", shape, dtype, functools.partial(torch.zeros, shape)))
 
 
-def _take_qkv(take: Callable, config: DCFormerConfig, array: SourceArray, layer: str, letter: str, kind: str) -> None:
+def _qkv_parts(
+    config: DCFormerConfig, array: SourceArray, letter: str | None, kind: str
+) -> Iterator[tuple[SourceArray, Part]]:
     """The parts of a projection of queries, keys or values, or (GPT-NeoX) of all three, which alternate by head."""
-    sizes = axis_sizes(config) | ({"embed": 1} if kind == "bias" else {})
-    parameter = f"{layer}.self_attn.qkv_proj.{kind}"
     if letter is not None:
-        axes = tuple(range(len(array.shape)))
-        take(parameter, array, array.whole, axes, part_offset(PARTS[letter], sizes), f"as its {PARTS[letter]} part")
+        yield array, qkv_part(config, array, letter, kind)
         return
+    sizes = axis_sizes(config)
     shape = (sizes["head"], 3, sizes["channel"], *array.shape[1:])
     by_head = dataclasses.replace(array, shape=shape, load=lambda slices: array.read().view(shape)[slices])
-    for index, name in enumerate(PARTS.values()):
+    for index, letter in enumerate(PARTS):
         region = tuple((index, index + 1) if axis == 1 else (0, size) for axis, size in enumerate(shape))
-        take(parameter, by_head, region, (0, *range(2, len(shape))), part_offset(name, sizes), f"as its {name} part")
+        offset = qkv_part(config, array, letter, kind).offset
+        yield by_head, Part(array.name, region, (0, *range(2, len(shape))), offset, f"as its {PARTS[letter]} part")
 
 
-def _drawn(config: DCFormerConfig, name: str, seed: int) -> Tensor:
+def _initial(config: DCFormerConfig, name: str, seed: int) -> Tensor:
     """A parameter of a composition that starts as identity, the same whenever it is read."""
     _, _, layer, *_, kind = name.split(".")
     with torch.random.fork_rng(devices=[]):
@@ -249,19 +252,17 @@ def _open_composition(path: Path, source: PreTrainedConfig) -> tuple[dict[str, S
 def _check(
     folder: Path, load: Callable[[], PreTrainedModel], dtype: str, tolerance: float, composed: bool
 ) -> dict[str, str]:
-    """Compare the logits of source and result; one weight of each at a time is in memory in float32."""
-    config, weights = read_config(folder / "config.json"), open_weights(folder)
-    if not composed:
-        config = type(config).from_dict({**config.to_dict(), "compose_pre": False, "compose_post": False})
+    """Compare the logits of source and result. Of either, one weight at a time is in memory in float32."""
     source = load()
     parameters = dict(source.named_parameters(remove_duplicate=False))
 
     def read(name: str) -> Tensor:
         return parameters[name] if dtype == "keep" else parameters[name].to(DTYPES[dtype])
 
-    tokens = torch.linspace(0, config.vocab_size - 1, 32).long().unsqueeze(0)
+    tokens = spread_tokens(source.config.vocab_size, 32)
     expected = run_streamed(source, read, tokens)
-    difference = logit_difference(expected, streamed_logits(config, lambda name: weights[name].read(), tokens))
+    changes = {} if composed else {"compose_pre": False, "compose_post": False}
+    difference = logit_difference(expected, folder_logits(folder, tokens, **changes))
     if not difference.max_abs <= (allowed := tolerance * expected.abs().max().item()):
         raise ValueError(
             f"The logits differ from those of the source: {difference}; allowed is {allowed:.3g}. The source does "

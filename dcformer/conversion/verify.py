@@ -17,7 +17,7 @@ from ..configuration_dcformer import DCFormerConfig
 from .arrays import open_weights
 from .authors_torch import local_folder, read_config
 from .inspection import open_checkpoint
-from .plan import UnfitWeightsError, meta_model
+from .plan import Plan, UnfitWeightsError, meta_model
 from .report import REPORT_FILE, read_report
 
 
@@ -76,8 +76,8 @@ def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda tota
     expected = report["files"]
     nbytes = sum(entry["size"] for entry in expected.values())
     advance = progress(nbytes)
-    found = {name: find_damage(folder, {name: entry}, advance) for name, entry in expected.items()}
-    problems = {name: damage for name, damage in found.items() if damage is not None}
+    damages = {name: find_damage(folder, {name: entry}, advance) for name, entry in expected.items()}
+    problems = {name: damage for name, damage in damages.items() if damage is not None}
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
@@ -136,27 +136,35 @@ def verify_folder(
     folder: Path, reference: tuple[Tensor, Tensor] | None = None, tolerance: float = LOGIT_TOLERANCE
 ) -> dict[str, str]:
     """Check a converted folder: a finite forward, and the reference tokens and logits."""
-    config, weights = read_config(folder / "config.json"), open_weights(folder)
-
-    def logits(config: DCFormerConfig, tokens: Tensor) -> Tensor:
-        return streamed_logits(config, lambda name: weights[name].read(), tokens)
-
-    logits(config, torch.linspace(0, config.vocab_size - 1, 16).long().unsqueeze(0))
+    config = read_config(folder / "config.json")
+    folder_logits(folder, spread_tokens(config.vocab_size, 16))
     checks = {"forward": "finite logits for 16 tokens"}
     if reference is None:
         return checks
     tokens, expected = reference
-    difference = logit_difference(expected, logits(config, tokens))
+    difference = logit_difference(expected, folder_logits(folder, tokens))
     if difference.max_abs <= tolerance:
         return checks | {"reference logits": str(difference)}
     hint = ""
     if config.sliding_window is not None:
         # The authors' torch prefill sees one key more than their JAX code.
-        wider = type(config).from_dict({**config.to_dict(), "sliding_window": config.sliding_window + 1})
-        other = logit_difference(expected, logits(wider, tokens))
+        wider = config.sliding_window + 1
+        other = logit_difference(expected, folder_logits(folder, tokens, sliding_window=wider))
         if other.max_abs <= tolerance:
-            hint = f" With a window of {config.sliding_window + 1} they agree ({other}); set it if you want that."
+            hint = f" With a window of {wider} they agree ({other}); set it if you want that."
     raise ValueError(f"The logits differ from the reference: {difference}; allowed is {tolerance:g}.{hint}")
+
+
+def spread_tokens(vocab_size: int, length: int) -> Tensor:
+    """Token ids (1, length) from all of the vocabulary."""
+    return torch.linspace(0, vocab_size - 1, length).long().unsqueeze(0)
+
+
+def folder_logits(folder: Path, tokens: Tensor, **changes: Any) -> Tensor:
+    """Logits in float32 of a folder of ours, with changed fields of its configuration."""
+    config, weights = read_config(folder / "config.json"), open_weights(folder)
+    changed = type(config).from_dict({**config.to_dict(), **changes})
+    return streamed_logits(changed, lambda name: weights[name].read(), tokens)
 
 
 class NotFiniteError(UnfitWeightsError):
@@ -174,7 +182,7 @@ def streamed_logits(config: DCFormerConfig, read: Callable[[str], Tensor], token
 
 @torch.no_grad()
 def run_streamed(model: PreTrainedModel, read: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    """Logits in float32 of any language model whose weights are read one by one, by their names in it."""
+    """Logits in float32 of any language model; `read` returns one weight at a time, by its name in the model."""
     for prefix, module in model.named_modules():
         if list(module.parameters(recurse=False)):
             module.register_forward_pre_hook(functools.partial(_load, read, prefix))
@@ -186,7 +194,7 @@ def run_streamed(model: PreTrainedModel, read: Callable[[str], Tensor], tokens: 
 
 
 def _load(read: Callable[[str], Tensor], prefix: str, module: nn.Module, arguments: Any) -> None:
-    """Give a module its own parameters for the time of its forward."""
+    """Load the parameters of a module before its forward."""
     for name, _ in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(read(f"{prefix}.{name}").float(), requires_grad=False))
 
@@ -211,7 +219,7 @@ class Comparison:
         a, b: The two checkpoints, as they were given.
         result: `"identical"`, `"same up to rounding"` (equal in the coarser of the two dtypes) or `"different"`.
         compared: How many tensors both have, in the same shape.
-        missing, shapes: Names that one lacks, with which; names whose shapes differ.
+        missing, shapes: By name, the checkpoint that lacks the tensor; the two shapes of a tensor if they differ.
         tensors: Largest absolute difference of every tensor that is not equal.
         config: Configuration fields that change the computation and differ.
         logits: Distance of the logits for the same tokens; `None` if they could not be compared.
@@ -248,7 +256,7 @@ def compare(
     Args:
         a, b: Converted folders, the authors' folders, MaxText or PAX checkpoints.
         train_config, config (*optional*): For a MaxText checkpoint its YAML, for a PAX one its `config.json`.
-        tokens (*optional*): (batch, length) to compare logits on; `None`: 2 x 32, drawn with a fixed seed.
+        tokens (*optional*): (batch, length) to compare logits on; `None`: 2 x 32 random ones with a fixed seed.
 
     Raises:
         FileNotFoundError, ValueError: if one of them cannot be read.
@@ -267,24 +275,14 @@ def compare(
         else:
             result.compared += 1
             _compare_tensors(result, name, *(plan.read_one(name) for plan in plans))
-    if result.missing or result.shapes or result.config:
+    if result.config:
         result.result = "different"
     if result.missing or result.shapes:
-        result.note = "the tensors are not the same"
+        result.result, result.note = "different", "the tensors are not the same"
         return result
     if tokens is None:
         tokens = torch.randint(plans[0].config.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
-    logits, notes = [], []
-    for plan, where in zip(plans, (result.a, result.b)):
-        try:
-            logits.append(streamed_logits(plan.config, plan.read_one, tokens))
-        except NotFiniteError as error:
-            notes.append(f"{where}: {error}")
-    result.note = "; ".join(notes)
-    if len(notes) == 1:  # one model works and the other does not
-        result.result = "different"
-    if not notes:
-        result.logits = logit_difference(*logits)
+    _compare_logits(result, plans, tokens)
     return result
 
 
@@ -299,6 +297,20 @@ def _compare_tensors(result: Comparison, name: str, first: Tensor, second: Tenso
         result.result = "different"
     elif result.same:
         result.result = "same up to rounding"
+
+
+def _compare_logits(result: Comparison, plans: list[Plan], tokens: Tensor) -> None:
+    logits, notes = [], []
+    for plan, path in zip(plans, (result.a, result.b)):
+        try:
+            logits.append(streamed_logits(plan.config, plan.read_one, tokens))
+        except NotFiniteError as error:
+            notes.append(f"{path}: {error}")
+    result.note = "; ".join(notes)
+    if len(notes) == 1:  # one model works and the other does not
+        result.result = "different"
+    if not notes:
+        result.logits = logit_difference(*logits)
 
 
 def _behaviour(config: DCFormerConfig) -> dict[str, Any]:

@@ -55,15 +55,12 @@ def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[
     for key, title in (("loss", "last training loss"), ("eval_loss", "last evaluation loss")):
         values = [record[key] for record in records if key in record]
         rows += [(f"{title}, nats per token", f"{value:.4f}") for value in values[-1:]]
-    licence, base_model = known_origin(pretrained or "", recipe.name)
     text = write_card(
         recipe.name,
         config,
-        class_name=(config.architectures or [""])[0],
         parameters=parameters,
         dtype="float32",
-        licence=licence,
-        base_model=base_model,
+        **known_origin(pretrained or "", recipe.name),
         sections=[("Training", table(("", ""), rows))],
     )
     write_atomically(folder / CARD_FILE, text)

@@ -71,8 +71,8 @@ def entry_in(file: Path):
 def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, results):
     ended = call(model, "--results", results, "--paper-row", "none")
     assert ended.exit_code == 0, ended.output
-    found = {result.metric_name: result for result in results_in(model)}
-    assert {name: result.metric_value for name, result in found.items()} == {
+    scores = {result.metric_name: result for result in results_in(model)}
+    assert {name: result.metric_value for name, result in scores.items()} == {
         "piqa acc, 0-shot": 50.0,
         "piqa acc, 5-shot": 55.0,
         "logiqa acc, 0-shot": 25.0,
@@ -80,7 +80,7 @@ def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, resul
         "head_tasks_authors_k2 acc, 0-shot": 20.0,
         "head_tasks_authors_k2 acc_first_token, 0-shot": 75.0,
     }
-    piqa = found["piqa acc, 5-shot"]
+    piqa = scores["piqa acc, 5-shot"]
     assert (piqa.dataset_type, piqa.dataset_split, piqa.metric_type) == ("baber/piqa", "validation", "accuracy")
     assert piqa.metric_args["num_few_shot"] == 5 and piqa.metric_args["standard_error"] == 1.25
     assert piqa.source_url is None
@@ -112,13 +112,13 @@ def test_the_papers_figures_name_the_paper_and_a_second_run_changes_nothing(mode
 
 
 def test_what_others_wrote_stays_and_old_scores_go(model, results):
-    own = {
+    mine = {
         "task": {"type": "text-generation"},
         "dataset": {"name": "Mine", "type": "me/mine"},
         "metrics": [{"type": "accuracy", "value": 1.0}],
     }
-    metadata = {"license": "mit", "tags": ["mine"], "model-index": [{"name": "My model", "results": [own]}]}
-    (model / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Mine\n\nWhat I found.\n")
+    metadata = {"license": "mit", "tags": ["mine"], "model-index": [{"name": "My model", "results": [mine]}]}
+    (model / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Mine\n\nWhat I measured.\n")
     (model / ".eval_results").mkdir()
     (model / ".eval_results" / "mine.yaml").write_text("[]\n")
     call(model, "--results", results)
@@ -126,7 +126,7 @@ def test_what_others_wrote_stays_and_old_scores_go(model, results):
     call(model, "--results", results)
     card = ModelCard.load(model / "README.md")
     assert (card.data.license, card.data.tags, card.data.model_name) == ("mit", ["mine"], "My model")
-    assert card.text.lstrip().startswith("# Mine\n\nWhat I found.") and card.text.count("dcformer results:") == 1
+    assert card.text.lstrip().startswith("# Mine\n\nWhat I measured.") and card.text.count("dcformer results:") == 1
     names = [result.metric_name for result in results_in(model) if result.source_name is None]
     assert names.count(None) == 1 and "piqa acc, 0-shot" not in names and "piqa acc, 5-shot" in names
     files = {file.name for file in (model / ".eval_results").glob("*")}

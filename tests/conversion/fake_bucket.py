@@ -70,11 +70,11 @@ class FakeBucket:
             handler.wfile.write(body)
 
     def _list(self, prefix, is_google):
-        found = {name: len(body) for name, body in sorted(self.files.items()) if name.startswith(prefix)}
+        sizes = {name: len(body) for name, body in sorted(self.files.items()) if name.startswith(prefix)}
         if is_google:
-            items = [{"name": name, "size": str(size), "generation": "1"} for name, size in found.items()]
+            items = [{"name": name, "size": str(size), "generation": "1"} for name, size in sizes.items()]
             return json.dumps({"items": items}).encode()
-        entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in found.items())
+        entries = (f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size></Contents>" for name, size in sizes.items())
         text = f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>"
         return f'<?xml version="1.0"?>{text}'.encode()
 

@@ -22,25 +22,26 @@ PAX_CONFIG = {
 PAX_STATE = {"step": np.array(7, np.int32), "opt_states_0.no_prefix_0.count": np.zeros((), np.int32)}
 
 
-def pax_arrays():
+def pax_arrays(blocks=1, mlp_gate=0):
+    """Random arrays in blocks of two layers, by full name; axis 0 of those of a layer is the block."""
     generator = np.random.default_rng(3)
+    in_layer = {
+        "layer_norm.scale": (16,),
+        "ff_layer.layer_norm.scale": (16,),
+        **{f"self_attention.{kind}.w": (16, 4, 4) for kind in ("query", "key", "value", "post")},
+        "self_attention.q_norm.scale": (4,),
+        "self_attention.k_norm.scale": (4,),
+        "self_attention.dyn_w_proj.dw1": (16, 1, 4, 16),
+        "self_attention.dyn_w_proj.qkw": (1, 4, 16, 4, 4),
+        "self_attention.dyn_w_proj.dd": (16, 1, 16),
+        "ff_layer.ffn_layer1_gate.linear.w": (16, 24),
+        "ff_layer.ffn_layer1.linear.w": (16, 24),
+        "ff_layer.ffn_layer2.linear.w": (24, 16),
+        **({"ff_layer.mgate_layer.linear.w": (16, mlp_gate)} if mlp_gate else {}),
+    }
     shapes = {"embedding_lookup.emb_var": (32, 16), "final_ln.scale": (16,), "softmax.logits_ffn.linear.w": (16, 32)}
     for sub in range(2):
-        layer = f"transformer.repeat.sub.x_layers_{sub}"
         shapes |= {
-            f"{layer}.layer_norm.scale": (1, 16),
-            f"{layer}.ff_layer.layer_norm.scale": (1, 16),
-            f"{layer}.self_attention.query.w": (1, 16, 4, 4),
-            f"{layer}.self_attention.key.w": (1, 16, 4, 4),
-            f"{layer}.self_attention.value.w": (1, 16, 4, 4),
-            f"{layer}.self_attention.post.w": (1, 16, 4, 4),
-            f"{layer}.self_attention.q_norm.scale": (1, 4),
-            f"{layer}.self_attention.k_norm.scale": (1, 4),
-            f"{layer}.self_attention.dyn_w_proj.dw1": (1, 16, 1, 4, 16),
-            f"{layer}.self_attention.dyn_w_proj.qkw": (1, 1, 4, 16, 4, 4),
-            f"{layer}.self_attention.dyn_w_proj.dd": (1, 16, 1, 16),
-            f"{layer}.ff_layer.ffn_layer1_gate.linear.w": (1, 16, 24),
-            f"{layer}.ff_layer.ffn_layer1.linear.w": (1, 16, 24),
-            f"{layer}.ff_layer.ffn_layer2.linear.w": (1, 24, 16),
+            f"transformer.repeat.sub.x_layers_{sub}.{name}": (blocks, *shape) for name, shape in in_layer.items()
         }
     return {PAX_ROOT + name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

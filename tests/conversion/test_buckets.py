@@ -1,4 +1,4 @@
-"""Checkpoints in buckets, served by a local server."""
+"""Checkpoints in buckets, which a local server imitates."""
 
 import pytest
 from fake_bucket import FakeBucket, files_of
@@ -43,19 +43,17 @@ def test_a_run_is_read_from_a_bucket(bucket, run, tmp_path, scheme):
 
 def test_a_conversion_goes_on_after_the_server_failed_in_its_middle(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "_RETRIES", {"max_retries": 1, "initial_delay": "1ms", "max_delay": "1ms"})
-    write, finished = writer.ShardWriter._write, []
+    save, saved = writer.save_file, []
 
-    def failing(self, file, *arguments):
-        bucket.status = 500 if len(finished) == 2 else 200
-        records = write(self, file, *arguments)
-        finished.append(file)
-        return records
+    def save_then_fail(tensors, path, **options):
+        save(tensors, path, **options)
+        saved.append(path)
+        bucket.status = 500 if len(saved) == 2 else 200
 
-    monkeypatch.setattr(writer.ShardWriter, "_write", failing)
+    monkeypatch.setattr(writer, "save_file", save_then_fail)
     with pytest.raises(ValueError, match="500"):
         convert_maxtext("s3://runs/mine", tmp_path / "model", max_shard_size="20KB", verify=False)
     assert not (tmp_path / "model").exists()
-    monkeypatch.setattr(writer.ShardWriter, "_write", write)
     bucket.status = 200
     report = convert_maxtext("s3://runs/mine", tmp_path / "model", max_shard_size="20KB", verify=False)
     assert report.resumed_shards == 2
@@ -68,6 +66,6 @@ def test_a_server_that_never_answers_is_given_up(bucket, tmp_path, monkeypatch):
         convert_maxtext("s3://runs/mine", tmp_path / "model")
 
 
-def test_an_empty_place_in_a_bucket_is_named(bucket, tmp_path):
+def test_an_empty_folder_of_a_bucket_is_named(bucket, tmp_path):
     with pytest.raises(ValueError, match="s3://runs/nothing"):
         convert_maxtext("s3://runs/nothing", tmp_path / "model")

@@ -9,6 +9,7 @@ import torch
 import yaml
 from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from orbax_writer import maxtext_leaves, write_checkpoint
+from pax_arrays import PAX_CONFIG, PAX_ROOT, pax_arrays
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -34,10 +35,10 @@ def train_yaml(fixtures, name, path):
 
 def weights(folder):
     """All tensors of a converted folder as float32 numpy arrays."""
-    found = {}
-    for path in sorted(folder.glob("model*.safetensors")):
-        found |= {name: values.float().numpy() for name, values in load_file(path).items()}
-    return found
+    tensors = {}
+    for path in folder.glob("model*.safetensors"):
+        tensors |= {name: values.float().numpy() for name, values in load_file(path).items()}
+    return tensors
 
 
 @pytest.mark.parametrize("name", JAX_RUNS)
@@ -109,9 +110,9 @@ def test_split_projections(fixtures, tmp_path, file_format):
         torch.save(tensors, source / "pytorch_model.bin")
     else:
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert_torch(source, tmp_path / "out")
-    convert_torch(root, tmp_path / "whole")
-    split, whole = weights(tmp_path / "out"), weights(tmp_path / "whole")
+    for folder in (source, root):
+        convert_torch(folder, tmp_path / "out" / folder.name)
+    split, whole = (weights(tmp_path / "out" / folder.name) for folder in (source, root))
     assert split.keys() == whole.keys()
     assert all(np.array_equal(split[name], whole[name]) for name in whole)
 
@@ -127,6 +128,7 @@ VARIANTS = {
     "blocks_of_4": {"per_block": 4},
     "single_blocks": {"per_block": 1, "bf16_qkw": False},
     "heads_wider_than_model": {"channels": 6},
+    "stacked_along_axis_0": {"stack_axis": 0},
 }
 
 
@@ -179,21 +181,62 @@ def check_values(folder, leaves, root, layers=4, **tree):
     [("zarr", variant) for variant in VARIANTS] + [("ocdbt", "fused_unstacked"), ("zarr3", "blocks_of_4")],
 )
 def test_values_are_the_slices_of_the_arrays(tmp_path, layout, variant):
-    options = VARIANTS[variant]
+    options = dict(VARIANTS[variant])
+    axis = options.pop("stack_axis", 1)
     leaves = maxtext_leaves(5, **options)
-    write_checkpoint(tmp_path / "src", leaves, layout=layout)
-    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    stored = {name: np.moveaxis(values, 1, axis) if ".layers." in name else values for name, values in leaves.items()}
+    write_checkpoint(tmp_path / "src", stored, layout=layout)
+    (tmp_path / "train.yml").write_text(f"param_scan_axis: {axis}")
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", train_config=tmp_path / "train.yml", verify=False)
     tree = {key: value for key, value in options.items() if key in ("per_block", "scan", "fused_qkv", "fused_mlp")}
     check_values(tmp_path / "out", leaves, "params.", **tree)
     assert {source["array"] for record in report.tensors for source in record["sources"]} == set(leaves)
-    assert ("OCDBT" in report.source["format"], "zarr 3" in report.source["format"]) == (
-        layout == "ocdbt",
-        layout == "zarr3",
-    )
+    formats = {"zarr": "MaxText (zarr 2)", "ocdbt": "MaxText (OCDBT, zarr 2)", "zarr3": "MaxText (zarr 3)"}
+    assert report.source["format"] == formats[layout]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["compose_rank"] == options.get("rank", 2)
     assert config["compose_groups"] == options.get("groups", 1)
     assert config["qk_norm"] == options.get("qk_norm", True)
+
+
+def test_values_of_pax_are_the_slices_of_its_arrays(tmp_path):
+    """As the authors' reader of PAX puts them into their torch model: layer l is block l // 2, sub-block l % 2."""
+    arrays = pax_arrays(blocks=2, mlp_gate=4)
+    np.savez(tmp_path / "pax.npz", **arrays)
+    config = {**PAX_CONFIG, "n_layer": 4, "mgate": True, "mgate_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    convert_pax(tmp_path / "pax.npz", tmp_path / "out", config=tmp_path / "config.json", verify=False)
+    expected = {
+        "model.embed_tokens.weight": arrays[f"{PAX_ROOT}embedding_lookup.emb_var"][:30],  # the others are padding
+        "lm_head.weight": arrays[f"{PAX_ROOT}softmax.logits_ffn.linear.w"].T[:30],
+        "model.norm.weight": arrays[f"{PAX_ROOT}final_ln.scale"],
+    }
+    for layer in range(4):
+        below = f"{PAX_ROOT}transformer.repeat.sub.x_layers_{layer % 2}."
+        stored = {
+            name.removeprefix(below): array[layer // 2] for name, array in arrays.items() if name.startswith(below)
+        }
+        qkv = [stored[f"self_attention.{kind}.w"].reshape(16, 16).T for kind in ("query", "key", "value")]
+        parameters = {
+            "input_layernorm.weight": stored["layer_norm.scale"],
+            "self_attn.qkv_proj.weight": np.concatenate(qkv),
+            "self_attn.q_norm.weight": stored["self_attention.q_norm.scale"],
+            "self_attn.k_norm.weight": stored["self_attention.k_norm.scale"],
+            "self_attn.o_proj.weight": stored["self_attention.post.w"].reshape(16, 16),  # not transposed
+            "self_attn.compose.hidden_weight": stored["self_attention.dyn_w_proj.dw1"],
+            "self_attn.compose.low_rank_weight": stored["self_attention.dyn_w_proj.qkw"],
+            "self_attn.compose.gate_weight": stored["self_attention.dyn_w_proj.dd"],
+            "post_attention_layernorm.weight": stored["ff_layer.layer_norm.scale"],
+            "mlp.gate_proj.weight": stored["ff_layer.ffn_layer1_gate.linear.w"].T,
+            "mlp.up_proj.weight": stored["ff_layer.ffn_layer1.linear.w"].T,
+            "mlp.down_proj.weight": stored["ff_layer.ffn_layer2.linear.w"].T,
+            "mlp.gate_mix.weight": stored["ff_layer.mgate_layer.linear.w"].T,
+        }
+        expected |= {f"model.layers.{layer}.{name}": values for name, values in parameters.items()}
+    actual = weights(tmp_path / "out")
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(actual[name], values, err_msg=name)
 
 
 @pytest.mark.parametrize("root,layout", [("", "zarr3"), ("params.", "ocdbt"), ("params.params.", "zarr")])
@@ -216,14 +259,9 @@ def test_chunks_that_do_not_divide_the_arrays(tmp_path, layout):
     actual = weights(tmp_path / "out")
     for layer in range(4):
         block, sub = divmod(layer, 2)
-        stages = [
-            leaves[f"params.decoder.layers.self_attention_{sub}.AttentionOp_0.{stage}_proj.w"].astype(np.float32)
-            for stage in ("pre", "post")
-        ]
-        expected = np.stack([values[:, block] for values in stages])
-        np.testing.assert_array_equal(
-            actual[f"model.layers.{layer}.self_attn.compose.static_weight"].reshape(expected.shape), expected
-        )
+        operator = f"params.decoder.layers.self_attention_{sub}.AttentionOp_0"
+        expected = [leaves[f"{operator}.{stage}_proj.w"][:, block].astype(np.float32) for stage in ("pre", "post")]
+        np.testing.assert_array_equal(actual[f"model.layers.{layer}.self_attn.compose.static_weight"], expected)
 
 
 # dtype -> half a unit in the last place, relative to the largest value.
@@ -256,12 +294,11 @@ def test_keeping_dtypes(tmp_path):
     dtypes = {record["parameter"]: record["dtype"] for record in report.tensors}
     assert {name.split(".")[-1] for name, dtype in dtypes.items() if dtype == "bfloat16"} == {"low_rank_weight"}
     assert max(record["max_rounding_error"] for record in report.tensors) == 0
-    assert json.loads((tmp_path / "out" / "conversion_report.json").read_text()) == json.loads(
-        json.dumps(report.to_dict(), default=str)
-    )
+    saved = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_dict(), default=str))
 
 
-def test_defaults_are_told_from_what_is_known(tmp_path):
+def test_defaults_are_marked_in_the_origins(tmp_path):
     write_checkpoint(tmp_path / "src", maxtext_leaves(1, layers=2))
     (tmp_path / "train.yml").write_text(
         "window_size: [5, null]\nnormalization_layer_epsilon: 1.0e-6\nmax_target_length: 129\n"
@@ -270,14 +307,8 @@ def test_defaults_are_told_from_what_is_known(tmp_path):
     without = convert_maxtext(tmp_path / "src", tmp_path / "a", verify=False)
     given = convert_maxtext(tmp_path / "src", tmp_path / "b", train_config=tmp_path / "train.yml", verify=False)
     defaults = {origin.field: origin for origin in without.origins if origin.is_default}
-    assert set(defaults) == {
-        "sliding_window",
-        "layer_types",
-        "norm_eps",
-        "max_position_embeddings",
-        "compose_pre",
-        "compose_post",
-    }
+    windows, lengths = {"sliding_window", "layer_types"}, {"max_position_embeddings"}
+    assert set(defaults) == windows | lengths | {"norm_eps", "compose_pre", "compose_post"}
     assert all("default" in origin.origin and "--train-config" in origin.origin for origin in defaults.values())
     assert defaults["sliding_window"].value == 256
     assert not [origin for origin in given.origins if origin.is_default]
@@ -302,15 +333,6 @@ def test_reference_logits_gate(pax, fixtures, tmp_path):
     with pytest.raises(ValueError, match="window of 7"):
         convert_pax(source, tmp_path / "narrow", config=config, reference_logits=reference)
     assert not (tmp_path / "narrow").exists()
-
-
-def test_layers_stacked_along_axis_0(tmp_path):
-    leaves = maxtext_leaves(4)
-    moved = {name: np.moveaxis(values, 1, 0) if ".layers." in name else values for name, values in leaves.items()}
-    write_checkpoint(tmp_path / "src", moved)
-    (tmp_path / "train.yml").write_text("param_scan_axis: 0")
-    convert_maxtext(tmp_path / "src", tmp_path / "out", train_config=tmp_path / "train.yml", verify=False)
-    check_values(tmp_path / "out", leaves, "params.")
 
 
 def test_an_array_is_read_once_for_all_parameters_of_a_shard(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-import torch
 from gguf_writer import write_gguf
 from test_upcycle import GROUPED, TOKENS, make_source
 from transformers import AutoModelForCausalLM
@@ -13,19 +12,24 @@ from dcformer.conversion import upcycle
 
 
 pytest.importorskip("gguf")
-ONES = np.ones(8, np.float32)
+# Type of the model, and what is written otherwise.
 GOOD = {
     "llama": {},
-    "llama with neutral settings": {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0},
-    "qwen2 with sizes of heads": {"rope.dimension_count": 16, "attention.key_length": 16, "attention.value_length": 16},
+    "llama with neutral settings": {
+        "settings": {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0}
+    },
+    "llama with the format's rotary base": {"without": ["rope.freq_base"]},
+    "qwen2 with sizes of heads": {
+        "settings": dict.fromkeys(("rope.dimension_count", "attention.key_length", "attention.value_length"), 16)
+    },
     "qwen3": {},
 }
-STATED = {
-    "rope.scaling.type='linear', llama.rope.scaling.factor=4.0": {
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 4.0,
-    },
-    "rope.scaling.type='yarn'": {"rope.scaling.type": "yarn"},
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+TYPE = "rope.scaling.type"
+# What Transformers does not read of the settings, as the refusal states it.
+UNREAD = {
+    "rope.scaling.type='linear', llama.rope.scaling.factor=4.0": {TYPE: "linear", "rope.scaling.factor": 4.0},
+    "rope.scaling.type='yarn'": {TYPE: "yarn"},
     "rope.scaling.attn_factor=1.5": {"rope.scaling.attn_factor": 1.5},
     "rope.scale_linear=2.0": {"rope.scale_linear": 2.0},
     "rope.dimension_count=8": {"rope.dimension_count": 8},
@@ -36,6 +40,13 @@ STATED = {
     "final_logit_softcapping=30.0": {"final_logit_softcapping": 30.0},
     "expert_count=8": {"expert_count": 8},
 }
+UNREAD_TENSORS = ["rope_freqs.weight", "rope_factors_long.weight", "blk.0.attn_q.bias", "blk.2.attn_rot_embd"]
+LOST = "model.layers.1.mlp.up_proj.weight"
+REFUSED = [
+    *((f"does not read llama.{words}", {"settings": settings}) for words, settings in UNREAD.items()),
+    *((f"does not read {name} of", {"tensors": {name: np.ones(8, np.float32)}}) for name in UNREAD_TENSORS),
+    (f"lacks {LOST}", {"without": [LOST]}),
+]
 
 
 def source(folder, model_type="llama", **values):
@@ -45,43 +56,20 @@ def source(folder, model_type="llama", **values):
 
 @pytest.mark.parametrize("name", GOOD)
 def test_logits_are_those_of_the_model_that_was_written(name, tmp_path):
-    model = source(tmp_path, name.split()[0])
-    write_gguf(tmp_path / "tiny.gguf", model, GOOD[name])
+    model = source(tmp_path, name.split()[0], **THETA if "rotary base" in name else {})
+    write_gguf(tmp_path / "tiny.gguf", model, **GOOD[name])
     upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
     upcycled = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert (upcycled(TOKENS).logits - model(TOKENS).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("words", STATED)
-def test_settings_that_transformers_does_not_read_are_refused(words, tmp_path):
+@pytest.mark.parametrize("words, options", REFUSED, ids=[words for words, _ in REFUSED])
+def test_lost_tensors_and_what_transformers_does_not_read_are_refused(words, options, tmp_path):
     model = source(tmp_path, "qwen2" if "dimension" in words else "llama")
-    write_gguf(tmp_path / "tiny.gguf", model, STATED[words])
-    with pytest.raises(ValueError, match=re.escape(f"does not read {model.config.model_type}.{words}")):
+    write_gguf(tmp_path / "tiny.gguf", model, **options)
+    with pytest.raises(ValueError, match=re.escape(words.replace("llama", model.config.model_type))):
         upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
     assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["rope_freqs.weight", "rope_factors_long.weight", "blk.0.attn_q.bias", "blk.2.attn_rot_embd"]
-)
-def test_tensors_that_transformers_does_not_read_are_refused(name, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", source(tmp_path), tensors={name: ONES})
-    with pytest.raises(ValueError, match=f"does not read {name} of"):
-        upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
-
-
-def test_lost_tensors_are_refused(tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", source(tmp_path), without=["model.layers.1.mlp.up_proj.weight"])
-    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
-        upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
-
-
-def test_the_rotary_base_of_the_format_is_taken_where_none_is_stated(tmp_path):
-    model = source(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    write_gguf(tmp_path / "tiny.gguf", model, without=["rope.freq_base"])
-    upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
-    upcycled = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert torch.allclose(upcycled(TOKENS).logits, model(TOKENS).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"GGUF", None], ids=repr)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from damage import cut, flip_bit
 from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint, write_metadata
 from pax_arrays import PAX_CONFIG, PAX_MLP, pax_arrays
 from safetensors import SafetensorError
@@ -53,11 +54,6 @@ def assert_refused(work, word, convert, source, **options):
 
 def chunk(item, name):
     return next(path for path in sorted((item / name).iterdir()) if path.name != ".zarray")
-
-
-def cut(path):
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
 
 
 def put(*changes, remove=()):
@@ -110,26 +106,22 @@ MAXTEXT = {
 }
 
 
-@pytest.mark.parametrize("case", MAXTEXT)
-def test_damaged_maxtext(work, case):
-    corrupt, word = MAXTEXT[case]
-    corrupt(work / "src" / "7" / "state")
-    assert_refused(work, word, convert_maxtext, work / "src")
-
-
 OCDBT = {
-    "manifest_truncated": lambda item: cut(item / "manifest.ocdbt"),
-    "data_missing": lambda item: shutil.rmtree(item / "d"),
-    "data_truncated": lambda item: [cut(path) for path in (item / "d").iterdir()],
-    "array_declared_and_not_there": lambda item: write_metadata(item, ["params.lost", *maxtext_leaves(0, layers=2)]),
+    "manifest_truncated": (lambda item: cut(item / "manifest.ocdbt"), ""),
+    "data_missing": (lambda item: shutil.rmtree(item / "d"), ""),
+    "data_truncated": (lambda item: [cut(path) for path in (item / "d").iterdir()], ""),
+    "array_declared_and_not_there": (
+        lambda item: write_metadata(item, ["params.lost", *maxtext_leaves(0, layers=2)]),
+        "params.lost",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", OCDBT)
-def test_damaged_ocdbt(work, case):
-    item = work / "ocdbt" / "7" / "state"
-    OCDBT[case](item)
-    assert_refused(work, "", convert_maxtext, work / "ocdbt")
+@pytest.mark.parametrize("layout, case", [*(("src", case) for case in MAXTEXT), *(("ocdbt", case) for case in OCDBT)])
+def test_damaged_maxtext(work, layout, case):
+    corrupt, word = (MAXTEXT if layout == "src" else OCDBT)[case]
+    corrupt(work / layout / "7" / "state")
+    assert_refused(work, word, convert_maxtext, work / layout)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +137,9 @@ def test_bad_options(work, options, word):
     assert_refused(work, word, convert_maxtext, work / "src", **options)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "hub"])
-def test_sources_without_a_checkpoint(work, place):
-    assert_refused(work, place, convert_maxtext, work / place)
+@pytest.mark.parametrize("folder", ["nowhere", "hub"])
+def test_sources_without_a_checkpoint(work, folder):
+    assert_refused(work, folder, convert_maxtext, work / folder)
 
 
 def test_float16_overflow(work):
@@ -155,48 +147,59 @@ def test_float16_overflow(work):
     assert_refused(work, MLP, convert_maxtext, work / "src", dtype="float16")
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"window_size": 256},
-        {"window_size": [0, None]},
-        {"window_size": [5]},
-        {"window_size": [5, 6]},
-        {"normalization_layer_epsilon": "small"},
-        {"base_emb_dim": 32},
-        {"base_num_decoder_layers": 3},
-        {"vocab_size": 33},
-        {"qk_norm": False},
-        {"num_layers_per_block": 4},
-        {"scan_layers": False},
-        {"decoder_block": "llama2"},
-        {"mlp_activations": ["gelu", "linear"]},
-        {"logits_via_embedding": True},
-        {"param_scan_axis": 0},
-        {"base_num_kv_heads": 2},
-        {"num_decoder_layers": 3},
-        {"fused_qkv": True},
-        {"fused_mlp": True},
-        {"num_experts": 8},
-        {"use_untrainable_positional_embedding": True},
-    ],
-    ids=lambda values: " ".join(f"{key} {value}" for key, value in values.items()),
-)
-def test_a_training_yaml_of_another_run_is_refused(work, values):
-    (work / "train.yml").write_text(yaml.safe_dump(values))
-    word = {"normalization_layer_epsilon": "small", "param_scan_axis": "", "window_size": "window"}
-    (key,) = values
-    assert_refused(work, word.get(key, key), convert_maxtext, work / "src", train_config=work / "train.yml")
+# Every line is a training YAML of another run; the refusal holds the key, or the words below.
+OTHER_RUNS = """\
+window_size: 256
+window_size: [0, null]
+window_size: [5]
+window_size: [5, 6]
+normalization_layer_epsilon: small
+param_scan_axis: 0
+base_emb_dim: 32
+base_num_decoder_layers: 3
+vocab_size: 33
+qk_norm: false
+num_layers_per_block: 4
+scan_layers: false
+decoder_block: llama2
+mlp_activations: [gelu, linear]
+logits_via_embedding: true
+base_num_kv_heads: 2
+num_decoder_layers: 3
+fused_qkv: true
+fused_mlp: true
+num_experts: 8
+use_untrainable_positional_embedding: true
+"""
+OTHER_WORDS = {"window_size": "window", "normalization_layer_epsilon": "'small'", "param_scan_axis": "got 4"}
+MISSPELT = {
+    **dict.fromkeys(("windw_size", "windows_size", "window-size", "Window_Size"), "window_size"),
+    **{"post_compos": "post_compose", "statc_proj": "static_proj", "qknorm": "qk_norm"},
+}
+MALFORMED = [
+    ("window_size: [5, null]\nqk_norm: true\nwindow_size: [7, null]\n", "'window_size' twice"),
+    ("window_size: [5, null]\n'window_size': [7, null]\n", "'window_size' twice"),
+    ("window_size: [5, null]\ndataset_path: {train: a, train: b}\n", "'train' twice"),
+    ("- window_size\n", "train.yml"),
+    ("", "train.yml"),
+    ("window_size: [5, ", "train.yml' cannot be read: while parsing"),
+]
 
 
-@pytest.mark.parametrize(
-    "key", ["windw_size", "windows_size", "window-size", "Window_Size", "post_compos", "statc_proj", "qknorm"]
-)
-def test_a_misspelt_key_of_the_training_yaml_is_refused_with_the_right_one(work, key):
-    (work / "train.yml").write_text(yaml.safe_dump({"window_size": [5, None], "learning_rate": 1e-3, key: [7, None]}))
-    assert_refused(work, repr(key), convert_maxtext, work / "src", train_config=work / "train.yml")
-    right = {"w": "'window_size'", "p": "'post_compose'", "s": "'static_proj'", "q": "'qk_norm'"}[key[0].lower()]
-    assert_refused(work, right, convert_maxtext, work / "src", train_config=work / "train.yml")
+def yaml_cases():
+    for text in OTHER_RUNS.splitlines():
+        key = text.partition(":")[0]
+        yield text, OTHER_WORDS.get(key, key)
+    for key, right in MISSPELT.items():
+        text = f"window_size: [5, null]\nlearning_rate: 0.001\n{key}: [7, null]\n"
+        yield text, f"{key!r}, which means nothing; write {right!r}"
+    yield from MALFORMED
+
+
+@pytest.mark.parametrize("text, words", yaml_cases())
+def test_a_training_yaml_of_another_run_misspelt_or_malformed_is_refused(work, text, words):
+    (work / "train.yml").write_text(text)
+    assert_refused(work, words, convert_maxtext, work / "src", train_config=work / "train.yml")
 
 
 # As in the authors' configurations and those of MaxText: of them, these look most like keys that are read.
@@ -213,31 +216,10 @@ def test_other_keys_of_maxtext_are_accepted(work):
     assert next(origin.value for origin in report.origins if origin.field == "sliding_window") == 5
 
 
-@pytest.mark.parametrize(
-    "text, word",
-    [
-        ("window_size: [5, null]\nqk_norm: true\nwindow_size: [7, null]\n", "'window_size'"),
-        ("window_size: [5, null]\n'window_size': [7, null]\n", "'window_size'"),
-        ("window_size: [5, null]\ndataset_path: {train: a, train: b}\n", "'train'"),
-        ("- window_size\n", "train.yml"),
-        ("", "train.yml"),
-        ("window_size: [5, ", "train.yml' cannot be read: while parsing"),
-    ],
-)
-def test_a_training_yaml_that_says_a_thing_twice_or_nothing_is_refused(work, text, word):
-    (work / "train.yml").write_text(text)
-    assert_refused(work, word, convert_maxtext, work / "src", train_config=work / "train.yml")
-
-
 LACKS = "lacks pre_proj.w, lacks post_proj.w"
 SWITCHES = {
     "static, no arrays": (False, (), {"static_proj": True}, LACKS),
-    "static and composed, no arrays": (
-        False,
-        (),
-        {"static_proj": True, "pre_compose": True, "post_compose": True},
-        LACKS,
-    ),
+    "composed too": (False, (), {"static_proj": True, "pre_compose": True, "post_compose": True}, LACKS),
     "not static, arrays": (True, (), {"static_proj": False}, "has pre_proj.w, has post_proj.w"),
     "pre off, its array is there": (True, (), {"pre_compose": False}, "pre_compose: False, but the checkpoint has pre"),
     "post on, no array": (True, ("post_proj",), {"static_proj": True, "post_compose": True}, "lacks post_proj.w"),
@@ -263,8 +245,8 @@ def test_a_static_composition_of_one_stage_fits_its_switches(tmp_path):
     for index, values in enumerate(({"static_proj": True, "post_compose": False}, {"static_proj": True}, {})):
         (tmp_path / "train.yml").write_text(yaml.safe_dump({"window_size": [5, None], **values}))
         report = convert_maxtext(tmp_path / "src", tmp_path / str(index), train_config=tmp_path / "train.yml")
-        found = {origin.field: origin.value for origin in report.origins}
-        assert (found["compose_static"], found["compose_pre"], found["compose_post"]) == (True, True, False)
+        values = {origin.field: origin.value for origin in report.origins}
+        assert (values["compose_static"], values["compose_pre"], values["compose_post"]) == (True, True, False)
 
 
 def set_config(**changes):
@@ -324,9 +306,8 @@ def replace_text(old, new, file="config.json"):
 
 def flip_byte(folder):
     set_tensors(lambda tensors: None, torch_file=True)(folder)
-    content = bytearray((folder / "pytorch_model.bin").read_bytes())
-    content[len(content) // 2] ^= 1
-    (folder / "pytorch_model.bin").write_bytes(content)
+    path = folder / "pytorch_model.bin"
+    flip_bit(path, path.stat().st_size // 2)
 
 
 def garbage(file, content=b"\x93garbage"):

@@ -11,12 +11,13 @@ from pathlib import Path
 import killable
 import pytest
 import torch
+from damage import contents, cut, flip_bit, interrupted, partial_of
 from orbax_writer import maxtext_leaves, write_checkpoint
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
 from dcformer.common.files import LockHeldError, file_lock
-from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext, writer
+from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext
 
 
 SHARDS = {"max_shard_size": "100KB", "verify": False}
@@ -38,10 +39,6 @@ def model(tmp_path_factory):
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture(scope="module")
 def expected(run, tmp_path_factory):
     destination = tmp_path_factory.mktemp("whole") / "model"
@@ -50,55 +47,27 @@ def expected(run, tmp_path_factory):
     return contents(destination)
 
 
-def partial_of(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.partial")
-
-
-def interrupt(monkeypatch, shards: int, error: BaseException):
-    """Let the saving of shards fail after so many."""
-    save, saved = writer.save_file, []
-
-    def failing(tensors, path, **options):
-        if len(saved) == shards:
-            raise error
-        save(tensors, path, **options)
-        saved.append(path)
-
-    monkeypatch.setattr(writer, "save_file", failing)
-
-
 @pytest.fixture
-def interrupted(run, tmp_path, monkeypatch):
+def unfinished(run, tmp_path):
     """A destination with two finished shards beside it."""
     destination = tmp_path / "model"
-    with monkeypatch.context() as patch:
-        interrupt(patch, 2, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            convert_maxtext(run, destination, **SHARDS)
+    with interrupted(after=2):
+        convert_maxtext(run, destination, **SHARDS)
     assert not destination.exists()
     return destination
 
 
-def test_resumes_from_finished_shards(run, expected, interrupted):
-    told = []
-    report = convert_maxtext(run, interrupted, progress=lambda total: (told.append(total), told.append)[1], **SHARDS)
+def test_resumes_from_finished_shards(run, expected, unfinished):
+    (partial_of(unfinished) / "model" / "config.json").write_text("of an earlier run that ended before the renaming")
+    counts = []
+    report = convert_maxtext(run, unfinished, progress=lambda total: (counts.append(total), counts.append)[1], **SHARDS)
     assert report.resumed_shards == 2
-    assert told[0] == sum(told[1:]) == report.source_bytes
-    assert contents(interrupted) == expected
-    assert not partial_of(interrupted).exists()
+    assert counts[0] == sum(counts[1:]) == report.source_bytes
+    assert contents(unfinished) == expected
+    assert not partial_of(unfinished).exists()
 
 
-def flip_last_bit(path: Path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES = {
-    "flipped": flip_last_bit,
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "missing": Path.unlink,
-}
+DAMAGES = {"flipped": flip_bit, "cut": lambda path: cut(path, 0.99), "missing": Path.unlink}
 
 
 def replace_rounding(path: Path):
@@ -121,38 +90,36 @@ NOTES = {
         *(pytest.param("notes/*", damage, id=f"note-{how}") for how, damage in NOTES.items()),
     ],
 )
-def test_a_finished_shard_that_is_damaged_or_its_note_is_written_again(run, expected, interrupted, files, damage):
-    damage(min(partial_of(interrupted).glob(files)))
-    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 1
-    assert contents(interrupted) == expected
+def test_a_finished_shard_that_is_damaged_or_its_note_is_written_again(run, expected, unfinished, files, damage):
+    damage(min(partial_of(unfinished).glob(files)))
+    assert convert_maxtext(run, unfinished, **SHARDS).resumed_shards == 1
+    assert contents(unfinished) == expected
 
 
 @pytest.mark.parametrize("part", ["fingerprint", "notes"])
-def test_a_damaged_state_starts_anew(run, expected, interrupted, part):
-    path = partial_of(interrupted) / part
+def test_a_damaged_state_starts_again(run, expected, unfinished, part):
+    path = partial_of(unfinished) / part
     shutil.rmtree(path) if path.is_dir() else path.write_bytes(b"\xff\x00")
-    assert convert_maxtext(run, interrupted, **SHARDS).resumed_shards == 0
-    assert contents(interrupted) == expected
+    assert convert_maxtext(run, unfinished, **SHARDS).resumed_shards == 0
+    assert contents(unfinished) == expected
 
 
-def test_a_source_replaced_with_its_time_kept_starts_anew(tmp_path, monkeypatch):
+def test_a_source_replaced_with_its_time_kept_starts_again(tmp_path):
     for seed in (0, 1):
         torch.manual_seed(seed)
         tiny_model(num_hidden_layers=2).save_pretrained(tmp_path / str(seed))
-    stat = (tmp_path / "0" / "model.safetensors").stat()
-    with monkeypatch.context() as patch:
-        interrupt(patch, 2, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            convert_torch(tmp_path / "0", tmp_path / "model", max_shard_size="20KB")
-    shutil.copy(tmp_path / "1" / "model.safetensors", tmp_path / "0")
-    os.utime(tmp_path / "0" / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert (tmp_path / "0" / "model.safetensors").stat().st_size == stat.st_size
+    weights = tmp_path / "0" / "model.safetensors"
+    stat = weights.stat()
+    with interrupted(after=2):
+        convert_torch(tmp_path / "0", tmp_path / "model", max_shard_size="20KB")
+    shutil.copy(tmp_path / "1" / "model.safetensors", weights)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights.stat().st_size == stat.st_size
     assert convert_torch(tmp_path / "0", tmp_path / "model", max_shard_size="20KB").resumed_shards == 0
-    wanted = load_file(tmp_path / "1" / "model.safetensors")
-    found = {
-        name: values for path in (tmp_path / "model").glob("*.safetensors") for name, values in load_file(path).items()
-    }
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    wanted, converted = load_file(weights), {}
+    for path in (tmp_path / "model").glob("*.safetensors"):
+        converted |= load_file(path)
+    assert converted.keys() == wanted.keys() and all(torch.equal(converted[name], wanted[name]) for name in wanted)
 
 
 def test_a_model_that_computes_infinity_leaves_nothing_behind(tmp_path):
@@ -165,17 +132,15 @@ def test_a_model_that_computes_infinity_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"verify": True}])
-def test_other_options_start_anew(run, interrupted, options):
-    report = convert_maxtext(run, interrupted, **{**SHARDS, **options})
+def test_other_options_start_again(run, unfinished, options):
+    report = convert_maxtext(run, unfinished, **{**SHARDS, **options})
     assert report.resumed_shards == 0
     assert {record["dtype"] for record in report.tensors} <= {options.get("dtype", "float32"), "bfloat16"}
 
 
-def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 2, OSError(errno.ENOSPC, "full"))
-        with pytest.raises(OSError):
-            convert_maxtext(run, tmp_path / "model", **SHARDS)
+def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_path):
+    with interrupted(after=2, error=OSError(errno.ENOSPC, "full")):
+        convert_maxtext(run, tmp_path / "model", **SHARDS)
     assert len(list(partial_of(tmp_path / "model").glob("notes/*"))) == 2
     leaves = maxtext_leaves(0, layers=2)
     leaves["params.decoder.layers.mlp_1.wo.kernel"][0] = float("nan")
@@ -203,36 +168,25 @@ def test_killed_at_a_random_moment(run, expected, tmp_path):
 @pytest.mark.parametrize("arrays", [0, 3])
 def test_the_way_back_resumes_from_finished_arrays(model, tmp_path, monkeypatch, arrays):
     convert_to_maxtext(model, tmp_path / "whole")
-    create, created = to_maxtext._create_array, []
-
-    def failing(folder, *arguments):
-        if len(created) == arrays:
-            raise KeyboardInterrupt
-        created.append(folder.name)
-        return create(folder, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(to_maxtext, "_create_array", failing)
-        with pytest.raises(KeyboardInterrupt):
-            convert_to_maxtext(model, tmp_path / "back")
+    with interrupted(after=arrays, module=to_maxtext, function="_write_array") as before:
+        convert_to_maxtext(model, tmp_path / "back")
     assert partial_of(tmp_path / "back").exists() == (arrays > 0)
-    written = []
-    monkeypatch.setattr(to_maxtext, "_create_array", lambda *a: (written.append(a[0].name), create(*a))[1])
+    write, written = to_maxtext._write_array, []
+    monkeypatch.setattr(to_maxtext, "_write_array", lambda *a: (written.append(a[0]), write(*a)))
     convert_to_maxtext(model, tmp_path / "back")
-    assert not set(created) & set(written)
+    assert written and not {arguments[0] for arguments in before} & {*written}
     assert contents(tmp_path / "back") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", [".zarray", "0.*"])
-def test_a_finished_array_that_was_damaged_is_written_again(model, tmp_path, monkeypatch, damage, file):
+def test_a_finished_array_that_was_damaged_is_written_again(model, tmp_path, damage, file):
     convert_to_maxtext(model, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(to_maxtext, "orbax_tree", lambda names: 1 / 0)  # when all arrays are finished
-        with pytest.raises(ZeroDivisionError):
-            convert_to_maxtext(model, tmp_path / "back")
+    with interrupted(after=0, module=to_maxtext, function="orbax_tree"):  # when all arrays are finished
+        convert_to_maxtext(model, tmp_path / "back")
     array = partial_of(tmp_path / "back") / "model" / "0" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
     DAMAGES[damage](min(array.glob(file)))
+    (array / "extra").write_text("of no array")
     convert_to_maxtext(model, tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "whole")
 
@@ -285,10 +239,9 @@ def test_a_kill_between_the_renames_loses_neither_model(model, tmp_path, monkeyp
             raise KeyboardInterrupt
         return rename(self, target)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", failing)
-        with pytest.raises(KeyboardInterrupt):
-            convert_torch(model, folder, force=True, verify=False)
+        convert_torch(model, folder, force=True, verify=False)
     assert contents(partial_of(folder) / "replaced") == old
     with pytest.raises(FileExistsError):
         convert_torch(model, folder, verify=False)
@@ -297,7 +250,7 @@ def test_a_kill_between_the_renames_loses_neither_model(model, tmp_path, monkeyp
     assert not partial_of(folder).exists()
 
 
-def test_two_conversions_to_one_place(model, tmp_path):
+def test_two_conversions_to_one_folder(model, tmp_path):
     with file_lock(partial_of(tmp_path / "out") / "lock"), pytest.raises(LockHeldError):
         convert_torch(model, tmp_path / "out")
 

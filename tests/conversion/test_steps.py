@@ -40,8 +40,8 @@ def make_run(item, tmp_path):
 @pytest.mark.parametrize("below", ["", "checkpoints", "checkpoints/3", "checkpoints/3/state"])
 def test_any_folder_of_the_run_may_be_given(item, tmp_path, below):
     shutil.copytree(item, tmp_path / "run" / "checkpoints" / "3" / "state")
-    found = open_orbax(f"{tmp_path / 'run' / below}/")
-    assert (found.step, found.location) == (3, str(tmp_path / "run" / "checkpoints" / "3" / "state"))
+    item = open_orbax(f"{tmp_path / 'run' / below}/")
+    assert (item.step, item.location) == (3, str(tmp_path / "run" / "checkpoints" / "3" / "state"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_latest_step_is_read(make_run, names, step):
         open_orbax(run, 8)
 
 
-def test_steps_that_cannot_be_told_apart_are_refused(make_run):
+def test_ambiguous_steps_are_refused(make_run):
     run = make_run("step_9", "step_10", "backup_9999")
     with pytest.raises(ValueError, match="backup"):
         open_orbax(run)
@@ -93,7 +93,7 @@ def leave_uncommitted(run, item):
 
 
 @pytest.mark.parametrize("leave", [leave_temporary_step, leave_another_item, leave_uncommitted])
-def test_an_interrupted_newest_step_is_passed_over_and_told(make_run, item, tmp_path, leave):
+def test_an_interrupted_newest_step_is_passed_over_and_reported(make_run, item, tmp_path, leave):
     run = make_run("100", "200")
     leave(run, item)
     report = convert_maxtext(run, tmp_path / "model", verify=False)
@@ -105,12 +105,12 @@ def test_an_interrupted_newest_step_is_passed_over_and_told(make_run, item, tmp_
     assert "skipped_steps" not in open_orbax(run, 100).source("")
 
 
-def test_attempts_before_the_newest_step_are_not_told(make_run, item):
+def test_attempts_before_the_newest_step_are_not_reported(make_run, item):
     run = make_run("100", "300")
     leave_temporary_step(run, item)
     shutil.copytree(item, run / f"150{TEMPORARY}-1" / "state")
-    found = open_orbax(run)
-    assert (found.step, found.skipped_steps) == (300, {})
+    newest = open_orbax(run)
+    assert (newest.step, newest.skipped_steps) == (300, {})
 
 
 def test_steps_from_before_orbax_wrote_that_it_was_done_are_whole(make_run):

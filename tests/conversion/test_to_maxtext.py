@@ -1,7 +1,6 @@
 """Writing MaxText checkpoints: the way back from a converted folder gives the original arrays."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import yaml
 from orbax_writer import maxtext_leaves, write_checkpoint
 from tiny_models import tiny_model
 
-from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch
+from dcformer.conversion import Plan, convert_maxtext, convert_to_maxtext, convert_torch
 from dcformer.conversion.maxtext import plan_maxtext
 from dcformer.conversion.orbax import open_orbax
 from dcformer.conversion.to_maxtext import TRAIN_CONFIG_FILE
@@ -28,50 +27,43 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
     return {name: array.read() for name, array in arrays.items()}
 
 
-def read_parameters(plan) -> dict[str, torch.Tensor]:
-    return plan.read(plan.model_parameters())
+def read_back(folder: Path) -> Plan:
+    """The plan of a run that was written, by its training YAML."""
+    return plan_maxtext(folder, train_config=folder / TRAIN_CONFIG_FILE)
 
 
-def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
-    assert found.keys() == expected.keys()
+def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
+    if isinstance(actual, Plan):
+        actual = actual.read(actual.model_parameters())
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert found[name].dtype == values.dtype, name
-        assert torch.equal(found[name], values), name
-
-
-@dataclass
-class Converted:
-    golden: Path
-    folder: Path
+        assert actual[name].dtype == values.dtype, name
+        assert torch.equal(actual[name], values), name
 
 
 @pytest.fixture(scope="module", params=["A1", "A2", "A4", "A6"])
-def converted(request, fixtures, tmp_path_factory) -> Converted:
-    """A golden run as a folder of ours."""
+def converted(request, fixtures, tmp_path_factory) -> tuple[Path, Path]:
+    """A golden run, and the folder that it was converted to, with the training YAML beside it."""
     golden = fixtures / "golden" / "A_jax" / request.param
     info = json.loads((golden / "info.json").read_text())["config"]
     values = {key: info[key] for key in ("window_size", "pre_compose", "post_compose") if key in info}
     folder = tmp_path_factory.mktemp("converted")
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     convert_maxtext(golden / "checkpoints", folder / "ours", train_config=folder / "run.yml", verify=False)
-    return Converted(golden / "checkpoints", folder / "ours")
+    return golden / "checkpoints", folder / "ours"
 
 
-def test_golden_run_comes_back_bit_for_bit(converted, tmp_path):
-    report = convert_to_maxtext(converted.folder, tmp_path / "back")
+def test_golden_run_comes_back_bit_for_bit_with_its_config(converted, tmp_path):
+    golden, folder = converted
+    report = convert_to_maxtext(folder, tmp_path / "back")
     assert (report.step, Path(report.destination)) == (14000, tmp_path / "back")
-    original = read_params(converted.golden)
+    original = read_params(golden)
     assert_identical(read_params(tmp_path / "back" / "14000" / "state"), original)
     assert {array["name"] for array in report.arrays} == set(original)
-
-
-def test_train_config_gives_the_same_config_and_tensors(converted, tmp_path):
-    convert_to_maxtext(converted.folder, tmp_path / "back")
-    first = plan_maxtext(converted.golden, train_config=converted.folder.parent / "run.yml")
-    again = plan_maxtext(tmp_path / "back", train_config=tmp_path / "back" / TRAIN_CONFIG_FILE)
+    first, again = plan_maxtext(golden, train_config=folder.parent / "run.yml"), read_back(tmp_path / "back")
     assert again.config.to_dict() == first.config.to_dict()
     assert not any(origin.is_default for origin in again.origins)
-    assert_identical(read_parameters(again), read_parameters(first))
+    assert_identical(again, first.read(first.model_parameters()))
 
 
 def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, torch.nn.Module]:
@@ -85,9 +77,9 @@ def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, to
 def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
     folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=4)
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
-    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
+    plan = read_back(tmp_path / "run")
     assert plan.source["step"] == 7
-    assert_identical(read_parameters(plan), model.state_dict())
+    assert_identical(plan, model.state_dict())
     there = {key: value for key, value in plan.config.to_dict().items() if key not in NOT_IN_YAML}
     assert there == {key: value for key, value in model.config.to_dict().items() if key not in NOT_IN_YAML}
     names = {name.split(".")[2] for name in read_params(tmp_path / "run") if ".layers" in name}
@@ -98,13 +90,12 @@ def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
 def test_architectures_read_back_identically(tmp_path, variant):
     folder, model = save(tmp_path / "ours", variant, compose_static=True)
     convert_to_maxtext(folder, tmp_path / "run")
-    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
     expected = model.state_dict()
     if variant == "pre_only":  # JAX has no matrix for the stage that is off
         for name in expected:
             if name.endswith("static_weight"):
                 expected[name][1] = 0
-    assert_identical(read_parameters(plan), expected)
+    assert_identical(read_back(tmp_path / "run"), expected)
 
 
 def test_parts_of_the_disk_layout(tmp_path):
@@ -167,8 +158,7 @@ def test_what_maxtext_cannot_express_is_refused(tmp_path, variant, overrides, op
 def test_slight_differences_are_written_when_accepted(tmp_path):
     folder, model = save(tmp_path / "ours", compose_activation="gelu", qk_norm_eps=1e-6)
     convert_to_maxtext(folder, tmp_path / "run", approximate=True)
-    plan = plan_maxtext(tmp_path / "run", train_config=tmp_path / "run" / TRAIN_CONFIG_FILE)
-    assert_identical(read_parameters(plan), model.state_dict())
+    assert_identical(read_back(tmp_path / "run"), model.state_dict())
 
 
 @pytest.mark.parametrize("layers_per_block", [0, 1, 3, 8], ids="{} layers".format)

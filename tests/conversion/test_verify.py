@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from damage import cut, flip_bit
 from orbax_writer import maxtext_leaves, write_checkpoint
 from pax_arrays import PAX_CONFIG, PAX_STATE, pax_arrays
 from safetensors.torch import load_file, save_file
@@ -24,7 +25,6 @@ from dcformer.conversion import (
     convert_torch,
     detect_format,
     inspect_checkpoint,
-    open_weights,
     verify_hashes,
 )
 
@@ -55,43 +55,39 @@ def last_shard(folder):
     return max(folder.glob("model-*.safetensors"))
 
 
-def flip_last_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
+INDEX = "model.safetensors.index.json"
+# A change of a converted folder, and the file that is reported; None: the last shard.
 CHANGES = {
-    "bit": lambda folder: flip_last_bit(last_shard(folder)),
-    "cut": lambda folder: last_shard(folder).write_bytes(last_shard(folder).read_bytes()[:-8]),
-    "missing": lambda folder: last_shard(folder).unlink(),
-    "another_file": lambda folder: save_file({"a": torch.ones(1)}, folder / "model.safetensors"),
-    "index": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
-    "config": lambda folder: (folder / "config.json").write_text("{}"),
+    "bit": (lambda folder: flip_bit(last_shard(folder)), None),
+    "cut": (lambda folder: cut(last_shard(folder), 0.99), None),
+    "missing": (lambda folder: last_shard(folder).unlink(), None),
+    "another_file": (lambda folder: save_file({"a": torch.ones(1)}, folder / "model.safetensors"), "model.safetensors"),
+    "index": (lambda folder: (folder / INDEX).write_text("{}"), INDEX),
+    "config": (lambda folder: (folder / "config.json").write_text("{}"), "config.json"),
 }
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_every_change_is_found_and_the_changed_folder_refused(work, case):
+def test_every_change_is_reported_and_the_changed_folder_refused(work, case):
+    change, file = CHANGES[case]
+    file = file or last_shard(work / "model").name
     assert verify_hashes(work / "model").same
-    files = {case: last_shard(work / "model").name for case in ("bit", "cut", "missing")}
-    files |= {"another_file": "model.safetensors", "index": "model.safetensors.index.json", "config": "config.json"}
-    CHANGES[case](work / "model")
-    assert list(verify_hashes(work / "model").problems) == [files[case]]
+    change(work / "model")
+    assert list(verify_hashes(work / "model").problems) == [file]
     if case == "config":  # an edited configuration is the user's
         return
     for convert in (convert_torch, convert_to_maxtext):
-        with pytest.raises(ValueError, match=files[case]):
+        with pytest.raises(ValueError, match=file):
             convert(work / "model", work / "out")
     assert not (work / "out").exists()
 
 
-def test_changed_files_of_a_run_are_found_and_refused(work):
-    told = []
-    check = verify_hashes(work / "back", progress=lambda total: (told.append(total), told.append)[1])
-    assert check.same and told[0] == sum(told[1:]) == check.nbytes
+def test_changed_files_of_a_run_are_reported_and_refused(work):
+    counts = []
+    check = verify_hashes(work / "back", progress=lambda total: (counts.append(total), counts.append)[1])
+    assert check.same and counts[0] == sum(counts[1:]) == check.nbytes
     array = work / "back" / "7" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
-    flip_last_bit(array / "0.0.0")
+    flip_bit(array / "0.0.0")
     (array / "extra").write_text("")
     assert [Path(file).name for file in verify_hashes(work / "back").problems] == ["0.0.0", "extra"]
     with pytest.raises(ValueError, match="mlp_1"):
@@ -134,45 +130,45 @@ def test_a_report_with_other_entries_is_refused(work, case):
             use()
 
 
-def test_a_folder_without_a_report_is_told_apart(work):
+def test_a_folder_without_a_report_is_not_checked(work):
     with pytest.raises(FileNotFoundError, match="conversion_report"):
         verify_hashes(work / "maxtext")
     (work / "model" / "conversion_report.json").unlink()
-    flip_last_bit(last_shard(work / "model"))
+    flip_bit(last_shard(work / "model"))
     convert_torch(work / "model", work / "out", verify=False)
 
 
 @pytest.mark.parametrize("b", ["maxtext", "back"])
 def test_the_same_model_in_two_formats(originals, b):
-    found = compare(originals / "model", originals / b)
-    assert found.same and found.result == "identical" and found.logits.max_abs == 0
+    comparison = compare(originals / "model", originals / b)
+    assert comparison.same and comparison.result == "identical" and comparison.logits.max_abs == 0
 
 
-def test_rounded_changed_and_broken_models_are_told_apart(work):
+def test_rounded_changed_and_broken_models_are_distinguished(work):
     convert_torch(work / "model", work / "rounded", dtype="bfloat16")
     assert compare(work / "model", work / "rounded").result == "same up to rounding"
     path = work / "rounded" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"][3] += 1
     save_file(tensors, path, metadata={"format": "pt"})
-    found = compare(work / "model", work / "rounded")
-    assert not found.same and found.tensors["model.norm.weight"] > 0.9 and found.logits.max_abs > 0
+    comparison = compare(work / "model", work / "rounded")
+    assert not comparison.same and comparison.tensors["model.norm.weight"] > 0.9 and comparison.logits.max_abs > 0
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, path, metadata={"format": "pt"})
-    found = compare(work / "rounded", work / "rounded")
-    assert found.same and found.logits is None and "not finite" in found.note
+    comparison = compare(work / "rounded", work / "rounded")
+    assert comparison.same and comparison.logits is None and "not finite" in comparison.note
     assert not compare(work / "model", work / "rounded").same
     tiny_model(hidden_size=64).save_pretrained(work / "wider")
-    found = compare(work / "model", work / "wider")
-    assert not found.same and found.shapes and found.config["hidden_size"] == [16, 64]
+    comparison = compare(work / "model", work / "wider")
+    assert not comparison.same and comparison.shapes and comparison.config["hidden_size"] == [16, 64]
 
 
 def test_a_window_that_differs_is_a_difference(work):
     shutil.copytree(work / "model", work / "other")
     config = work / "other" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 5}))
-    found = compare(work / "model", work / "other")
-    assert not found.same and found.config == {"sliding_window": [256, 5]} and not found.tensors
+    comparison = compare(work / "model", work / "other")
+    assert not comparison.same and comparison.config == {"sliding_window": [256, 5]} and not comparison.tensors
 
 
 FORMATS = {
@@ -185,27 +181,21 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("place", FORMATS)
-def test_formats_are_told_and_inspected(originals, place):
-    name, format = FORMATS[place]
-    assert detect_format(originals / place) == name
+@pytest.mark.parametrize("path", FORMATS)
+def test_formats_are_detected_and_inspected(originals, path):
+    name, format = FORMATS[path]
+    assert detect_format(originals / path) == name
     config = {"config": originals / "config.json"} if name == "pax" else {}
-    found = inspect_checkpoint(originals / place, **config)
-    assert found.format == format and not found.note
-    layers = next(origin.value for origin in found.architecture if origin.field == "num_hidden_layers")
-    assert layers == 2 and found.total_parameters > 0
-    assert found.total_bytes == sum(tensor.nbytes for tensor in found.tensors)
-    assert json.loads(json.dumps(found.to_dict(), default=str))["step"] == (7 if name == "maxtext" else None)
-    if place in ("pax_zarr", "pax.npz"):
-        assert (found.optimizer_arrays, found.state_arrays) == (1, ["step"])
+    inspection = inspect_checkpoint(originals / path, **config)
+    assert inspection.format == format and not inspection.note
+    layers = next(origin.value for origin in inspection.architecture if origin.field == "num_hidden_layers")
+    assert layers == 2 and inspection.total_parameters > 0
+    assert inspection.total_bytes == sum(tensor.nbytes for tensor in inspection.tensors)
+    assert json.loads(json.dumps(inspection.to_dict(), default=str))["step"] == (7 if name == "maxtext" else None)
+    if path in ("pax_zarr", "pax.npz"):
+        assert (inspection.optimizer_arrays, inspection.state_arrays) == (1, ["step"])
     if name == "maxtext":
-        assert found.optimizer_arrays == 2 * len(found.tensors) + 1 and found.state_arrays == ["step"]
-
-
-def test_the_training_state_of_pax_is_accounted_for(originals, tmp_path):
-    config = originals / "config.json"
-    report = convert_pax(originals / "pax.npz", tmp_path / "model", config=config, verify=False)
-    assert set(PAX_STATE) <= report.ignored.keys()
+        assert inspection.optimizer_arrays == 2 * len(inspection.tensors) + 1 and inspection.state_arrays == ["step"]
 
 
 def test_a_report_gives_size_and_sha256_of_every_other_file(originals):
@@ -216,19 +206,16 @@ def test_a_report_gives_size_and_sha256_of_every_other_file(originals):
     }
 
 
-def test_pax_without_its_configuration_is_listed(originals, tmp_path):
-    found = inspect_checkpoint(originals / "pax.npz")
-    assert "--config" in found.note and len(found.tensors) == len(pax_arrays()) and not found.architecture
+def test_pax_is_listed_without_its_configuration_and_converted_without_its_training_state(originals, tmp_path):
+    config = originals / "config.json"
+    report = convert_pax(originals / "pax.npz", tmp_path / "model", config=config, verify=False)
+    assert set(PAX_STATE) <= report.ignored.keys()
+    inspection = inspect_checkpoint(originals / "pax.npz")
+    assert (
+        "--config" in inspection.note and len(inspection.tensors) == len(pax_arrays()) and not inspection.architecture
+    )
     with pytest.raises(FileNotFoundError, match="nowhere"):
         detect_format(tmp_path / "nowhere")
-
-
-def test_weights_are_listed_without_reading_them(originals, tmp_path):
-    weights = open_weights(originals / "model")
-    assert weights["lm_head.weight"].shape == (32, 16) and weights["lm_head.weight"].read().shape == (32, 16)
-    torch.save({"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}, tmp_path / "pytorch_model.bin")
-    weights = open_weights(tmp_path)
-    assert weights["b"].read() == 3 and weights["a"].read(((1, 2), (0, 2))).tolist() == [[3, 4]]
 
 
 def test_the_code_is_written_if_asked_and_not_passed_on(originals, tmp_path, monkeypatch):
