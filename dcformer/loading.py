@@ -1,5 +1,6 @@
 """From a name to a model: a bundled one, a folder, or a name on the Hub, with its tokenizer, device and dtype."""
 
+import difflib
 import json
 import os
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import (
 from . import public as public  # registers the models with the Auto classes
 from .common.files import json_digest
 from .configuration_dcformer import DCFormerConfig
-from .pretrained import find_model_folder
+from .pretrained import find_model_folder, pretrained_names
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def find_model(
 
     Args:
         name: A bundled model, a folder, or a name on the Hub; the authors' files too.
-        tokenizer (*optional*): Folder, `tokenizer.json` or name on the Hub; `None`: that of the model.
+        tokenizer (*optional*): As [`load_tokenizer`] takes it; `None`: that of the model.
         revision (*optional*): Branch, tag or commit on the Hub; `None`: `main`.
         trust_remote_code (defaults to `False`): Whether code that comes with the model may run.
 
@@ -97,7 +98,7 @@ def find_model(
         ValueError: if it cannot be used as a causal language model.
     """
     name = os.fspath(name)
-    path = find_model_folder(name)
+    path = find_folder(name)
     options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     refuse_without_model(path)
     if revision not in (None, "main") and looks_like_path(path):
@@ -163,6 +164,23 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
     return torch.device(device)
 
 
+def find_folder(name: str) -> str:
+    """
+    The folder of a bundled model; any other path or name as it is.
+
+    Raises:
+        FileNotFoundError: for a misspelt bundled model, so that the Hub is not asked for it.
+    """
+    folder, bundled = find_model_folder(name), pretrained_names()
+    could_be_another = "/" in name or Path(name).exists()
+    if folder == name and not could_be_another and difflib.get_close_matches(name.lower(), bundled):
+        raise FileNotFoundError(
+            f"There is no folder and no bundled model {name!r}; the bundled models are {' and '.join(bundled)}, and "
+            "names on the Hub have a slash."
+        )
+    return folder
+
+
 def refuse_without_model(path: str, file: str = "config.json") -> None:
     """Raise FileNotFoundError if this is a path, not a name on the Hub, and no folder that holds the file."""
     if looks_like_path(path) and not Path(path, file).is_file():
@@ -179,14 +197,15 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
     A tokenizer, by wherever it is.
 
     Args:
-        source: A folder, a `tokenizer.json`, a folder that holds one under another name (such as the authors'
-            `20B_tokenizer.json`), or a name on the Hub.
+        source: A bundled model, a folder, a `tokenizer.json`, a folder that holds one under another name (such as the
+            authors' `20B_tokenizer.json`), or a name on the Hub.
         options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Raises:
         OSError: if there is no tokenizer, or no name says which of several is meant.
         ValueError: for a file that is none.
     """
+    source = find_folder(os.fspath(source))
     path = Path(source)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         found = [file for file in sorted(path.glob("*.json")) if _is_tokenizer(file)]
@@ -194,11 +213,11 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
             path = found[0]
         elif not any(file for pattern in ("tokenizer*", "vocab.*", "*.model") for file in path.glob(pattern)):
             names = ", ".join(file.name for file in found) or "none"
-            raise FileNotFoundError(f"A folder must hold one tokenizer, and {os.fspath(source)!r} holds {names}.")
+            raise FileNotFoundError(f"A folder must hold one tokenizer, and {source!r} holds {names}.")
     if not path.is_file():
-        loaded = AutoTokenizer.from_pretrained(os.fspath(source), **options)
+        loaded = AutoTokenizer.from_pretrained(source, **options)
         if len(loaded) <= len(set(loaded.all_special_ids)):  # Transformers makes some without a file to read
-            raise FileNotFoundError(f"The tokenizer of {os.fspath(source)!r} has no words; get all of its files.")
+            raise FileNotFoundError(f"The tokenizer of {source!r} has no words; get all of its files.")
         return loaded
     if not _is_tokenizer(path):
         raise ValueError(f"{str(path)!r} holds no tokenizer; give a tokenizer.json.")

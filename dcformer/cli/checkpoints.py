@@ -18,7 +18,7 @@ convert_app = typer.Typer(
 )
 
 _INTERRUPTED = "Interrupted; finished shards or arrays are kept, run the same command to resume."
-_CHECKPOINT = "The checkpoint: a local path, or a bucket or Hub name."
+_CHECKPOINT = "The checkpoint: a bundled model, a local path, or a bucket or Hub name."
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
@@ -147,11 +147,12 @@ def convert_to_maxtext(
     _print_end(report, f", step {report.step}: {len(report.arrays)} arrays, ")
 
 
-def _run(function: str, debug: bool, **arguments: Any) -> Any:
+def _run(function: str, source: str, debug: bool, **arguments: Any) -> Any:
     with running_quietly(debug, _INTERRUPTED), byte_progress("Converting") as progress:
         from .. import conversion
+        from ..loading import find_folder
 
-        return getattr(conversion, function)(progress=progress, **arguments)
+        return getattr(conversion, function)(find_folder(source), progress=progress, **arguments)
 
 
 def _convert(function: str, **arguments: Any) -> None:
@@ -182,8 +183,9 @@ def inspect_command(
     """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
     with running_quietly(debug):
         from ..conversion import dtype_name, inspect_checkpoint
+        from ..loading import find_folder
 
-        found = inspect_checkpoint(path, step=step, train_config=train_config, config=config)
+        found = inspect_checkpoint(find_folder(path), step=step, train_config=train_config, config=config)
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2, default=str))
         return
@@ -242,13 +244,14 @@ def verify_command(
     result: Any
     with running_quietly(debug):
         from ..conversion import compare, verify_hashes
+        from ..loading import find_folder
 
         if b is None:
             with byte_progress("Checking") as progress:
-                result = verify_hashes(a, progress=progress)
+                result = verify_hashes(find_folder(a), progress=progress)
         else:
             with status("Comparing"):
-                result = compare(a, b, train_config=train_config, config=config)
+                result = compare(find_folder(a), find_folder(b), train_config=train_config, config=config)
     if as_json:
         typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
     elif b is None:
@@ -296,6 +299,8 @@ def card_command(
     """
     with running_quietly(debug):
         from ..cards import update_card
+        from ..loading import refuse_without_model
 
+        refuse_without_model(str(model.absolute()))
         for line in update_card(str(model), str(results), evaluated_as=evaluated_as, paper_row=paper_row):
             print_line(line)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..common.terminal import is_first_process, leaving_process_group, make_console, progress_bar
-from .options import Debug, Device, OovPolicy, Revision, Tokenizer
+from .options import Debug, Device, Revision, Tokenizer
 from .running import print_table, running_command
 
 
@@ -48,7 +48,13 @@ def eval_command(
         typer.Option(help="Most tokens of an input, and of a window.", show_default="as the model; windows of 2048"),
     ] = None,
     device: Device = None,
-    oov_policy: OovPolicy = None,
+    oov_policy: Annotated[
+        Literal["error", "clamp"] | None,
+        typer.Option(
+            help="Token ids without embedding: refuse them, or use the last.",
+            show_default="clamp if all are runs of spaces; else config.json",
+        ),
+    ] = None,
     revision: Revision = None,
     tokenizer: Tokenizer = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling few-shot examples and for all random numbers.")] = 1234,

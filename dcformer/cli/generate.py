@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..common.terminal import progress_bar
-from .options import Debug, Device, Dtype, Model, OovPolicy, Revision, Tokenizer
+from .options import Debug, Device, Dtype, Model, Revision, Tokenizer
 from .running import running_quietly, status
 
 
@@ -40,9 +40,9 @@ def generate_command(
         int | None, typer.Option(min=1, help="Most tokens to write.", show_default=f"{_OWN}, else 256")
     ] = None,
     do_sample: Annotated[
-        bool | None, typer.Option("--do-sample/--greedy", help="Draw, or take the likeliest.", show_default=_OWN)
+        bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_OWN)
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Divide logits by this before drawing.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 for all.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Draw from the top of this probability.")] = None,
     min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, over the likeliest's.")] = None,
@@ -58,7 +58,10 @@ def generate_command(
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
-    oov_policy: OovPolicy = None,
+    oov_policy: Annotated[
+        Literal["error", "clamp"] | None,
+        typer.Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
+    ] = None,
     cache_implementation: Annotated[
         Literal["dynamic", "static", "offloaded", "offloaded_static", "quantized"] | None,
         typer.Option("--cache", help="Kind of cache.", show_default="dynamic"),
@@ -139,7 +142,10 @@ def _converse(generator: TextGenerator, first: str) -> None:
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\r\n")})
-        text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except ValueError as error:  # the tokenizer has no template, or several
+            raise ValueError(f"{error}; or give a file with one by --chat-template.") from error
         ids = generator.encode(text, "The conversation", add_special_tokens=False)
         if goes_on and (not read or ids[: len(read)] != read):
             options[CACHE_NAME] = DynamicCache(config=loaded.model.config)
@@ -154,7 +160,7 @@ def _answer_file(given: dict[str, Any]) -> None:
 
     from ..common.files import file_digest
     from ..generation import read_prompts, write_answers
-    from ..pretrained import find_model_folder
+    from ..loading import find_folder
 
     seed, field = given["seed"], "prompt" if given["field"] is None else given["field"]
     records = read_prompts(given["prompts"], field)
@@ -172,7 +178,7 @@ def _answer_file(given: dict[str, Any]) -> None:
     settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
     settings["prompts"] = file_digest(given["prompts"])
     sources = (given[name] for name in ("model", "tokenizer", "assistant_model"))
-    folders = [Path(find_model_folder(source)) for source in sources if source]
+    folders = [Path(find_folder(source)) for source in sources if source]
     for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
         if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
             settings[str(file)] = [file.stat().st_size, file.stat().st_ctime_ns]  # copies keep the other time

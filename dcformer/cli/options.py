@@ -18,11 +18,9 @@ Dtype = Annotated[
     typer.Option(help="Number type of the parameters.", show_default="as stored"),
 ]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1, mps or cpu.", show_default="the first GPU, else cpu")]
-Tokenizer = Annotated[str | None, typer.Option(help="Folder, tokenizer.json or Hub name.", show_default="the model's")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
-OovPolicy = Annotated[
-    Literal["error", "clamp"] | None,
-    typer.Option(help="Token ids without embedding: refuse them, or use the last.", show_default="config.json"),
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Bundled model, folder, tokenizer.json or Hub name.", show_default="the model's")
 ]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.", show_default="main")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]

@@ -33,10 +33,11 @@ def serve_command(
     if model.startswith("-"):
         raise typer.BadParameter(f"Give MODEL before options of the engine, got {model!r}.")
     with running_quietly(debug, interrupted="Stopped."):
-        from ..loading import find_model
+        from ..loading import find_folder, find_model
         from ..serving import choose_engine, serve
 
         trusts = "--trust-remote-code" in context.args
+        tokenizer = tokenizer and find_folder(tokenizer)
         found = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
         chosen = choose_engine(engine)
         typer.echo(f"Starting {chosen}: {model} will be at http://{host}:{port}/v1 (OpenAI's API); Ctrl-C ends it.")

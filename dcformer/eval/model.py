@@ -203,15 +203,16 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         tokenizer (*optional*): Of a name as `find_model` takes it; with a loaded model its tokenizer.
         device (*optional*): As [`dcformer.loading.choose_device`] takes it.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        batch_size (`int` or `"auto"`, defaults to `"auto"`): Inputs in a forward pass. "auto" is 16 on a CPU and what
-            fits on a GPU. A batch whose logits would exceed 1 GiB is cut.
+        batch_size (`int` or `"auto"`, defaults to `"auto"`): Most inputs in a forward pass. "auto" is 16 on a CPU and
+            `max_batch_size` on a GPU. A batch for which its memory is not enough is halved, and one whose logits would
+            exceed 1 GiB is cut.
         max_length (*optional*): Most tokens of an input; `None`: what the model takes.
         oov_policy (*optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last row, as
-            JAX does. `None`: what the configuration says, else "error".
+            JAX does. `None`: "clamp" if all such ids are runs of spaces, else as the configuration says, else "error".
         shared_prefixes (defaults to `True`): Compute once what several inputs begin with (models of ours, GPT-NeoX and
             Llama; others compute every input whole).
         on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
-        revision, trust_remote_code, add_bos_token, max_batch_size: As `HFLM`.
+        revision, trust_remote_code, add_bos_token, max_batch_size: As `HFLM`, whose `max_batch_size` is 64 by default.
 
     Raises:
         ValueError: for a folder without the weights of some parameters.
@@ -249,9 +250,11 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
             max_length=max_length,
             add_bos_token=add_bos_token,
         )
-        self.oov_policy = policy_in_force(self.config, oov_policy)
-        if self.batch_size_per_gpu == "auto" and self.device.type == "cpu":
-            self.batch_size_per_gpu = CPU_BATCH_SIZE
+        self.oov_policy = policy_in_force(self.config, self.tokenizer, oov_policy)
+        if self.batch_size_per_gpu == "auto":
+            # Of a Mac's GPU, too, torch does not say by an error of its own that its memory is not enough.
+            is_gpu = self.device.type not in ("cpu", "mps")
+            self.batch_size_per_gpu = self.max_batch_size if is_gpu else CPU_BATCH_SIZE
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import Accelerator
 
@@ -276,18 +279,19 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[Score]]:
-        size = override_bs or self.batch_size
-        if size == "auto":
-            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]), default=None)
-            size = self._detect_batch_size([longest], 0) if longest else 1
         before = self.computed_tokens - self.scorer.computed_tokens
-        for done in self.scorer.score(inputs, size):
+        for done in self.scorer.score(inputs, override_bs or self.batch_size):
             self.computed_tokens = before + self.scorer.computed_tokens
             yield done
 
 
-def policy_in_force(config, oov_policy: str | None) -> str:
-    """The out-of-vocabulary policy of a model: what is asked for, else what its configuration says, else "error"."""
+def policy_in_force(config: Any, tokenizer: Any, oov_policy: str | None) -> str:
+    """
+    What happens to token ids without an embedding row, unless it is asked for: "clamp" if all of them are runs of
+    spaces, as the GPT-NeoX tokenizer has for the released models; else what the configuration says, else "error".
+    """
     if oov_policy not in (None, "error", "clamp"):
         raise ValueError(f"oov_policy must be error or clamp, got {oov_policy!r}.")
-    return oov_policy or getattr(config, "oov_policy", "error")
+    tokens = tokenizer.convert_ids_to_tokens(list(range(config.get_text_config().vocab_size, len(tokenizer))))
+    default = "clamp" if tokens and all(str(token).isspace() for token in tokens) else None
+    return oov_policy or default or getattr(config, "oov_policy", "error")

@@ -145,12 +145,12 @@ class Scorer:
         self._head = model.get_output_embeddings()
         embeddings = [each for each in (model.get_input_embeddings(), self._head) if each is not None]
         self.rows = min(each.weight.shape[0] for each in embeddings)  # token ids that it can both read and predict
-        self._most_cached = math.inf
+        self._most_positions = math.inf  # of a batch, with those before it
         if self.shares:
             _, cache = self._run([_Row([0], [])], keeps=True)
             nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else 0
-            self._most_cached = max(MOST_CACHED, free // 8) // nbytes  # tokens
+            self._most_positions = max(MOST_CACHED, free // 8) // nbytes
 
     def score(self, inputs: Sequence[ScoredInput], batch_size: int) -> Iterator[list[Score]]:
         """Score inputs, and say whenever some are done."""
@@ -158,41 +158,40 @@ class Scorer:
         if self.shares:
             inputs = without_prefixes(inputs)
             groups = shared_beginnings([each.ids for each in inputs])
-        alone = [inputs[group.places[0]] for group in groups if len(group.places) == 1]
-        rows = [_Row(each.ids, _queries(each, 0, len(each.ids))) for each in alone]
-        for batch in self._batches(rows, most_rows=batch_size):
-            scores = _summed(self._run(batch)[0])
-            self.computed_tokens += sum(len(row.ids) for row in batch)
-            yield scores
-        shared = []
+        rows, shared = [], []
         for length, places in groups:
             own = [inputs[place] for place in places]
-            if len(own) > 1:
+            if len(own) == 1:
+                rows.append(_Row(own[0].ids, _queries(own[0], 0, len(own[0].ids))))
+            else:
                 queries = [query for each in own for query in _queries(each, 0, length)]
                 ends = [_Row(each.ids[length:], _queries(each, length, len(each.ids)), length) for each in own]
                 shared.append(_Row(own[0].ids[:length], queries, ends=ends))
         most_tokens = batch_size * max((len(row.ids) for row in shared), default=0)
-        for batch in self._batches(shared, most_tokens):
-            scores = _summed(self._score_shared(batch, most_tokens))
+        for batch in itertools.chain(self._batches(rows, most_rows=batch_size), self._batches(shared, most_tokens)):
+            scores = _summed(self._values(batch, most_tokens))
             self.computed_tokens += sum(len(each.ids) for row in batch for each in (row, *row.ends))
             yield scores
 
-    def _score_shared(self, batch: list[_Row], most_tokens: int) -> list[tuple[int, float, bool]]:
-        """Values of the queries of beginnings and their ends, by halves where the memory of a GPU is not enough."""
+    def _values(
+        self, batch: list[_Row], most_tokens: float, past: DynamicCache | None = None
+    ) -> list[tuple[int, float, bool]]:
+        """Values of the queries of rows and of their ends, by halves where the memory of a GPU is not enough."""
         try:
-            values, past = self._run(batch, keeps=True)
-            following = []
-            for index, row in enumerate(batch):
-                following += [replace(end, past_row=index) for end in row.ends]
+            following = [replace(end, past_row=index) for index, row in enumerate(batch) for end in row.ends]
+            values, past_of_ends = self._run(batch, past, keeps=bool(following))
             for part in self._batches(following, most_tokens):
-                values += self._run(part, past)[0]
+                values += self._values(part, most_tokens, past_of_ends)
             return values
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
         torch.cuda.empty_cache()
-        halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
-        return [value for half in halves for value in self._score_shared(half, most_tokens)]
+        middle = len(batch) // 2
+        # Batches to come would not fit either.
+        self._most_positions = min(self._most_positions, middle * max(row.start + len(row.ids) for row in batch))
+        halves = batch[:middle], batch[middle:]
+        return [value for half in halves for value in self._values(half, most_tokens, past)]
 
     def _batches(self, rows: list[_Row], most_tokens: float = math.inf, most_rows: float = math.inf) -> Iterator[list]:
         """Rows of similar length, the longest first, so that memory runs out at once if it does."""
@@ -203,7 +202,7 @@ class Scorer:
             count, new = len(batch) + 1, len(batch[0].ids) if batch else len(row.ids)
             before = max(before, row.start)
             is_full = count > most_rows or count * new > most_tokens or (positions + own) * self.rows > MOST_LOGITS
-            if batch and (is_full or count * (before + new) > self._most_cached):
+            if batch and (is_full or count * (before + new) > self._most_positions):
                 yield batch
                 batch, positions, before = [], 0, row.start
             batch.append(row)

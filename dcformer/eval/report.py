@@ -54,7 +54,7 @@ class Report:
     """
     Attributes:
         frame: One row per number, `model, task, shots, metric, value, stderr, n`, the difference to the baseline
-            (`delta, low, high, only_here, only_there, p, p_corrected, undecided`), the `paper`'s number with `verdict`,
+            (`delta, low, high, wins, losses, p, p_corrected, undecided`), the `paper`'s number with `verdict`,
             the `published` one of a Pythia model with `tolerance` and `control`, and `partial`. `"average"` and
             `"head_tasks_authors_all"` are tasks here.
         models: In the order of the rows: the baseline, then the paper's order, then by name.
@@ -154,7 +154,7 @@ class Report:
             labels = {
                 self.names[model]: _value,
                 f"Δ to {self.names.get(self.baseline or '')} [95 %]": _delta,
-                "only here : there, p" + (" (Holm)" if self.correction == "holm" else ""): _documents,
+                "wins : losses, p" + (" (Holm)" if self.correction == "holm" else ""): _documents,
                 f"paper's {self.rows.get(model)}, Δ": _paper,
             }
             for label, write in labels.items():
@@ -233,7 +233,7 @@ class _Builder:
         p_values = frame.p_corrected.fillna(frame.p).astype(float)
         is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= stats.SIGNIFICANCE)
         frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
-        frame = frame.astype({"delta": float, **dict.fromkeys(("only_here", "only_there"), "Int64")})
+        frame = frame.astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
         banners, notes = [*self._control(frame), *self._partial()], [*self._legend(frame), *self.notes]
         settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
         return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
@@ -258,7 +258,7 @@ class _Builder:
             least = stats.accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
             verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
         names = {"delta": "value", "p": "p_value"}
-        of_delta = ("delta", "low", "high", "only_here", "only_there", "p", "excludes_zero")
+        of_delta = ("delta", "low", "high", "wins", "losses", "p", "excludes_zero")
         self.rows.append(
             {
                 **dict(zip(("model", "task", "shots", "metric"), place)),
@@ -412,7 +412,8 @@ class _Builder:
             own = [record for record in self.records.values() if record.model == model]
             policies = sorted({str(record.settings.get("oov_policy") or "none needed") for record in own})
             row = f"; compared with the paper's {self.paper_rows[model]}" if model in self.paper_rows else ""
-            yield f"{self.names[model]}: oov_policy {' and '.join(policies)}{row}."
+            clamped = " (a token id without an embedding row is read as the last row)" if "clamp" in policies else ""
+            yield f"{self.names[model]}: oov_policy {' and '.join(policies)}{clamped}{row}."
             for what, key in (("with token ids beyond the embedding", "oov"), ("cut from the left", "truncated")):
                 counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in own}
                 if found := [f"{count:,} of {task}" for task, count in counts.items() if count]:
@@ -421,9 +422,9 @@ class _Builder:
             yield (
                 f"Differences to {self.names[self.baseline or '']}: 95 % intervals of a paired bootstrap "
                 f"({self.bootstrap['resamples']:,} resamples of the documents, seed {self.bootstrap['seed']}), of "
-                "perplexities in logarithms. 21 : 17 are documents that only this and only the other model has right; "
-                "p of one accuracy is of the exact sign test over these, else of the bootstrap. Undecided (?): the "
-                "interval contains 0 or p is above 0.05."
+                "perplexities in logarithms. Wins are documents that only this model has right, losses those that only "
+                "the other has; p of one accuracy is of the exact sign test over these, else of the bootstrap. "
+                "Undecided (?): the interval contains 0 or p is above 0.05."
             )
         windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
         for window in sorted(windows - {PAPER_WINDOW, None}):
@@ -527,8 +528,8 @@ def _documents(row: Any) -> str:
     isna = _pandas().isna
     p_value = row.p if isna(row.p_corrected) else row.p_corrected
     p = "" if isna(p_value) else "p<0.001" if p_value < 0.001 else f"p={p_value:.3f}"
-    is_counted = not isna(row.only_here)
-    return f"{row.only_here:,} : {row.only_there:,}, {p}" if is_counted else p
+    is_counted = not isna(row.wins)
+    return f"{row.wins:,} : {row.losses:,}, {p}" if is_counted else p
 
 
 def _paper(row: Any) -> str:

@@ -95,15 +95,15 @@ def evaluate(
         num_fewshot (defaults to 0): Examples before a question, in Table 4. Other tasks have their own form.
         limit (*optional*): Documents per task, spread evenly over all; windows of packed text; texts of head tasks.
         data_dir (*optional*): Folder with the data; `None`: they are fetched.
-        batch_size (`int` or `"auto"`): Inputs in a forward pass; "auto" is 16 on a CPU and what fits on a GPU. With
-            vLLM the most inputs in one step.
+        batch_size (`int` or `"auto"`): Most inputs in a forward pass, halved where the memory of a GPU is not enough;
+            "auto" is 16 on a CPU and 64 on a GPU. With vLLM the most inputs in one step.
         dtype (*optional*): Data type of the parameters; `None`: bfloat16, for head tasks alone float32.
         max_length (*optional*): Most tokens of an input, and the length of the windows of running text; `None`: what
             the model takes, and windows of 2,048 tokens.
         baseline (*optional*): A further model, run first.
         device (*optional*): As [`dcformer.loading.choose_device`] takes it.
-        oov_policy (*optional*): "error" or "clamp", for ids without an embedding row; recorded as `None` for
-            models that have a row for every id.
+        oov_policy (*optional*): For ids without an embedding row, as [`dcformer.eval.DCFormerLM`] takes it; recorded
+            as `None` for models that have a row for every id.
         engine (defaults to `"transformers"`): What computes, "transformers" or "vllm". The latter works in a process of
             its own, so a script needs `if __name__ == "__main__":` around the call.
         shared_prefixes (defaults to `True`): As [`dcformer.eval.DCFormerLM`] takes it; vLLM always shares.
@@ -206,7 +206,7 @@ def _settings(
     """Task, number of shots and settings of each record of a model."""
     from .model import policy_in_force
 
-    policy = policy_in_force(model.config, oov_policy)
+    policy = policy_in_force(model.config, model.tokenizer, oov_policy)
     settings = {
         "model": records.model_fingerprint(model.path, model.revision),
         "model_type": model.config.model_type,

@@ -33,7 +33,7 @@ class Difference:
         p_value: Probability of a difference at least as large if the models did not differ: of the exact sign test for
             a task that is only right or wrong, else by how many resamples lie beyond zero; `nan` for a single document
             that is not only right or wrong.
-        only_here, only_there: Documents that only the model, and only the baseline, has right; `None` for what is not
+        wins, losses: Documents that only the model, and only the baseline, has right; `None` for what is not
             only right or wrong.
         documents: On how many the two were compared.
     """
@@ -42,8 +42,8 @@ class Difference:
     low: float
     high: float
     p_value: float = math.nan
-    only_here: int | None = None
-    only_there: int | None = None
+    wins: int | None = None
+    losses: int | None = None
     documents: int = 0
 
     @property
@@ -121,22 +121,22 @@ def paired_mean_difference(
         resampled += _difference(_resampled_sums(pairs, resamples, generator)) / len(tasks)
     documents, here, there = zip(*counts)
     is_single, is_zero_or_one = 1 in documents, None not in here
-    only_here, only_there = (sum(here), sum(there)) if is_zero_or_one else (None, None)
+    wins, losses = (sum(here), sum(there)) if is_zero_or_one else (None, None)
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
     if is_zero_or_one and len(tasks) == 1:
-        p_value = sign_test(only_here, only_there)
+        p_value = sign_test(wins, losses)
     else:
         p_value = math.nan if is_single else _p_value_of_resamples(resampled)
-    return Difference(point, float(low), float(high), p_value, only_here, only_there, sum(documents))
+    return Difference(point, float(low), float(high), p_value, wins, losses, sum(documents))
 
 
-def sign_test(only_here: int, only_there: int) -> float:
+def sign_test(wins: int, losses: int) -> float:
     """
     Two-sided p-value of the exact sign test (McNemar's): how probable it is that documents which are right for one of
     two models alone fall this unevenly, or more so, if each is as likely to be either's; 1 if there are none.
     """
-    discordant = only_here + only_there
-    return float(import_extra("scipy.stats").binomtest(only_here, discordant).pvalue) if discordant else 1.0
+    discordant = wins + losses
+    return float(import_extra("scipy.stats").binomtest(wins, discordant).pvalue) if discordant else 1.0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -81,7 +81,7 @@ class VLLMLM(LogLikelihoods):
         self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
         self.batch_size = batch_size
         self._device = torch.device(current_platform.device_type)
-        self.oov_policy = policy_in_force(config, oov_policy)
+        self.oov_policy = policy_in_force(config, self.tokenizer, oov_policy)
         self.embedding_rows = config.get_text_config().vocab_size
         if isinstance(config, DCFormerConfig):
             engine_options["hf_overrides"] = {"oov_policy": self.oov_policy}

@@ -1,6 +1,7 @@
 """Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model; or vLLM."""
 
 import contextvars
+import math
 import os
 import threading
 import warnings
@@ -14,7 +15,7 @@ from transformers import GenerationConfig, TextIteratorStreamer
 
 from ..common.contexts import encode_context
 from ..common.optional import import_optional
-from ..loading import FoundModel, LoadedModel
+from ..loading import FoundModel, LoadedModel, find_folder
 
 
 _NEW_TOKENS = 256
@@ -46,7 +47,8 @@ class TextGenerator:
         assistant (*optional*): A small model that drafts tokens, for one prompt at a time.
         warn (defaults to `warnings.warn`): Called once with a sentence if texts leave the model's context.
         options: Arguments of generate(); `None` leaves one to generation_config.json. A `temperature`, `top_k`,
-            `top_p` or `min_p` asks for sampling. Where nothing limits the text, 256 tokens or the context do.
+            `top_p` or `min_p` asks for sampling, and `temperature=0` for greedy decoding, whatever the others. Where
+            nothing limits the text, 256 tokens or the context do.
 
     Raises:
         ValueError: if a stop string is empty, or an option of sampling comes with `do_sample=False`.
@@ -155,7 +157,14 @@ class TextGenerator:
 
         given = {"pad_token_id": self._padding, "eos_token_id": self._eos or None, "stopping_criteria": [is_done]}
         given |= self.options | options | ({} if limit is None else {"max_new_tokens": limit})
-        sequences = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **given)
+        try:
+            sequences = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **given)
+        except ValueError as error:
+            if not str(error).startswith("Group size"):
+                raise
+            size = _fitting_group_size(model, given.get("cache_config") or model.generation_config.cache_config or {})
+            sentence = f"{error}; q_group_size={size} in cache_config of generation_config.json fits every text."
+            raise ValueError(sentence) from error
         answers = []
         for prompt, row in zip(prompts, sequences[:, length:].tolist()):
             ends = [place + 1 for place, number in enumerate(row) if number in self._eos]
@@ -180,7 +189,7 @@ class VLLMGenerator:
         found: From [`dcformer.loading.find_model`].
         stop_strings (defaults to none), options: As of [`TextGenerator`], without beams and drafts.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        tokenizer (*optional*): Folder or name on the Hub, in place of the model's.
+        tokenizer (*optional*): Bundled model, folder or name on the Hub, in place of the model's.
 
     Raises:
         ImportError: without vLLM.
@@ -211,6 +220,7 @@ class VLLMGenerator:
                 )
         stored = found.config.get_text_config().dtype  # by itself vLLM rounds weights in float32 to 16 bits
         dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
+        tokenizer = tokenizer and find_folder(tokenizer)
         self._llm = self._vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
 
     def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
@@ -242,13 +252,28 @@ class VLLMGenerator:
 
 
 def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that are given, with `do_sample` where one of them asks for it."""
+    """Options that are given, with `do_sample` where one of them says whether to sample."""
+    sampling = ("temperature", "top_k", "top_p", "min_p")
     given = {name: value for name, value in options.items() if value is not None}
-    if asking := [name for name in ("temperature", "top_k", "top_p", "min_p") if name in given]:
+    if given.get("temperature") == 0:  # greedy, as for other engines and APIs; generate() refuses it
+        return {name: value for name, value in given.items() if name not in sampling} | {"do_sample": False}
+    if asking := [name for name in sampling if name in given]:
         if given.get("do_sample") is False:
             raise ValueError(f"{asking[0]}={given[asking[0]]} has no meaning for greedy decoding; leave one out.")
         given["do_sample"] = True
     return given
+
+
+def _fitting_group_size(model: Any, cache_config: dict[str, Any]) -> int:
+    """The largest `q_group_size` up to the one asked for that divides what a quantised cache holds of any token."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = [width, *(width + channels for channels in getattr(config, "compose_cache_channels", ()))]
+    if -1 in (cache_config.get("axis_key"), cache_config.get("axis_value")):  # groups of one channel
+        rows = [1]
+    numbers = heads * math.gcd(*rows)
+    return next(size for size in range(cache_config.get("q_group_size") or 64, 0, -1) if numbers % size == 0)
 
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:

@@ -6,6 +6,7 @@ A recipe may extend another one: mappings merge key by key, other values replace
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig, DCPythiaConfig
+from ..loading import find_folder
 
 
 HEAD_TASKS = "head_tasks"  # the generated data, and their tokenizer
@@ -192,7 +194,13 @@ class Recipe:
         values = dict(values)
         if isinstance(values.get("data"), Mapping):
             values["data"] = _with_evaluation(values["data"])
-        return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
+        try:
+            return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
+        except import_optional("omegaconf.errors", "Training by a recipe", "train").ConfigKeyError as error:
+            if "Did you mean" in str(error):  # which names keys of the same mapping
+                raise
+            sentence, _, details = str(error).partition("\n")
+            raise type(error)(f"{sentence}.{_did_you_mean(error.full_key)}\n{details}") from error
 
     def to_mapping(self) -> dict[str, Any]:
         """The mapping that `from_mapping` reads, with every default filled in."""
@@ -250,7 +258,7 @@ def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
     values = {key: value for key, value in model.items() if key not in _MODEL_KEYS}
     preset = model.get("preset")
     if model.get("pretrained") is not None:
-        return AutoConfig.from_pretrained(model["pretrained"], **values)
+        return AutoConfig.from_pretrained(find_folder(model["pretrained"]), **values)
     if preset is not None:
         cls = DCPythiaConfig if preset in DCPythiaConfig.presets() else DCFormerConfig
         special = {key: value for key, value in defaults.items() if key.endswith("_token_id")}
@@ -325,12 +333,29 @@ def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**data, "evaluation": {**inherited, **evaluation}}
 
 
+def _model_keys() -> set[str]:
+    return {*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))}
+
+
+def _did_you_mean(wrong: str) -> str:
+    """A question that names keys of a recipe whose last part is that of a wrong one, or nearly; or nothing."""
+    classes = {"data": DataRecipe, "training": TrainingRecipe}
+    names = {section: {field.name for field in fields(cls)} for section, cls in classes.items()}
+    names["model"] = _model_keys()
+    likely = difflib.get_close_matches(wrong.rpartition(".")[2], set().union(*names.values()), n=1, cutoff=0.8)
+    keys = [f"{section}.{name}" for section in names for name in likely if name in names[section]]
+    return f" Did you mean {' or '.join(keys)}?" if keys else ""
+
+
 def _check_model(model: Mapping[str, Any]) -> None:
     """Raise ValueError for keys and values that Transformers would ignore, or find only after reading data."""
-    allowed = {*_MODEL_KEYS, *(field.name for field in fields(DCFormerConfig))}
+    allowed = _model_keys()
     for key in model:
         if key not in allowed:
-            raise ValueError(f"'model.{key}' is not a key of a recipe; see the fields of DCFormerConfig.")
+            raise ValueError(
+                f"'model.{key}' is not a key of a recipe; see the fields of DCFormerConfig."
+                f"{_did_you_mean(f'model.{key}')}"
+            )
     preset, pretrained = model.get("preset"), model.get("pretrained")
     if preset is not None and pretrained is not None:
         raise ValueError(f"Give model.preset ({preset!r}) or model.pretrained ({pretrained!r}), not both.")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,6 +130,42 @@ def test_a_wrong_path_is_one_line_and_a_traceback_with_debug(command, tmp_path):
     assert failed.stderr.startswith("Error: ") and failed.stderr.count("\n") == 1
     with pytest.raises((OSError, ValueError)):
         call(*words, "--debug", catch_exceptions=False)
+
+
+MISSPELT = {
+    "generate": (["dcformer-tny", "x"], ["dcformer-tiny", "x", "--assistant-model", "transformer_tiny"]),
+    "analyse": (["Dcformer-tiny", "--text", "x"], ["dcformer-tiny", "--text", "x", "--tokenizer", "dcformer-tny"]),
+    "eval": (["dcformer"],),
+    "serve": (["dcformer-tiny2"],),
+    "demo": (["transformer"],),
+    "inspect": (["dcformer-tny"],),
+    "verify": (["dcformer-tny"], ["dcformer-tiny", "dcformer-tny"]),
+    "convert": [[kind, "dcformer-tny", "new"] for kind in ("maxtext", "torch", "upcycle", "to-maxtext")],
+}
+
+
+@pytest.mark.parametrize("command", MISSPELT)
+def test_a_misspelt_bundled_model_is_refused_with_their_names(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
+    for words in MISSPELT[command]:
+        failed = call(command, *words)
+        assert failed.exit_code == 1 and failed.stderr.startswith("Error: There is no folder and no bundled model '")
+        assert "dcformer-tiny and transformer-tiny" in failed.stderr and failed.stderr.count("\n") == 1
+
+
+def test_a_folder_is_read_whatever_its_name(tmp_path, monkeypatch):
+    shutil.copytree(dcformer.pretrained_path("dcformer-tiny"), tmp_path / "dcformer-tny")
+    monkeypatch.chdir(tmp_path)
+    assert call("verify", "dcformer-tny", "dcformer-tiny").exit_code == 0
+
+
+def test_checkpoints_may_be_bundled_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(call("inspect", "dcformer-tiny", "--json").output)["total_parameters"] == 1_111_424
+    assert call("convert", "torch", "dcformer-tiny", "new", "--tokenizer", "transformer-tiny").exit_code == 0
+    assert call("verify", "new", "dcformer-tiny").exit_code == 0
+    assert call("verify", "new", "transformer-tiny").exit_code == 1
 
 
 def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
+import torch
+from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import ANSWERS, tiny_model
 from typer.testing import CliRunner
 
@@ -83,6 +87,33 @@ def test_options_reach_generate(monkeypatch):
     call(ANSWERS, PROMPT, "--top-k", 5, "--min-p", 0.1, "--max-new-tokens", 2)
     wanted = {"do_sample": True, "top_k": 5, "min_p": 0.1, "max_new_tokens": 2}
     assert wanted.items() <= generate.call_args.kwargs.items()
+
+
+def test_temperature_0_is_greedy_whatever_else_is_asked_for(endless):
+    options = (endless, PROMPT, "--max-new-tokens", 12)
+    greedy = call(*options, "--greedy").stdout
+    others = ((), ("--do-sample",), ("--greedy",), ("--top-k", 5, "--top-p", 0.9, "--min-p", 0.1))
+    assert {call(*options, "--temperature", 0, *more).stdout for more in others} == {greedy}
+    assert {call(*options, "--temperature", 9, "--seed", seed).stdout for seed in (0, 1)}.isdisjoint({greedy})
+
+
+def test_a_group_of_a_quantised_cache_that_does_not_fit_names_one_that_does(tmp_path, monkeypatch):
+    """Of keys and values of 4 heads of 20 channels and 8 more, 5 tokens are 560 numbers."""
+    unpack = types.SimpleNamespace(unpack=lambda packed, bits: torch.cat([packed & 15, packed >> 4]))
+    monkeypatch.setattr(ext, "_lib", unpack)  # quanto's own is compiled for two minutes
+    tokenizer = build_tokenizer(64)
+    model = tiny_model("all_global", vocab_size=len(tokenizer), hidden_size=32, num_attention_heads=4, head_dim=20)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompts = [" ".join(PROMPT.split()[:count]) for count in (1, 2, 3, 5)]
+    refused = [call(tmp_path, prompt, "--cache", "quantized", "--max-new-tokens", 4) for prompt in prompts]
+    (size,) = {re.search(r"q_group_size=(\d+)", done.stderr).group(1) for done in refused if done.exit_code}
+    assert all("Group size (64) must be a divisor of (" in done.stderr for done in refused if done.exit_code)
+    config = json.loads((tmp_path / "generation_config.json").read_text())
+    config |= {"cache_config": {"q_group_size": int(size)}}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    for prompt in prompts:
+        assert call(tmp_path, prompt, "--cache", "quantized", "--max-new-tokens", 4).exit_code == 0
 
 
 def test_a_seed_draws_the_same_text_again(endless):
@@ -200,7 +231,7 @@ WRONG = {
     "no model": (["nowhere/at/all", "x"], "nowhere/at/all"),
     "empty prompt": (["dcformer-tiny"], "text to continue, got ''"),
     "two kinds of prompt": (["dcformer-tiny", "x", "--prompts", "f"], "--prompts"),
-    "no chat template": (["dcformer-tiny", "hello", "--chat"], "chat_template"),
+    "no chat template": (["dcformer-tiny", "hello", "--chat"], "by --chat-template"),
     "output alone": (["dcformer-tiny", "x", "--output", "f"], "output=f goes only with --prompts"),
     "no output": (["dcformer-tiny", "--prompts", "f"], "prompts=f goes only with --output"),
     "batches of one": (["dcformer-tiny", "x", "--batch-size", "3"], "batch_size=3 goes only with --prompts"),

@@ -177,12 +177,34 @@ def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch
     assert found == pytest.approx(expected, abs=1e-4) and max(sizes) == 1
 
 
+@pytest.mark.parametrize("shares", [True, False], ids=["shared beginnings", "whole inputs"])
+def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkeypatch):
+    folder = folders["gpt_neox", 50304]
+    model = language_model(folder, shared_prefixes=shares, batch_size=64)
+    sizes, forward, fits = [], model.model.forward, 2
+
+    def forward_in_little_memory(input_ids, **arguments):
+        if len(input_ids) > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        sizes.append(len(input_ids))
+        return forward(input_ids, **arguments)
+
+    monkeypatch.setattr(model.model, "forward", forward_in_little_memory)
+    answers = model.loglikelihood(instances(PAIRS))
+    assert values(answers) == pytest.approx(values([by_hand(folder, *pair) for pair in PAIRS]), abs=1e-4)
+    assert max(sizes) == 2
+    fits = 0
+    with pytest.raises(torch.OutOfMemoryError):  # nothing smaller is left to try
+        model.loglikelihood(instances(PAIRS))
+
+
 @pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
 def test_ids_without_a_row_are_refused_or_read_as_the_last_one(kind, folders):
     folder = folders[kind, 50257]
     with pytest.raises(ValueError, match="50276 in document 1 of question"):
-        language_model(folder).loglikelihood(instances([PAIRS[0], (SPACED, " c")]))
-    model = language_model(folder, oov_policy="clamp")
+        language_model(folder, oov_policy="error").loglikelihood(instances([PAIRS[0], (SPACED, " c")]))
+    model = language_model(folder)  # the ids without a row are runs of spaces
+    assert model.oov_policy == "clamp"
     answers = model.loglikelihood(instances([PAIRS[0], (SPACED, " c"), ("a", "  b")]))
     assert model.oov_documents == {("question", 1), ("question", 2)}
     tokenizer, plain = loaded(folder)

@@ -143,17 +143,17 @@ def test_interval_and_p_value_of_a_ratio_are_those_of_its_linearisation(metric):
     per_token = -(first - second) / (math.log(2) if metric == "bits_per_byte" else 1)
     rate = per_token.sum() / counts.sum()
     error = np.sqrt(((per_token - rate * counts) ** 2).sum()) / counts.sum()
-    assert found.value == pytest.approx(rate, rel=1e-9) and found.only_here is None
+    assert found.value == pytest.approx(rate, rel=1e-9) and found.wins is None
     assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
     assert found.p_value == pytest.approx(math.erfc(abs(rate) / error / math.sqrt(2)), abs=0.02)
 
 
-def two_models(only_here, only_there, count=100):
+def two_models(wins, losses, count=100):
     """Samples of two models that differ on so many documents, and are right on a third of the others."""
     values = np.arange(count) % 3 == 0
     first, second = values.astype(float), values.astype(float)
-    first[:only_here], second[:only_here] = 1, 0
-    both = slice(only_here, only_here + only_there)
+    first[:wins], second[:wins] = 1, 0
+    both = slice(wins, wins + losses)
     first[both], second[both] = 0, 1
     return as_samples(first.tolist()), as_samples(second.tolist())
 
@@ -163,7 +163,7 @@ def test_p_value_of_accuracies_is_of_the_exact_sign_test(here, there):
     found = paired_difference(*two_models(here, there), "acc", task="x", resamples=RESAMPLES)
     total = here + there
     tail = sum(math.comb(total, few) for few in range(min(here, there) + 1)) / 2**total
-    assert (found.only_here, found.only_there, found.documents) == (here, there, 100)
+    assert (found.wins, found.losses, found.documents) == (here, there, 100)
     assert found.p_value == pytest.approx(min(1, 2 * tail))
 
 
@@ -365,6 +365,15 @@ def test_p_values_are_corrected_within_a_table_and_summaries_apart(compared):
         build_report(output, correction="bonferroni")
 
 
+def test_wins_less_losses_are_the_difference_in_documents(compared):
+    report = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES)
+    cells = report.tables()["Accuracy in percent, 0-shot"].set_index("model").loc["wins : losses, p"]
+    counts = [cells[task].split(", p")[0].split(" : ") for task in TABLE4_COLUMNS]
+    rows = [row_of(report, DCPYTHIA, task) for task in TABLE4_COLUMNS]
+    differences = [int(wins) - int(losses) for wins, losses in counts]
+    assert differences == [round(row.delta * row.n) for row in rows] and max(differences) > 0
+
+
 def test_every_format_holds_the_same_numbers_and_sentences(compared):
     rich = pytest.importorskip("rich.console")
     report = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES)
@@ -408,7 +417,8 @@ def test_what_cannot_be_compared_is_noted(change, reason, tmp_path):
 def test_cut_documents_unknown_ids_and_the_policy_are_said(tmp_path):
     write_accuracy(tmp_path, PYTHIA, "piqa", 0.7, observed={"oov_documents": 19, "truncated_documents": 7})
     notes = "\n".join(build_report(tmp_path).notes)
-    assert "oov_policy clamp" in notes and "19 of piqa" in notes and "7 of piqa" in notes
+    assert "oov_policy clamp (a token id without an embedding row is read as the last row)" in notes
+    assert "19 of piqa" in notes and "7 of piqa" in notes
 
 
 def test_paths_are_shortened_as_far_as_they_differ():

@@ -18,12 +18,12 @@ pytest.importorskip("lm_eval")
 import datasets
 from test_eval_model import by_hand, save_model
 from tiny_models import ANSWERS, tiny_model
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.common.files import file_lock, json_digest
 from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run
-from dcformer.eval import model as model_room
 from dcformer.head_tasks import build_tokenizer
 
 
@@ -195,10 +195,19 @@ def test_an_id_beyond_the_vocabulary_stops_the_run_and_keeps_what_is_finished(fe
     row = {"goal": "Goal  two", "sol1": "a", "sol2": "b", "label": 0}
     datasets.Dataset.from_list([row] * 3).to_parquet(spaced / "piqa" / "validation.parquet")
     with pytest.raises(ValueError, match="50276 in document 0 of dcformer_piqa"):
-        start(few_rows, tasks="sciq,piqa", data_dir=spaced)
+        start(few_rows, tasks="sciq,piqa", data_dir=spaced, oov_policy="error")
     assert [record.task for record in read_records(tmp_path / "out")] == ["sciq"]
-    record = start(few_rows, tasks="sciq,piqa", data_dir=spaced, oov_policy="clamp")[1]
+    record = start(few_rows, tasks="sciq,piqa", data_dir=spaced)[1]
     assert record.settings["oov_policy"] == "clamp" and record.observed["oov_documents"] == 3
+
+
+@pytest.mark.parametrize("token, policy", [(" " * 30, "clamp"), ("word", "error")])
+def test_ids_without_a_row_are_read_by_default_only_if_all_are_runs_of_spaces(token, policy, model, tmp_path, start):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.add_tokens([" " * 31, token]) == 2
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (record,) = start(tasks="piqa", tokenizer=str(tmp_path / "tokenizer"))
+    assert record.settings["oov_policy"] == policy
 
 
 @pytest.mark.parametrize(
@@ -389,4 +398,3 @@ def test_two_processes_write_what_one_does(start, model, data, fixtures, tmp_pat
 def test_the_policy_of_a_model_that_misses_no_id_is_not_recorded(start, model):
     (record,) = start(tasks="piqa", oov_policy="clamp")
     assert record.settings["oov_policy"] is None
-    assert model_room.policy_in_force(tiny_model("dcformer").config, None) == "error"

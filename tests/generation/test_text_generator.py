@@ -140,7 +140,7 @@ def test_a_stream_that_is_closed_ends_its_thread(loaded):
 def test_errors_and_warnings_reach_the_reader_of_the_stream(loaded):
     visitor, warned = ContextVar("visitor"), []
     visitor.set("somebody")
-    generator = TextGenerator(loaded, max_new_tokens=70, warn=lambda _: warned.append(visitor.get()), temperature=0.0)
+    generator = TextGenerator(loaded, max_new_tokens=70, warn=lambda _: warned.append(visitor.get()), temperature=-1.0)
     with pytest.raises(ValueError, match="temperature"):
         next(generator.stream("Ruth"))
     assert warned == ["somebody"]

@@ -92,6 +92,21 @@ def test_a_wrong_key_or_value_is_named(sections, words):
         tiny_recipe("run", **sections)
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    {
+        "max_steps=10": "training.max_steps",
+        "learning_rates=1": "training.learning_rate",
+        "training.sequence_length=8": "data.sequence_length",
+        "hidden_size=8": "model.hidden_size",
+        "model.max_steps=10": "training.max_steps",
+    }.items(),
+)
+def test_a_key_of_another_part_of_the_recipe_names_the_right_one(given, meant):
+    with pytest.raises((ValueError, OmegaConfBaseException), match=rf"{given.split('=')[0].split('.')[-1]}.*{meant}\?"):
+        load_recipe("dcformer++-405m", [given])
+
+
 def test_an_output_without_a_name_is_refused():
     with pytest.raises(ValueError, match="output must name a folder, got ''"):
         tiny_recipe("")
