@@ -427,7 +427,7 @@ class Implementation:
             output. Shapes are those of [`composed_attention`] and fit; the mask is a [`Visibility`]; autocast is off.
         supports (`Callable`): Takes the same but `scaling` and `chunk_size`, returns None if it can compute them, else
             the reason why not, as the end of a sentence.
-        automatic (`Callable`, *optional*): As `supports`, asked where none is named. None: it is never chosen unasked.
+        automatic (`Callable`, *optional*): As `supports`, asked where none is named. None: it is only used when named.
     """
 
     name: str

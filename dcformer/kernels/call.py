@@ -96,6 +96,12 @@ def channels_last(states: Tensor) -> Tensor:
     return states if states.shape[-1] == 1 or states.stride(-1) == 1 else states.contiguous()
 
 
+def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    """(batch, heads, query, value channels), in memory (batch, query, heads, channels), as models go on with it."""
+    batch, heads, queries, _ = query.shape
+    return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+
+
 def readable_mask(dense: Tensor) -> Tensor:
     """A dense mask of booleans, or of float32 with -inf where it hides."""
     if not dense.dtype.is_floating_point:

@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call
-from .ops import new_output
+from .call import LOG2_E, Call, new_output
 from .plan import Mask, Stage, States
 from .tiles import load_factors, offsets_of
 

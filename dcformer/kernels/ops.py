@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, TENSORS, Call, channels_last
+from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_output
 
 
 _workspace_bytes: int | None = None
@@ -58,12 +58,6 @@ def _decode(*arguments: Any) -> Tensor:
     call, of_cache = Call(*arguments[:-3]).with_channels_last(), arguments[-3:]
     with torch.cuda.device_of(call.query):
         return composed_decode(call, *of_cache)
-
-
-def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """(batch, heads, query, value channels), in memory (batch, query, heads, channels), as models go on with it."""
-    batch, heads, queries, _ = query.shape
-    return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
 
 
 def register_op(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any] = new_output) -> Any:

@@ -27,10 +27,10 @@ MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a pro
 
 
 def triton_factors(act_fn: nn.Module, eps: float, *tensors: Tensor | None) -> Tensor | None:
-    """As [`compose_dcformer.fused_factors`], where the kernels of attention are chosen unasked too."""
+    """As [`compose_dcformer.fused_factors`], where the kernels of attention are selected automatically too."""
     given = [tensor for tensor in tensors if tensor is not None]
     device, weight, approximate = given[0].device, tensors[1], _APPROXIMATIONS.get(type(act_fn))
-    if device.type != triton_form._UNASKED_ON or triton_form._why_not_here(device.type, device.index):
+    if device.type != triton_form._AUTOMATIC_ON or triton_form._why_not_here(device.type, device.index):
         return None
     if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or why_transformed():
         return None

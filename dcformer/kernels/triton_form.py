@@ -1,4 +1,4 @@
-"""The kernels as an implementation of composed attention: which calls they take, and when they are chosen unasked."""
+"""The kernels as an implementation of composed attention: which calls they take, and when they are selected unnamed."""
 
 import functools
 import importlib.metadata
@@ -21,7 +21,7 @@ MOST_HEADS = 64  # of a group
 OLDEST_TRITON = "3.6"
 OLDEST_CAPABILITY = (8, 0)
 
-_UNASKED_ON = "cuda"  # where it is chosen unasked
+_AUTOMATIC_ON = "cuda"  # where it is selected automatically
 # For fewer scores in a graph of `torch.compile` launches are estimated to take longer than PyTorch, which Inductor
 # fuses: on an H100 a training step of a small model took 10 ms so, and 54 by kernels that are launched one at a time.
 FEWEST_SCORES_IN_A_GRAPH = 2**24
@@ -55,9 +55,9 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor, *stages: Weights, 
 
 
 def why_not_automatic(query: Tensor, key: Tensor, *others: Any, mask: Visibility, dropout: float = 0.0) -> str | None:
-    """Why the kernels are not chosen unasked: they are on every CUDA device, but for small calls in compiled graphs."""
-    if query.device.type != _UNASKED_ON:
-        return "it is chosen unasked on CUDA devices only"
+    """Why the kernels are not selected automatically: they are on CUDA devices, except for small calls in graphs."""
+    if query.device.type != _AUTOMATIC_ON:
+        return "it is selected automatically on CUDA devices only"
     sizes = (*query.shape[:3], key.shape[2])
     if torch.compiler.is_compiling() and all(map(is_number, sizes)) and query.shape[2] > MOST_DECODE_QUERIES:
         seen = key.shape[2] if mask.sliding_window is None else min(key.shape[2], mask.sliding_window)

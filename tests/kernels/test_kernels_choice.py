@@ -1,4 +1,4 @@
-"""The kernels in the operator's table: as operators of torch, by name in models, and where they are chosen unasked."""
+"""The kernels in the operator's table: as operators of torch, by name in models, and selected automatically."""
 
 import contextlib
 import functools
@@ -145,8 +145,8 @@ def test_models_generate_the_same_by_name():
 
 @pytest.fixture
 def unasked(monkeypatch):
-    """A CPU stands for a CUDA device, where the kernels are chosen unasked."""
-    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
+    """A CPU stands for a CUDA device, where the kernels are selected automatically."""
+    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
     monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
     torch._dynamo.reset()
 

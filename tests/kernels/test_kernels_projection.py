@@ -50,7 +50,7 @@ def launched(monkeypatch):
         launch(*call)
 
     monkeypatch.setattr(projection_kernel, "launch_factors", watched)
-    monkeypatch.setattr(triton_form, "_UNASKED_ON", DEVICE)
+    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
     torch._dynamo.reset()
     return found
 
