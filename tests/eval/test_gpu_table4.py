@@ -1,0 +1,158 @@
+"""`scripts/gpu_table4` with tiny models on a CPU: what it writes, how it resumes, and what it says of wrong scores."""
+
+import json
+
+import pytest
+import torch
+
+
+pytest.importorskip("lm_eval")
+
+from scripts import gpu_table4
+from scripts.gpu_table4 import HARNESS, METHODS, REFERENCE, main
+
+
+MODEL = "dcformer-2.8b"
+N_CELLS = 3 * 3 + 1  # methods, by 0 and 5 examples and a shorter context; and the reference
+
+
+@pytest.fixture(scope="module")
+def run(data_dir):
+    def run(json_file, *options):
+        asked = ["--data", data_dir, "--json", str(json_file), "--models", MODEL, "--tasks", "winogrande"]
+        return main(["run", "--tiny", "--device", "cpu", *asked, *options])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(run, tmp_path_factory):
+    """A file of all cells."""
+    file = tmp_path_factory.mktemp("table4") / "table4.json"
+    assert run(file) == 0
+    return file
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def by_method(content, shots=0):
+    cells = (each for each in content["cells"] if (each["num_fewshot"], each["max_length"]) == (shots, 256))
+    return {cell["method"]: cell for cell in cells}
+
+
+def test_every_cell_has_the_scores_of_the_harness(finished):
+    content = read(finished)
+    assert len(content["cells"]) == N_CELLS and content["missing"] == []
+    assert len(content["comparisons"]) == 6
+    for each in content["comparisons"]:
+        assert each["agrees"] and each["same_prompts"] and each["other_decisions"] == 0 and each["decisions"] == 2
+        assert each["relative_error"] < 1e-6
+    cells = by_method(content)
+    for method in METHODS:
+        for mine, reference in zip(cells[method]["log_likelihoods"], cells[REFERENCE]["log_likelihoods"]):
+            assert mine == pytest.approx(reference, rel=1e-5)
+    cells = by_method(content, shots=5)
+    assert cells["shared prefixes"]["cached_tokens"] > cells["whole inputs"]["cached_tokens"] == 0
+    lengths = {(each["num_fewshot"], each["max_length"]) for each in content["cells"]}
+    assert lengths == {(0, 256), (5, 256), (5, 128)}
+
+
+def test_the_whole_table_takes_its_tokens_at_the_measured_rates(finished):
+    content = read(finished)
+    (whole,) = content["whole_table"]
+    tokens = {0: 54479, 5: 364735}  # of WinoGrande in benchmarks/results/evaluation_tokens.json
+    assert whole["tokens"] == sum(tokens.values()) and whole["share_measured"] == 1
+    for method in METHODS:
+        seconds = 0
+        for shots, total in tokens.items():
+            cells = by_method(content, shots)
+            seconds += total / (cells["whole inputs"]["input_tokens"] / cells[method]["seconds"])
+        assert whole["minutes"][method] == pytest.approx(seconds / 60)
+    less = whole["times_less_than_the_harness"]["shared prefixes"]
+    assert less == pytest.approx(whole["minutes"][HARNESS] / whole["minutes"]["shared prefixes"])
+
+
+def test_a_killed_run_resumes_and_time_that_is_up_ends_one(run, finished, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "table4.json"
+    assert run(file, "--minutes", "0") == 0
+    assert (len(read(file)["missing"]), read(file)["cells"]) == (N_CELLS, [])
+    assert f"{N_CELLS} cells are missing" in capsys.readouterr().out
+    scored, score = [], gpu_table4.run_harness
+
+    def score_and_die(*given, **options):
+        scored.append(given)
+        if len(scored) == 3 + 5:  # after the warm-up and four cells
+            raise KeyboardInterrupt
+        return score(*given, **options)
+
+    monkeypatch.setattr(gpu_table4, "run_harness", score_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        run(file)
+    before = read(file)
+    assert (len(before["cells"]), len(before["missing"])) == (4, N_CELLS - 4)
+    assert run(file) == 0
+    after = read(file)
+    assert after["cells"][:4] == before["cells"] and after["missing"] == []
+    scores = [[cell["log_likelihoods"] for cell in read(each)["cells"]] for each in (file, finished)]
+    assert scores[0] == scores[1]  # by the same weights
+    calls = len(scored)
+    assert run(file) == 0 and len(scored) == calls
+
+
+def test_wrong_scores_and_other_prompts_end_with_status_1(run, finished, tmp_path, capsys):
+    for wrong in ("log_likelihoods", "prompts"):
+        content = read(finished)
+        (cell,) = (each for each in content["cells"] if each == by_method(content)["whole inputs"])
+        if wrong == "prompts":
+            cell["prompts"] = "others"
+        else:
+            cell["log_likelihoods"][0][0] *= 1.001
+        file = tmp_path / f"{wrong}.json"
+        file.write_text(json.dumps(content))
+        assert run(file) == 1
+        assert capsys.readouterr().out.count("DIFFERS") == 1
+
+
+def test_what_was_measured_otherwise_is_not_continued(run, finished):
+    with pytest.raises(ValueError, match="was measured with limit=2, not 3; give another --json"):
+        run(finished, "--limit", "3")
+    with pytest.raises(ValueError, match="--limit must be at least 1, got 0"):
+        run(finished, "--limit", "0")
+    with pytest.raises(ValueError, match=r"from 1 to 2048, the models' positions, got \[4096\]"):
+        run(finished, "--lengths", "4096")
+
+
+def test_batches_get_smaller_where_memory_is_not_enough(run, finished, tmp_path, monkeypatch):
+    build = gpu_table4.Session.build
+
+    def build_in_little_memory(session, preset):
+        model = build(session, preset)
+
+        def refuse_large_batches(_, given):
+            if len(given[0]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more.")
+
+        model.register_forward_pre_hook(refuse_large_batches)
+        return model
+
+    monkeypatch.setattr(gpu_table4.Session, "build", build_in_little_memory)
+    file = tmp_path / "table4.json"
+    assert run(file) == 0
+    assert {cell["most_inputs_at_once"] for cell in read(file)["cells"]} <= {1, 2}
+    assert max(cell["most_inputs_at_once"] for cell in read(finished)["cells"]) == 4
+    assert all(each["agrees"] for each in read(file)["comparisons"])
+
+
+def test_prepare_copies_data_and_lists_what_else_is_needed(tmp_path):
+    data, out = tmp_path / "data", tmp_path / "out"
+    for name in (*gpu_table4.TABLE4_COLUMNS, "tokenizer", "wikitext2"):
+        (data / name).mkdir(parents=True)
+        (data / name / ("20B_tokenizer.json" if name == "tokenizer" else "test.parquet")).write_text(name)
+    assert main(["prepare", "--data", str(data), "--out", str(out), "--has", "pandas", "PyArrow"]) == 0
+    assert (out / "piqa" / "test.parquet").read_text() == "piqa" and not (out / "wikitext2").exists()
+    assert (out / "tokenizer" / "20B_tokenizer.json").read_text() == "tokenizer"
+    wheels = {line.split("==")[0] for line in (out / "wheels.txt").read_text().splitlines()}
+    assert wheels >= {"lm-eval", "datasets", "dill"}
+    assert not wheels & {"pandas", "pyarrow", "torch", "transformers", "numpy", "dcformer"}
