@@ -1,6 +1,7 @@
 """The study of language modelling: its text, its classes of tokens, the cost of equal loss, and its report."""
 
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ from dcformer.bench.measure import Timing
 from dcformer.experiments import plan_sweep
 from dcformer.training import load_recipe
 from research import sweeps
-from research.language_modelling import inside, report, speed
+from research.language_modelling import gpu, inside, report, speed
 from research.language_modelling.breakdown import LENGTH, classified_parts
+from research.language_modelling.pack import pack
 from research.language_modelling.prepare import prepare, train_tokenizer
 from research.language_modelling.run import SWEEPS
 from research.upcycling import run as upcycling
@@ -31,7 +33,7 @@ def rows_of(file):
     return [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", [*SWEEPS, "gpu"])
 def test_every_run_of_the_study_is_planned(name):
     sweep, runs = plan_sweep(load_recipe(str(Path(report.__file__).parent / "recipes" / f"{name}.yaml")))
     assert len(runs) == len(sweep.variants) * len(sweep.seeds)
@@ -60,7 +62,7 @@ def test_text_is_divided_by_its_hash_and_nothing_is_there_twice(tmp_path):
 
 
 def test_tokens_are_classed_by_their_word_and_whether_the_part_has_had_it():
-    tokenizer = train_tokenizer([TEXT] * 3)
+    tokenizer = train_tokenizer([TEXT] * 3, 2048)
     text = TEXT + "x" * LENGTH + " total"
     parts = list(classified_parts(text, tokenizer, frozenset({"int", "return"})))
     assert [token for part in parts for token, _ in part] == tokenizer(text)["input_ids"]
@@ -89,6 +91,151 @@ def test_the_cost_of_equal_loss_is_found_from_laws_of_a_known_ratio(ratio):
     noisy["loss"] *= 1 + 0.005 * noisy["seed"]
     spread = report.compute_ratios(noisy, "flops").loc["all"]
     assert spread["low"] < spread["high"] and spread["low"] <= ratio + 1e-6
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A packed text of 200 files, the folder of the files, and their texts."""
+    folder = tmp_path_factory.mktemp("packed")
+    texts = [f"int number_{number};\n" + TEXT * (4 + number % 7) for number in range(200)]
+    (folder / "text").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "text" / f"{number}.c").write_text(text)
+    return pack(folder / "text", "code", 30_000, folder), folder / "text", texts
+
+
+def tiny_gpu_recipe(folder, *changes):
+    """The recipe `gpu` with models of a few channels and four steps of two rows."""
+    model = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+    }
+    training = {"tokens": 256, "batch_tokens": 64, "per_device_batch_size": 1, "compile": "false"}
+    training |= {"logging_steps": 2, "evaluation_steps": 3, "precision": "fp32"}
+    settings = [f"model.{key}={value}" for key, value in model.items()] + ["model.sliding_window=8"]
+    settings += [f"training.{key}={value}" for key, value in training.items()]
+    settings += ["data.sequence_length=32", f"data.source={folder / 'train.xz'}"]
+    return load_recipe(str(Path(gpu.__file__).parent / "recipes" / "gpu.yaml"), [*settings, *changes])
+
+
+def test_packed_tokens_are_the_texts_and_damage_is_seen(packed, capsys):
+    folder, source, texts = packed
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    found, sizes = [], {}
+    for split in ("train", "validation", "test"):
+        tokens = gpu.read_rows(folder / f"{split}.xz", 1, torch.device("cpu")).flatten()
+        found += tokenizer.decode(tokens).split("<|endoftext|>")[:-1]
+        sizes[split] = tokens.shape[0]
+    assert set(found) < set(texts) and len(found) == len(set(found)) and sum(map(len, found)) > 30_000
+    assert gpu.check(folder)["tokens"] == sizes
+    assert pack(source, "code", 30_000, folder.parent) == folder and "is there" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="packed with 30,000 characters, not 40,000"):
+        pack(source, "code", 40_000, folder.parent)
+    with pytest.raises(ValueError, match="less than a row"):
+        gpu.read_rows(folder / "test.xz", 10**6, torch.device("cpu"))
+    shutil.copytree(folder, folder.parent / "damaged")
+    (folder.parent / "damaged" / "test.xz").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"test\.xz.* has 0 bytes"):
+        gpu.check(folder.parent / "damaged")
+
+
+def test_the_gpu_recipe_is_trained_and_recorded_as_the_report_reads_it(packed, tmp_path, monkeypatch, capsys):
+    folder = packed[0]
+    only = "sweep.only=[transformer_11m,dcformer_11m,transformer_11m-half]"
+    more = "sweep.variants.transformer_11m-half.training.tokens=128"
+    results = gpu.run(tiny_gpu_recipe(folder, only, more), tmp_path / "code-0.json", 5, [1e-3, 1e-2])
+    assert json.loads((tmp_path / "code-0.json").read_text()) == results
+    runs = {run["variant"]: run for run in results["runs"]}
+    assert [run["training"]["steps"] for run in runs.values()] == [4, 4, 2]
+    for run in runs.values():
+        steps, rates = run["training"]["steps"], results["rates"].get(run["variant"])
+        assert [step for step, _ in run["losses"]] == ([2, 3, 4] if steps == 4 else [2])
+        assert run["curve"]["step"] == ([3, 4] if steps == 4 else [2])
+        assert rates is None or run["training"]["learning_rate"] == float(min(rates, key=rates.get))
+        tokens, total = (sum(part) for part in zip(*run["test"]["positions"].values()))
+        assert run["test"]["tokens"] == tokens and run["test"]["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert set(results["rates"]) == {"transformer_11m", "dcformer_11m"}
+    with pytest.raises(FileExistsError, match="give another"):
+        gpu.run(tiny_gpu_recipe(folder), tmp_path / "code-0.json", 5)
+    monkeypatch.setattr(sys, "argv", ["report", "--results", str(tmp_path)])
+    report.main()
+    printed = capsys.readouterr().out
+    assert "11m" in printed[printed.index("## Pairs") :] and "## Cost of equal loss by more tokens" in printed
+    assert (tmp_path / "curves.png").is_file()
+
+
+def test_steps_of_several_passes_are_those_of_a_plain_loop(packed):
+    recipe, device = tiny_gpu_recipe(packed[0], "seed=3"), torch.device("cpu")
+    rows = {name: gpu.read_rows(packed[0] / f"{name}.xz", 32, device) for name in ("train", "validation")}
+    learner = gpu.Learner(recipe, 8192, device)
+    for _ in range(2):  # the second run begins with the same weights
+        *_, outcome = learner.train(recipe, 4, 0.01, rows)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(learner.model.config)
+    decayed = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    order, losses = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(3 * 1_000_003)), []
+    for step in range(4):
+        for group in optimizer.param_groups:  # a cosine down to a tenth; 5 % of four steps is no warm-up
+            group["lr"] = 0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 4)) / 2)
+        batch = rows["train"][order[2 * step : 2 * step + 2]].long()
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert outcome["losses"][0] == [2, pytest.approx(sum(losses[:2]) / 2, rel=1e-5)]
+    assert outcome["losses"][-1] == [4, pytest.approx(losses[3], rel=1e-4)]
+
+
+def test_a_gpu_run_that_is_short_of_time_takes_fewer_steps_or_stops_early(packed, tmp_path, monkeypatch):
+    recipe = tiny_gpu_recipe(packed[0], "training.tokens=640000")  # 10,000 steps
+
+    def choose_rate(learner, recipe, rates, rows):
+        learner.step_seconds = 1.0
+        return {}
+
+    monkeypatch.setattr(gpu.Learner, "choose_rate", choose_rate)
+    monkeypatch.setattr(gpu, "_LEAST_SHARE", 0.0)
+    monkeypatch.setattr(gpu, "_RESERVED", 10.0)
+    results = gpu.run(recipe, tmp_path / "code-0.json", 5)
+    first, second = (run["training"]["planned_steps"] for run in results["runs"])
+    assert first == second <= math.ceil(0.97 * 290 / 20_000 * 10_000)  # 290 of 20,000 seconds
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"Of 0 minutes .* s are left for runs of .* s; give more --minutes"):
+        gpu.run(tiny_gpu_recipe(packed[0]), tmp_path / "code-1.json", 0, [1e-3])
+    learner, rows = gpu.Learner(recipe, 8192, torch.device("cpu")), {}
+    for name in ("train", "validation"):
+        rows[name] = gpu.read_rows(packed[0] / f"{name}.xz", 32, torch.device("cpu"))
+    *_, outcome = learner.train(recipe, 10_000, 1e-3, rows, deadline=0.0)
+    assert outcome["steps"] == 2 and math.isfinite(outcome["evaluation_loss"])
+
+
+def test_a_loss_that_is_not_finite_ends_a_gpu_run(packed):
+    recipe = tiny_gpu_recipe(packed[0])
+    rows = {"train": gpu.read_rows(packed[0] / "train.xz", 32, torch.device("cpu"))}
+    learner = gpu.Learner(recipe, 8192, torch.device("cpu"))
+    with pytest.raises(FloatingPointError, match="at a rate of inf; lower it"):
+        list(learner.train(recipe, 4, math.inf, rows | {"validation": rows["train"]}))
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.4])
+def test_more_tokens_of_the_baseline_for_equal_loss_follow_a_law_of_a_known_ratio(ratio):
+    rows = [
+        {"model": "transformer", "size": size, "tokens": tokens, "flops": flops, "loss": 30 * flops**-0.08}
+        for size, tokens, flops in (("11m", 200, 2e16), ("11m-half", 100, 1e16))
+    ]
+    rows.append({"model": "dcformer", "size": "11m", "tokens": 200, "flops": 2.1e16})
+    rows[-1]["loss"] = 30 * (ratio * 2.1e16) ** -0.08
+    runs = pd.DataFrame([row | {"text": "code", "seed": 0} for row in rows])
+    assert list(report.length_table(runs)["FLOPs"]) == [f"{ratio:.3f}"]
+    assert len(report.length_table(runs[runs["size"] == "11m"])) == 0
 
 
 def test_the_report_of_the_recorded_results_is_written(tmp_path, monkeypatch, capsys):
@@ -175,7 +322,7 @@ def test_runs_that_another_process_finished_are_recorded(tmp_path, monkeypatch):
     assert [run["test"] for run in results["runs"]] == [["plain", 16, True], ["composed", 16, True]]
 
 
-def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):
+def test_variants_are_compared_with_intervals_that_hold_together():
     losses = {
         name: {seed: loss + noise * seed for seed in range(3)}
         for name, loss, noise in (("none", 2.0, 0.01), ("rank_2", 1.9, 0.012), ("pre", 1.95, 0.009))
@@ -183,8 +330,6 @@ def test_variants_are_compared_with_intervals_that_hold_together(tmp_path):
     table = report.rows_table(losses, {"none": 11.68}, report.ROWS_OF_TABLE_9, "none")
     assert list(table["variant"]) == [report.ROWS_OF_TABLE_9[name] for name in ("rank_2", "pre", "none")]
     assert table["over no composition"][0].startswith("-0.098 (-0.10") and table["over no composition"][2] == ""
-    report.plot_rows(losses, report.ROWS_OF_TABLE_9, "none", tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").is_file()
 
 
 def test_attention_on_copied_words_and_losses_without_a_branch_or_a_head(tmp_path):

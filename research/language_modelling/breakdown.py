@@ -69,8 +69,9 @@ def breakdown(model_folder: Path, data: Path) -> dict[str, Any]:
 @torch.no_grad()
 def token_losses(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Loss in nats of every token but the first of each row, on the CPU: (rows, tokens - 1)."""
-    logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits[:, :-1]  # (rows, tokens, vocabulary)
-    return cross_entropy(logits.transpose(1, 2).float().cpu(), input_ids[:, 1:], reduction="none")
+    input_ids = input_ids.to(model.device)
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]  # (rows, tokens, vocabulary)
+    return cross_entropy(logits.transpose(1, 2).float(), input_ids[:, 1:], reduction="none").cpu()
 
 
 def classified_parts(text: str, tokenizer, frequent: frozenset[str]) -> Iterator[list[tuple[int, str]]]:

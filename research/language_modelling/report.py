@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
-from dcformer.common.plotting import draw_grid, draw_rows, picture
+from dcformer.common.plotting import draw_grid, picture
 from dcformer.eval import compare_seeds, seed_interval
 from dcformer.training import load_recipe
 
@@ -30,40 +30,23 @@ MODELS = {"transformer": "Transformer++", "dcformer": "DCFormer++"}
 COLOURS = {"transformer": "#D55E00", "dcformer": "#0072B2"}
 MARKERS = {"code": "o", "prose": "s"}
 PUBLISHED_RATIO = (1.7, 2.0)  # compute of a Transformer that is as good, abstract of the paper
-ROWS_OF_TABLE_10 = {
-    "full": "no windows",
-    "1to1": "windows in 2 of 4 layers",
-    "3to1": "windows in 3 of 4 layers",
-    "1to1_query_wise": "windows in 2 of 4 layers, query-wise only",
-    "3to1_query_wise": "windows in 3 of 4 layers, query-wise only",
-}
-HEADS = {
-    "transformer_small": "Transformer++, small, heads of 32",
-    "transformer_of_16": "Transformer++, small, heads of 16",
-    "dcformer_small": "DCFormer++, small, heads of 32",
-    "dcformer_of_16": "DCFormer++, small, heads of 16",
-    "dcformer_middle": "DCFormer++, middle, heads of 32",
-    "dcformer_middle_of_16": "DCFormer++, middle, heads of 16",
-}
-# Rows of a table that are models of code.yaml: name of the row -> variant.
-OF_CODE = {
-    "ablation": {"none": "transformer_small", "rank_2": "dcformer_small"},
-    "windows": {"full": "dcformer_small"},
-}
-PUBLISHED = {"ablation": "ablation-405m", "windows": "tradeoffs-405m"}  # recipes with the perplexities of the paper
+# Rows of the ablation that are models of code.yaml: name of the row -> variant.
+OF_CODE = {"none": "transformer_small", "rank_2": "dcformer_small"}
+PUBLISHED = "ablation-405m"  # recipe with the perplexities of the paper
 _RESAMPLES = 10_000
 
 
 def read_pairs(folder: Path) -> pd.DataFrame:
     """
-    A row per run of the pairs: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`. Seconds follow
-    from `speed.json`; those of a variant that it has not are what the run took.
+    A row per finished run in `<text>.json` and `<text>-*.json`: `text`, `model`, `size`, `seed`, its costs, losses,
+    `curve` and `test`. Seconds follow from `speed.json`; those of a variant that it has not are what the run took.
     """
     rows = []
     speed = folder / "speed.json"
     step_seconds = json.loads(speed.read_text(encoding="utf-8"))["seconds"] if speed.is_file() else {}
     for text in MARKERS:
-        for run in recorded(folder / f"{text}.json")["runs"]:
+        files = (folder / f"{text}.json", *sorted(folder.glob(f"{text}-*.json")))
+        for run in (run for file in files for run in recorded(file)["runs"] if "test" in run):
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
@@ -130,8 +113,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def complete(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose seed both models of a size have."""
-    return pairs[pairs.groupby(["text", "size", "seed"])["model"].transform("nunique") == len(MODELS)]
+    """The rows whose seed both models of a size have, trained on as many tokens."""
+    return pairs[pairs.groupby(["text", "size", "seed", "tokens"])["model"].transform("nunique") == len(MODELS)]
 
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:
@@ -154,7 +137,7 @@ def pairs_table(pairs: pd.DataFrame) -> pd.DataFrame:
             row[f"loss, {name}"] = f"{wide[model].mean():.3f}"
         row["difference"] = with_interval(difference, "+")
         row["of a further seed"] = "" if math.isnan(low) else f"{low:+.3f} to {high:+.3f}"
-        row["operations, ratio"] = f"{first.loc['dcformer', 'flops'] / first.loc['transformer', 'flops']:.2f}"
+        row["FLOPs, ratio"] = f"{first.loc['dcformer', 'flops'] / first.loc['transformer', 'flops']:.2f}"
         row["seconds, ratio"] = f"{seconds['dcformer'] / seconds['transformer']:.2f}"
         rows.append(row)
     return pd.DataFrame(rows)
@@ -189,31 +172,33 @@ def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
         for size in found["flops"].index:
             cells = {axis: _ratio(*ratios.loc[size]) for axis, ratios in found.items()}
             rows.append({"text": text, "at the cost of": size} | cells)
-    return pd.DataFrame(rows).rename(columns={"flops": "operations"})
+    return pd.DataFrame(rows).rename(columns={"flops": "FLOPs"})
+
+
+def length_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """
+    How many times the FLOPs of DCFormer++ the baseline of its size needs for the same loss if it reads more tokens.
+
+    A line through the baseline's lengths, logarithm of the loss on that of the FLOPs, is read at the loss of
+    DCFormer++. Other lengths of a size have its name with a hyphen and more behind it, such as `11m-half`.
+    """
+    runs = runs.assign(size=runs["size"].str.partition("-")[0])
+    rows = []
+    for (text, size), group in runs.groupby(["text", "size"], sort=False):
+        ratios = {}
+        for seed, of_seed in group.groupby("seed"):
+            own, base = (of_seed[of_seed["model"] == model] for model in ("dcformer", "transformer"))
+            if len(own) == 1 and base["tokens"].nunique() > 1:
+                slope, level = np.polyfit(np.log(base["flops"]), np.log(base["loss"]), 1)
+                cost = np.exp((np.log(own["loss"].item()) - level) / slope)
+                ratios[seed] = cost / own["flops"].item()
+        if ratios:
+            rows.append({"text": text, "size": size, "seeds": len(ratios), "FLOPs": with_interval([*ratios.values()])})
+    return pd.DataFrame(rows)
 
 
 def _ratio(ratio: float, low: float, high: float) -> str:
     return f"{ratio:.2f}" + ("" if math.isnan(low) else f" ({low:.2f} to {high:.2f})")
-
-
-def rates_table(found: dict[str, dict[int, float]]) -> pd.DataFrame:
-    """Test losses by learning rate, with what else a variant's name says, and model, and by seed."""
-    rows: dict[str, dict[str, str]] = {}
-    for name, losses in sorted(found.items(), key=lambda item: float(item[0].split("_")[1])):
-        model, rate, *more = name.split("_")
-        rows.setdefault(" ".join([f"{float(rate):g}", *more]), {})[MODELS[model]] = by_seed(losses)
-    table = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=[*MODELS.values()])
-    return table.fillna("").rename_axis("rate").reset_index()
-
-
-def by_seed(losses: dict[int, float]) -> str:
-    return ", ".join(f"{loss:.3f} ({seed})" for seed, loss in sorted(losses.items()))
-
-
-def heads_table(losses: dict[str, dict[int, float]]) -> pd.DataFrame:
-    """Test losses on code with either size of heads, by seed."""
-    rows = [{"model": label, "loss by seed": by_seed(losses.get(name, {}))} for name, label in HEADS.items()]
-    return pd.DataFrame(rows)
 
 
 def losses_of(results: dict[str, Any]) -> dict[str, dict[int, float]]:
@@ -266,7 +251,7 @@ def breakdown_table(pairs: pd.DataFrame, size: str, part: str) -> pd.DataFrame:
 
 
 def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
-    """Loss on test text against operations, with the fitted lines, and the ratios of compute at equal loss."""
+    """Loss on test text against FLOPs, with the fitted lines, and the ratios of compute at equal loss."""
     texts = [text for text, group in pairs.groupby("text", sort=False) if group["size"].nunique() > 1]
     with picture(path, (3.6 * len(texts) + 3.6, 3.9), "train") as figure:
         *panels, last = figure.subplots(1, len(texts) + 1)
@@ -282,7 +267,7 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
                 panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4)
             _scale_costs(panel)
             panel.set_title(f"English {text}" if text == "prose" else text.capitalize(), fontsize=10)
-            panel.set_xlabel("training operations")
+            panel.set_xlabel("FLOPs of training")
             draw_grid(panel)
         panels[0].set_ylabel("loss on test text (nats per token)")
         panels[0].legend(frameon=False)
@@ -298,7 +283,7 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
         last.set_xlim(left=ratios[["ratio", "low"]].min(axis=None) - 0.1)
         last.set_yticks(places, [", ".join(each) for each in ratios.index])
         last.set_ylim(len(ratios) - 0.1, -0.9)
-        last.set_title("operations of Transformer++\nfor the loss of DCFormer++", fontsize=10)
+        last.set_title("FLOPs of Transformer++\nfor the loss of DCFormer++", fontsize=10)
         last.legend(frameon=False, loc="lower right", fontsize=8)
         draw_grid(last, "x")
 
@@ -312,14 +297,14 @@ def _scale_costs(panel: Any) -> None:
 
 
 def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
-    """Evaluation loss against operations and seconds: a line per size and model, the mean of the seeds."""
+    """Evaluation loss against FLOPs and seconds: a line per size and model, the mean of the seeds."""
     texts = list(dict.fromkeys(pairs["text"]))
     sizes = dict(zip(dict.fromkeys(pairs["size"]), ("-", "--", ":")))
     with picture(path, (10.0, 3.4 * len(texts) + 0.8), "train") as figure:
         panels = figure.subplots(len(texts), 2, sharey="row", squeeze=False)
         for text, row in zip(texts, panels):
             halfway: list[float] = []
-            for panel, axis, title in zip(row, ("flops", "seconds"), ("training operations", "seconds of one core")):
+            for panel, axis, title in zip(row, ("flops", "seconds"), ("FLOPs of training", "seconds of training")):
                 for (size, model), group in pairs[pairs["text"] == text].groupby(["size", "model"], sort=False):
                     spent, losses = mean_curve(group, axis), mean_curve(group, "loss")
                     label = f"{MODELS[model]}, {size}"
@@ -334,46 +319,27 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
         figure.legend(*handles, loc="outside lower center", ncols=len(sizes), frameon=False)
 
 
-def plot_rows(losses: dict[str, dict[int, float]], names: dict[str, str], reference: str, path: Path) -> None:
-    """Test loss of every variant: the seeds as circles, their mean as a diamond, a line at the one compared with."""
-    means = {name: fmean(by_seed.values()) for name, by_seed in losses.items()}
-    ordered = sorted(means, key=means.__getitem__)
-    with picture(path, (8.0, 1.2 + 0.32 * len(ordered)), "train") as figure:
-        axis = figure.subplots()
-        draw_rows(axis, [names[name] for name in ordered])
-        for place, name in enumerate(ordered):
-            values = list(losses[name].values())
-            axis.plot(values, [place] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
-            axis.plot(means[name], place, "D", color="black", markersize=5)
-        axis.axvline(means[reference], color="black", linewidth=0.8, zorder=1)
-        axis.set_xlabel("loss on test text (nats per token)")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the recorded results")
     folder = parser.parse_args().results
-    pairs = complete(read_pairs(folder))
+    runs = read_pairs(folder)
+    pairs = complete(runs)
     tables = {
         "Pairs": pairs_table(pairs),
         "Difference while training": training_table(pairs),
         "Cost of equal loss": ratios_table(pairs),
+        "Cost of equal loss by more tokens": length_table(runs),
     }
     for size in dict.fromkeys(pairs["size"]):
-        for part in ("classes", "positions"):
+        parts = [part for part in ("classes", "positions") if part in pairs[pairs["size"] == size].iloc[0]["test"]]
+        for part in parts:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
-    code = losses_of(recorded(folder / "code.json"))
-    tables["Heads, code"] = heads_table(code | losses_of(recorded(folder / "heads.json")))
-    for name, what in (("rates", "code"), ("rates_prose", "prose"), ("rates_large", "large, a quarter of the tokens")):
-        if rates := losses_of(recorded(folder / f"{name}.json")):
-            tables[f"Learning rates, {what}"] = rates_table(rates)
-    for name, names, reference in (("ablation", ROWS_OF_TABLE_9, "none"), ("windows", ROWS_OF_TABLE_10, "full")):
-        if (results := recorded(folder / f"{name}.json"))["runs"]:
-            of_code = {row: code[variant] for row, variant in OF_CODE[name].items() if variant in code}
-            losses = losses_of(results) | of_code
-            published = load_recipe(PUBLISHED[name]).sweep["published"]
-            tables[name.capitalize()] = rows_table(losses, published, names, reference)
-            plot_rows(losses, names, reference, folder / f"{name}.png")
+    if (ablation := recorded(folder / "ablation.json"))["runs"]:
+        code = losses_of(recorded(folder / "code.json"))
+        losses = losses_of(ablation) | {row: code[variant] for row, variant in OF_CODE.items() if variant in code}
+        published = load_recipe(PUBLISHED).sweep["published"]
+        tables["Ablation"] = rows_table(losses, published, ROWS_OF_TABLE_9, "none")
     for title, table in tables.items():
         if len(table) == 0:  # as the fit over sizes is with one size
             continue

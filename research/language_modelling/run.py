@@ -12,7 +12,7 @@ from ..sweeps import main
 from .breakdown import breakdown
 
 
-SWEEPS = ("rates", "rates_prose", "heads", "code", "rates_large", "prose", "ablation", "windows")
+SWEEPS = ("code", "prose", "ablation")
 
 
 def score(recipe: Recipe, model_folder: Path) -> dict:
