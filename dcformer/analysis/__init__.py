@@ -1,4 +1,4 @@
-"""Looking inside a model: its attention before and after composition, branch by branch, and without a branch."""
+"""A model's attention before and after composition, what each branch of the composition adds, and ablations."""
 
 from .branches import BRANCHES, ablated, branch_shares, branch_terms, branches_of, what_matters
 from .diversity import effective_heads, head_diversity, map_diversity

@@ -1,4 +1,4 @@
-"""The branches of a composition, the terms of equation 7: what each adds, and what happens without it."""
+"""The branches of a composition, which are the terms of equation 7: what each adds, and what happens without it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from ..common.optional import import_optional
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import ComposeWeights, Weights, compose, map_tensors
-from .recording import attention_layers, chosen, forwards, in_float64, watch
+from .recording import attention_layers, chosen, for_layers, forwards, in_float64
 
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Numbered as in Figure 2 (b); the head itself, the identity in W_b, is no branch but always there.
+# In the order of Figure 2 (b). The head itself, the identity in W_b, is always there and not a branch.
 BRANCHES = ("static", "query_low_rank", "query_gate", "key_low_rank", "key_gate")
 OWN_HEAD = "own_head"
 _ABLATIONS = {branch: (branch,) for branch in BRANCHES} | {
@@ -35,41 +35,37 @@ def branches_of(compose: DCFormerCompose) -> list[str]:
     """The branches that a layer has, in the order of `BRANCHES`."""
     weights = {"low_rank": compose.hidden_weight, "gate": compose.gate_weight}
     kinds = [kind for kind, weight in weights.items() if weight is not None]
-    found = [f"{('query', 'key')[side]}_{kind}" for side in compose.sides for kind in kinds]
-    return (["static"] if compose.static_weight is not None else []) + found
+    dynamic = [f"{('query', 'key')[side]}_{kind}" for side in compose.sides for kind in kinds]
+    return (["static"] if compose.static_weight is not None else []) + dynamic
 
 
 def without(weights: Weights, branches: Collection[str]) -> Weights:
-    """The same weights, of the same shapes, with these branches at zero."""
+    """The weights with these branches at zero, in the same shapes."""
 
-    def cut(tensor: Tensor, place: str) -> Tensor:
-        if place == "static":
-            return torch.zeros_like(tensor) if place in branches else tensor
-        channels = tensor.shape[-1]
-        kept = tensor.new_ones(channels)  # w1 and w2 of every rank, then the gate if the number is odd
-        if f"{place}_low_rank" in branches:
-            kept[: channels // 2 * 2] = 0.0
-        if f"{place}_gate" in branches and channels % 2:
-            kept[-1] = 0.0
-        return tensor * kept
+    def zero(tensor: Tensor, name: str) -> Tensor:
+        if name == "static":
+            return tensor * (name not in branches)
+        rank, gates = divmod(tensor.shape[-1], 2)  # w1 and w2 of every rank, then the gate if there is one
+        kinds = ["low_rank"] * 2 * rank + ["gate"] * gates
+        return tensor * tensor.new_tensor([f"{name}_{kind}" not in branches for kind in kinds])
 
-    return map_tensors(weights, cut)
+    return map_tensors(weights, zero)
 
 
 def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor]:
     """
-    The terms of equation 7, which together are the composed map; Figure 7 of the paper shows them of one pair.
+    The terms of equation 7, which add up to the composed map; Figure 7 of the paper shows those of one pair.
 
     Args:
-        attention (`Tensor`): Scores or weights that are not yet composed, (batch, heads, query, key).
-        weights (`ComposeWeights`): The layer's factors before the softmax for scores, after it for weights.
+        attention (`Tensor`): Scores or weights before composition, (batch, heads, query, key).
+        weights (`ComposeWeights`): The layer's factors, those before the softmax for scores, after it for weights.
 
     Returns:
-        By branch, "own_head" first, which is `attention`: (batch, heads, query, key) in float64, zeros for a branch
-        that the layer lacks.
+        By branch, (batch, heads, query, key) in float64: first "own_head", which is `attention`, then `BRANCHES`, with
+        zeros for a branch that the layer lacks.
     """
     attention = in_float64(attention)
-    weights = map_tensors(weights, lambda tensor, place: in_float64(tensor))
+    weights = map_tensors(weights, lambda tensor, _: in_float64(tensor))
     terms = {OWN_HEAD: attention}
     for branch in BRANCHES:
         only = without(weights, set(BRANCHES) - {branch})
@@ -77,7 +73,6 @@ def branch_terms(attention: Tensor, weights: ComposeWeights) -> dict[str, Tensor
     return terms
 
 
-@torch.no_grad()
 def branch_shares(
     model: Any, inputs: Any, layers: int | Sequence[int] | None = None, tokenizer: Any = None
 ) -> DataFrame:
@@ -85,47 +80,38 @@ def branch_shares(
     How much each branch adds to the composed scores and weights of each head.
 
     The share of a branch is the sum of the absolute values of its term of equation 7, over all queries and the keys
-    that they see, divided by that of all terms: Figures 7 and 8 of the paper, over a corpus.
+    that they see, divided by the same sum for all terms: Figures 7 and 8 of the paper, over a corpus.
 
     Args:
         model: A DCFormer or DCPythia that composes its heads.
-        inputs, tokenizer: As of [`dcformer.analysis.forwards`].
+        inputs, tokenizer: As for [`dcformer.analysis.forwards`].
         layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
 
     Returns:
-        `pandas.DataFrame` with the columns layer, map ("scores" or "weights"), head, branch and share. Those of a head
-        sum to one.
+        `pandas.DataFrame` with the columns layer, map ("scores" or "weights"), head, branch and share. The shares of a
+        head sum to one.
 
     Raises:
         ValueError: for a model that composes nothing.
     """
     pandas = import_optional("pandas", TABLES, "analysis")
     compose_layers(model)
-    factors: dict[int, Any] = {}
-    scores: dict[int, Tensor] = {}
-    sums: dict[tuple[int, str], dict[str, Tensor]] = {}  # by layer and map, by branch: (head,)
+    sums: dict[tuple[int, str], Tensor] = {}  # by layer and map: (branch, head)
 
-    def add(layer: int, name: str, value: Any) -> None:
-        if name == "factors":
-            factors[layer] = value
-        elif name == "scores":
-            scores[layer] = value
-        else:
-            visible = (in_float64(value) != 0).any(1, keepdim=True)  # (batch, 1, query, key)
-            for kind, attention, weights in zip(("scores", "weights"), (scores.pop(layer), value), factors.pop(layer)):
-                for branch, term in ({} if weights is None else branch_terms(attention, weights)).items():
-                    total = (term.abs() * visible).sum((0, 2, 3)).cpu()
-                    known = sums.setdefault((layer, kind), {})
-                    known[branch] = known.get(branch, 0.0) + total
+    def add(layer: int, maps: dict[str, Any]) -> None:
+        visible = (in_float64(maps["weights"]) != 0).any(1, keepdim=True)  # (batch, 1, query, key)
+        for kind, factors in zip(("scores", "weights"), maps["factors"]):
+            if factors is not None:
+                terms = branch_terms(maps[kind], factors).values()
+                total = torch.stack([(term.abs() * visible).sum((0, 2, 3)) for term in terms]).cpu()
+                sums[layer, kind] = sums.get((layer, kind), 0.0) + total
 
-    with watch(model, add, ("factors", "scores", "weights"), layers):
-        for arguments in forwards(model, inputs, tokenizer):
-            model(**arguments)
+    for_layers(model, inputs, ("factors", "scores", "weights"), add, layers, tokenizer)
     rows = [
-        (layer, kind, head, branch, float(total[head] / sum(known.values())[head]))
-        for (layer, kind), known in sums.items()
-        for head in range(model.config.num_attention_heads)
-        for branch, total in known.items()
+        (layer, kind, head, branch, share)
+        for (layer, kind), total in sums.items()
+        for head, shares in enumerate((total / total.sum(0)).T.tolist())
+        for branch, share in zip((OWN_HEAD, *BRANCHES), shares)
     ]
     return pandas.DataFrame(rows, columns=["layer", "map", "head", "branch", "share"])
 
@@ -135,18 +121,18 @@ def ablated(
     model: Any, layers: int | Sequence[int] | None = None, branch: str | Sequence[str] = "all"
 ) -> Iterator[None]:
     """
-    Within the block the model composes without these branches; a layer without "all" is plain attention.
+    Within the block, the model composes without these branches; without "all" of them a layer is plain attention.
 
-    It holds for everything that runs the model, with a cache or without: `generate`, `dcformer.eval`, training with its
-    backward passes. The factors of keys lie in the cache, so a cache is to be filled within the block, too. Compiled
-    models run uncompiled meanwhile.
+    This holds for everything that runs the model, with a cache or without: `generate`, `dcformer.eval`, training with
+    its backward passes. The key-wise factors are cached, so fill a cache within the block, too. Compiled models run
+    uncompiled within the block.
 
     Args:
         model: A DCFormer or DCPythia that composes its heads.
         layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
-        branch (defaults to `"all"`): Of "static", "query_low_rank", "query_gate", "key_low_rank" and "key_gate", the
-            branches of equation 7, before and after the softmax; "query" and "key" for both of a side; "pre" for all
-            before the softmax, "post" for all after it.
+        branch (defaults to `"all"`): One or several of "static", "query_low_rank", "query_gate", "key_low_rank" and
+            "key_gate", before and after the softmax; "query" and "key" for both query-wise or key-wise ones; "pre" for
+            all before the softmax, "post" for all after it.
 
     Raises:
         ValueError: for a branch that the model lacks or that does not exist, or a model that composes nothing.
@@ -155,8 +141,8 @@ def ablated(
     names = [branch] if isinstance(branch, str) else list(branch)
     for name in names:
         if name not in _ABLATIONS:
-            raise ValueError(f"branch must be of {', '.join(_ABLATIONS)}, got {name!r}.")
-    # Before and after the softmax.
+            raise ValueError(f"branch must be one of {', '.join(_ABLATIONS)}, got {name!r}.")
+    # What is left out before the softmax, and after it.
     off = [{part for name in names if name != other for part in _ABLATIONS[name]} for other in ("post", "pre")]
     with contextlib.ExitStack() as stack:
         for layer in chosen(layers, len(modules), "layers"):
@@ -164,10 +150,8 @@ def ablated(
                 has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in modules[layer].stages
                 if not has_stage or set(_ABLATIONS[name]).isdisjoint(branches_of(modules[layer])):
                     raise ValueError(f"Layer {layer} has no branch {name!r}, but {branches_of(modules[layer])}.")
-            handle = modules[layer].register_forward_hook(
-                lambda module, args, output: tuple(without(*each) for each in zip(output, off))
-            )
-            stack.callback(handle.remove)
+            hook = modules[layer].register_forward_hook(lambda module, args, output: tuple(map(without, output, off)))
+            stack.callback(hook.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -194,17 +178,17 @@ def what_matters(
 
     Args:
         model: A DCFormerForCausalLM or DCPythiaForCausalLM that composes its heads.
-        inputs, tokenizer: As of [`dcformer.analysis.forwards`]; padding is left out of the loss.
+        inputs, tokenizer: As for [`dcformer.analysis.forwards`]; padding is left out of the loss.
         layers (*optional*): Numbers from 0; negative ones count from the end. None: all.
-        branches (*optional*): Names of [`ablated`]. None: all branches that a layer has.
-        progress (*optional*): Called with the numbers of losses that are done and of all.
+        branches (*optional*): Names as for [`ablated`]. None: all branches that a layer has.
+        progress (*optional*): Called with the number of losses that are measured, and of all.
 
     Returns:
-        `pandas.DataFrame` with the columns layer, branch, loss in nats per token, difference from the model as it is,
-        and the standard error of the difference over forwards, NaN for a single one.
+        `pandas.DataFrame` with the columns layer, branch, loss (nats per token), difference (from the loss of the
+        unchanged model) and standard_error (of the difference, over forward passes; NaN for a single one).
 
     Raises:
-        ValueError: of [`ablated`], and for inputs without a token that another predicts.
+        ValueError: as [`ablated`], and for inputs of single tokens, which predict none.
     """
     pandas = import_optional("pandas", TABLES, "analysis")
     modules = compose_layers(model)
@@ -232,7 +216,7 @@ def what_matters(
 
 
 def _losses(model: Any, forwards: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
-    """Of every forward, the sum of the losses in nats, and the number of tokens that are predicted."""
+    """For every forward pass, the sum of the losses in nats, and the number of predicted tokens."""
     losses, tokens = [], []
     for arguments in forwards:
         if "input_ids" not in arguments:

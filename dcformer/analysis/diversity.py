@@ -1,4 +1,4 @@
-"""How different the heads of a layer are: by their projections, as in Figure 5 of the paper, and by what they see."""
+"""How different the heads of a layer are: in their projections, as in Figure 5 of the paper, and in their attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..common.optional import import_optional
 from ..modeling_dcformer import DCFormerAttention, at_least_float32
 from .branches import TABLES
-from .recording import attention_layers, forwards, in_float64, watch
+from .recording import attention_layers, for_layers, in_float64
 
 
 if TYPE_CHECKING:
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def head_diversity(model: Any) -> dict[str, Tensor]:
     """
-    Figure 5 of the paper: the variance that principal components capture of a layer's concatenated heads.
+    Figure 5 of the paper: the variance of a layer's concatenated heads that principal components capture.
 
-    W_Q and W_K of all heads are concatenated, and so are W_V and W_O, as we read section 4.3. The k-th value of a layer
-    is the share of the squares of the k largest singular values of W_Q W_K^T, or of W_O W_V, among all of them. Lower
-    curves mean heads that are more diverse; the figure shows the mean over layers, `diversity["query_key"].mean(0)`.
-    Rotations by position, biases and norms of queries and keys are left out.
+    As we read section 4.3, W_Q and W_K of all heads are concatenated, and so are W_V and W_O. The k-th value of a layer
+    is the sum of the squares of the k largest singular values of W_Q W_K^T, or of W_O W_V, divided by the sum of all.
+    Lower curves mean more diverse heads; the figure shows the mean over layers, `diversity["query_key"].mean(0)`.
+    Rotary embeddings, biases and norms of queries and keys are left out.
 
     Args:
-        model: A DCFormer or DCPythia, composing or not; a Llama and its like, a GPT-NeoX.
+        model: A DCFormer or DCPythia, composing or not; a Llama or a model with its projections; a GPT-NeoX.
 
     Returns:
-        "query_key" and "value_output": (layers, hidden size) each, rising to one.
+        "query_key" and "value_output": (layers, hidden size), rising to one.
 
     Raises:
-        ValueError: for a model whose projections are laid out otherwise.
+        ValueError: for a model with another layout of projections.
 
-    Source: section 4.3; Cordonnier et al., Multi-Head Attention: Collaborate Instead of Concatenate, 2020, whose
-    matrices are not centred either.
+    Source: section 4.3; Cordonnier et al., Multi-Head Attention: Collaborate Instead of Concatenate, 2020, which does
+    not centre the matrices either.
     """
     curves: dict[str, list[Tensor]] = {"query_key": [], "value_output": []}
     for attention in attention_layers(model):
@@ -52,8 +52,8 @@ def head_diversity(model: Any) -> dict[str, Tensor]:
 
 def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
-    W_Q, W_K and W_V, (heads, channels, hidden), and W_O, (heads, hidden, channels), of an attention layer; heads that
-    share keys and values have the same ones.
+    W_Q, W_K and W_V, (heads, head dimension, hidden), and W_O, (heads, hidden, head dimension), of an attention layer;
+    keys and values that several heads share are repeated.
     """
     module: Any = attention
     if isinstance(attention, DCFormerAttention):
@@ -63,7 +63,7 @@ def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         parts = [getattr(module, f"{name}_proj").weight.unflatten(0, (-1, module.head_dim)) for name in "qkv"]
         output = module.o_proj.weight
     elif hasattr(attention, "query_key_value") and hasattr(attention, "head_size"):
-        # GPT-NeoX: query, key and value of a head lie together.
+        # GPT-NeoX: query, key and value of a head are consecutive.
         parts = list(module.query_key_value.weight.unflatten(0, (-1, 3, module.head_size)).unbind(1))
         output = module.dense.weight
     else:
@@ -78,18 +78,18 @@ def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def effective_heads(maps: Tensor) -> Tensor:
     """
-    How many different heads there are for each query, from 1, if all see the same, to their number, if no two heads
-    see a key in common.
+    How many different heads there are for each query: 1 if all attend alike, the number of heads if no two attend to
+    the same key.
 
     It is the exponential of the entropy of the eigenvalues of the heads' cosine similarities, divided by their number.
-    Composed weights are signed and do not sum to one, so measures of distributions do not take them; a cosine does, and
-    is the same for a head that is scaled.
+    Composed weights are signed and need not sum to one, so they are no distributions; a cosine takes them, and does not
+    change if a head is scaled.
 
     Args:
         maps (`Tensor`): Weights, (batch, heads, query, key).
 
     Returns:
-        `Tensor`: (batch, query) in float64, NaN for a query that sees nothing.
+        `Tensor`: (batch, query) in float64, NaN for a query without a visible key.
 
     Source: Friedman and Dieng, The Vendi Score, 2023.
     """
@@ -99,7 +99,6 @@ def effective_heads(maps: Tensor) -> Tensor:
     return number.masked_fill((rows == 0).all(3).all(2), torch.nan)
 
 
-@torch.no_grad()
 def map_diversity(
     model: Any, inputs: Any, layers: int | Sequence[int] | None = None, tokenizer: Any = None
 ) -> DataFrame:
@@ -107,22 +106,21 @@ def map_diversity(
     The mean number of [`effective_heads`] of each layer over a text, before and after composition.
 
     Args:
-        model, inputs, layers, tokenizer: As of [`record`], of any number of forwards.
+        model, inputs, layers, tokenizer: As for [`record`], but of any number of texts.
 
     Returns:
-        `pandas.DataFrame` with the columns layer, map ("weights", and of a DCFormer "composed_weights"),
+        `pandas.DataFrame` with the columns layer, map ("weights", and for a DCFormer "composed_weights"),
         effective_heads and heads.
     """
     pandas = import_optional("pandas", TABLES, "analysis")
     is_ours = isinstance(attention_layers(model)[0], DCFormerAttention)
-    found: dict[tuple[int, str], list[Tensor]] = {}
+    by_map: dict[tuple[int, str], list[Tensor]] = {}
 
-    def add(layer: int, name: str, value: Tensor) -> None:
-        found.setdefault((layer, name), []).append(effective_heads(value).flatten().cpu())
+    def add(layer: int, maps: dict[str, Tensor]) -> None:
+        for name, weights in maps.items():
+            by_map.setdefault((layer, name), []).append(effective_heads(weights).flatten().cpu())
 
-    with watch(model, add, ("weights", "composed_weights") if is_ours else ("weights",), layers):
-        for arguments in forwards(model, inputs, tokenizer):
-            model(**arguments)
+    for_layers(model, inputs, ("weights", "composed_weights") if is_ours else ("weights",), add, layers, tokenizer)
     heads = model.config.num_attention_heads
-    rows = [(*place, float(torch.cat(numbers).nanmean()), heads) for place, numbers in found.items()]
+    rows = [(*layer_and_map, float(torch.cat(numbers).nanmean()), heads) for layer_and_map, numbers in by_map.items()]
     return pandas.DataFrame(rows, columns=["layer", "map", "effective_heads", "heads"])

@@ -1,4 +1,4 @@
-"""Signed heat maps: blue above zero, orange below, which every eye tells apart, and grey where masked."""
+"""Signed heat maps: blue above zero and orange below, which colour-blind readers distinguish, and grey where masked."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ def heat_map(
     zero_is_hidden: bool = True,
 ) -> str:
     """
-    An SVG element of a matrix, whose cells say their row, column and value when a pointer rests on them.
+    An SVG element of a matrix; a cell shows its row, column and value when a pointer rests on it.
 
     Args:
         values (`Tensor`): (rows, columns).
-        rows, columns: Labels, shortened here.
-        title: What is drawn, for those who do not see it.
-        strongest (*optional*): Value of the full colour. None: the largest absolute value.
-        zero_is_hidden (defaults to `True`): Draw cells of exactly zero grey, as the keys that a query does not see.
+        rows, columns: Labels, which are shortened.
+        title: What is drawn, for screen readers.
+        strongest (*optional*): Absolute value of the full colour. None: the largest.
+        zero_is_hidden (defaults to `True`): Draw cells of exactly zero grey, as masked keys.
     """
     strongest = max(float(values.abs().max()) if strongest is None else strongest, 1e-6)
     row_labels, column_labels = ([html.escape(label(text)) for text in texts] for texts in (rows, columns))
     cells = []
-    for y, line in enumerate(values.tolist()):
-        for x, value in enumerate(line):
+    for y, row in enumerate(values.tolist()):
+        for x, value in enumerate(row):
+            colour, opacity = POSITIVE if value > 0 else NEGATIVE, min(abs(value) / strongest, 1.0) ** 0.75
+            about = f"<title>{row_labels[y]} / {column_labels[x]}: {value:.3f}</title>"
             if value == 0 and zero_is_hidden:
-                cells.append(f'<rect x="{x}" y="{y}" width="1" height="1" fill="{HIDDEN}" opacity=".2"/>')
-                continue
-            opacity = min(abs(value) / strongest, 1.0) ** 0.75
-            cells.append(
-                f'<rect x="{x}" y="{y}" width="1" height="1" fill="{POSITIVE if value > 0 else NEGATIVE}" '
-                f'fill-opacity="{opacity:.2f}"><title>{row_labels[y]} / {column_labels[x]}: {value:.3f}</title></rect>'
-            )
+                colour, opacity, about = HIDDEN, 0.2, ""
+            cell = f'<rect x="{x}" y="{y}" width="1" height="1" fill="{colour}" fill-opacity="{opacity:.2f}">'
+            cells.append(f"{cell}{about}</rect>")
     texts = [f'<text x="-.3" y="{y + 0.75}" text-anchor="end">{text}</text>' for y, text in enumerate(row_labels)]
     texts += [
         f'<text transform="translate({x + 0.25} {len(rows) + 0.3}) rotate(90)">{text}</text>'
@@ -65,13 +63,13 @@ def heat_map(
 
 
 def signed_colours() -> Colormap:
-    """The same colours for matplotlib, grey for NaN; they need vmin = -vmax."""
+    """The same colours for matplotlib, with grey for NaN; use them with vmin = -vmax."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("signed", (NEGATIVE, "white", POSITIVE)).with_extremes(bad="0.9")
 
 
 def label(token: str) -> str:
-    """A token in few characters, with signs for white space."""
+    """A token in at most 14 characters, with visible signs for white space."""
     text = token.replace("\n", "\u21b5").replace("\t", "\u21e5").strip() or "\u2423"
     return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "\u2026"

@@ -1,4 +1,4 @@
-"""What the attention layers of a model compute, handed over map by map while it runs (equation 4 of the paper)."""
+"""Recording what the attention layers of a model compute while it runs: the maps of equation 4 of the paper."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class Recording:
         maps: By name, then by layer: (batch, head, query, key), of the chosen heads. "factors" are the two
             [`ComposeWeights`] of a layer instead, before and after the softmax, of all heads.
         heads: Numbers of the heads along the second axis.
-        tokens: The texts of the tokens of each row, or their ids as text if no tokenizer was given.
+        tokens: The text of every token of each row of the batch, or its id as text if no tokenizer was given.
     """
 
     maps: dict[str, dict[int, Any]]
@@ -47,13 +47,13 @@ def record(
     tokenizer: Any = None,
 ) -> Recording:
     """
-    The maps of chosen layers and heads in one forward pass, moved to the CPU one by one as they are computed.
+    Record the maps of chosen layers and heads in one forward pass; each is moved to the CPU when it is computed.
 
     Args:
         model: A DCFormer or DCPythia, with any head or none; or another decoder of Transformers, loaded with
             `attn_implementation="eager"`, which has "weights" alone.
-        inputs, tokenizer: As of [`forwards`], of one forward.
-        maps (*optional*): Of "scores" (scaled, not masked), "composed_scores", "weights" (after the softmax),
+        inputs, tokenizer: As for [`forwards`]: one text, or one batch of token ids.
+        maps (*optional*): Any of "scores" (scaled, not masked), "composed_scores", "weights" (after the softmax),
             "composed_weights" and "factors". None: all maps that the model has, without the factors.
         layers, heads (*optional*): Numbers from 0; negative ones count from the end. None: all.
 
@@ -62,7 +62,9 @@ def record(
     """
     arguments = forwards(model, inputs, tokenizer)
     if len(arguments) != 1:
-        raise ValueError(f"record takes the inputs of one forward, got {len(arguments)}; give one text or a batch.")
+        raise ValueError(
+            f"record takes the inputs of one forward pass, got {len(arguments)}; give one text or a batch."
+        )
     if maps is None:
         maps = ATTENTION_MAPS if isinstance(attention_layers(model)[0], DCFormerAttention) else ("weights",)
     kept: dict[str, dict[int, Any]] = {name: {} for name in maps}
@@ -70,7 +72,7 @@ def record(
 
     def keep(layer: int, name: str, value: Any) -> None:
         if name == "factors":
-            kept[name][layer] = tuple(map_tensors(stage, lambda tensor, place: tensor.cpu()) for stage in value)
+            kept[name][layer] = tuple(map_tensors(stage, lambda tensor, _: tensor.cpu()) for stage in value)
         else:
             kept[name][layer] = (value if heads is None else value[:, numbers]).cpu()
 
@@ -89,32 +91,53 @@ def watch(
     layers: int | Sequence[int] | None = None,
 ) -> Iterator[None]:
     """
-    Within the block call `function(layer, name, value)` for these maps of every forward, those of `generate` too.
+    Within the block, call `function(layer, name, value)` with these maps in every forward pass, also in `generate`.
 
-    What the function returns goes on in place of the value, unless it is None; a DCFormer alone lets itself be changed.
-    Forwards of all threads are watched.
-    "factors" are those of the tokens of a forward, not of cached ones. Compiled models run uncompiled meanwhile, since
-    their graphs do not look for hooks.
+    If the function returns a tensor, a DCFormer goes on with it instead of the value; None leaves the value. Passes of
+    all threads are watched. "factors" are those of the new tokens of a pass, not of cached ones. Compiled models run
+    uncompiled within the block, since their graphs do not look for hooks.
 
     Args:
-        model, maps, layers: As of [`record`].
+        model, maps, layers: As for [`record`].
 
     Raises:
         ValueError: for a map or a layer that the model lacks.
     """
     modules = attention_layers(model)
     with contextlib.ExitStack() as stack:
-        for layer in chosen(layers, len(modules), "layers"):
+        for layer in dict.fromkeys(chosen(layers, len(modules), "layers")):
             for name in maps:
-                handle = _hook(modules[layer], layer, name, function)
-                stack.callback(handle.remove)
+                stack.callback(_hook(modules[layer], layer, name, function).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
+@torch.no_grad()
+def for_layers(
+    model: Any,
+    inputs: Any,
+    maps: Sequence[str],
+    function: Callable[[int, dict[str, Any]], None],
+    layers: int | Sequence[int] | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Run the model over the inputs; call `function(layer, values by name)` once a layer has computed these maps."""
+    computed: dict[str, Any] = {}  # of one layer, since layers run one after the other
+
+    def collect(layer: int, name: str, value: Any) -> None:
+        computed[name] = value
+        if len(computed) == len(maps):
+            function(layer, dict(computed))
+            computed.clear()
+
+    with watch(model, collect, maps, layers):
+        for arguments in forwards(model, inputs, tokenizer):
+            model(**arguments)
+
+
 def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, str, Any], Any]) -> Any:
     if name not in MAPS:
-        raise ValueError(f"maps must be of {', '.join(MAPS)}, got {name!r}.")
+        raise ValueError(f"maps must be any of {', '.join(MAPS)}, got {name!r}.")
     if isinstance(attention, DCFormerAttention):
         module = attention.compose if name == "factors" else getattr(attention, name)
         if module is None:
@@ -132,7 +155,7 @@ def _hook(attention: nn.Module, layer: int, name: str, function: Callable[[int, 
 
 
 def attention_layers(model: Any) -> list[nn.Module]:
-    """The attention modules of a Transformers model, by layer; ValueError if it does not say which they are."""
+    """The attention modules of a Transformers model in the order of its layers; ValueError if it does not name them."""
     kind = (getattr(model, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(kind, "target_class", kind)
     modules = [module for module in model.modules() if isinstance(kind, type) and isinstance(module, kind)]
@@ -146,13 +169,13 @@ def attention_layers(model: Any) -> list[nn.Module]:
 
 def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, Any]]:
     """
-    Arguments of the model's forward, without a cache, for every text.
+    The arguments of one forward pass, without a cache, for every text.
 
     Args:
         model: A model of Transformers.
         inputs: A text or several, with a tokenizer; token ids (length,) or (batch, length), or a list of such; or a
-            mapping of the forward's arguments, such as input_ids and attention_mask.
-        tokenizer (*optional*): Of the model.
+            mapping of arguments of the model's `forward`, such as input_ids and attention_mask.
+        tokenizer (*optional*): The model's tokenizer.
 
     Raises:
         ValueError: for texts without a tokenizer, for no token at all, or ids of other dimensions.
@@ -165,7 +188,7 @@ def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, A
             raise ValueError(f"A text such as {inputs[:20]!r} needs a tokenizer; give one, or token ids.")
         inputs = tokenizer(inputs)["input_ids"]
     elif isinstance(inputs, Sequence) and len(inputs) > 0 and not isinstance(inputs[0], int):
-        return [arguments for each in inputs for arguments in forwards(model, each, tokenizer)]
+        return [arguments for text in inputs for arguments in forwards(model, text, tokenizer)]
     ids = torch.as_tensor(inputs, device=model.device)
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.numel() == 0:
@@ -174,12 +197,12 @@ def forwards(model: Any, inputs: Any, tokenizer: Any = None) -> list[dict[str, A
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """The tensor in float64, on the CPU if its device has no such numbers."""
+    """The tensor in float64, on the CPU if its device lacks float64."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def chosen(numbers: int | Sequence[int] | None, count: int, what: str) -> list[int]:
-    """Numbers from 0 to `count`, where negative ones count from the end and None stands for all."""
+    """The numbers counted from 0, where None stands for all; ValueError if one is not below `count`."""
     if numbers is None:
         return list(range(count))
     listed = [numbers] if isinstance(numbers, int) else list(numbers)

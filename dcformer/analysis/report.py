@@ -1,4 +1,4 @@
-"""A page and pictures of a model's inside, in one folder: what `dcformer analyse` writes."""
+"""The page, pictures and tables that `dcformer analyse` writes about a model's attention."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import html
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from .branches import BRANCHES, OWN_HEAD, branch_shares, what_matters
 from .diversity import head_diversity, map_diversity
 from .head_maps import HeadMapStatistics, head_map_statistics
 from .picture import NEGATIVE, POSITIVE, heat_map, label, signed_colours
-from .recording import Recording, attention_layers, chosen, record
+from .recording import Recording, attention_layers, record
 
 
 if TYPE_CHECKING:
@@ -26,10 +27,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-MOST_TOKENS = 32  # of a text that is drawn
+MOST_TOKENS = 32  # that are drawn, the last of the text
 _MOST_DRAWN_HEADS = 64
-_HEADS_IN_A_ROW = 8
-# Colours of Okabe and Ito, and hatches for those who see or print no colours.
+_PANELS_IN_A_ROW = 8
+_ARROW = {"color": POSITIVE, "alpha": 0.7, "shrinkA": 8, "shrinkB": 8, "arrowstyle": "-|>"}
+_ARROW |= {"connectionstyle": "arc3,rad=.15"}
+# Colours of Okabe and Ito, which colour-blind readers distinguish, and hatches for print without colours.
 _LOOKS = {
     OWN_HEAD: ("#999999", ""),
     "static": ("#F0E442", ".."),
@@ -61,22 +64,22 @@ def analyse(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Path:
     """
-    Write `report.html`, which needs no network, with pictures (PNG and SVG) and tables (CSV) beside it.
+    Write `report.html`, which needs no network, and beside it pictures (PNG and SVG) and tables (CSV).
 
     Args:
-        model: As of [`record`]. A model that composes nothing has less to show.
-        texts: Token ids of each text. The last tokens of the first are drawn; means are taken over all.
-        output: Folder, made if it is not there.
-        tokenizer: Of the model.
-        name (defaults to `"model"`): For the headings.
-        layers (*optional*): Layers whose heads are drawn. None: all, or so many that 64 heads are drawn.
-        progress (*optional*): Called with what is done next, and the numbers of steps that are done and of all.
+        model: As for [`record`]. The page of a model that composes nothing has attention and diversity only.
+        texts: Token ids of each text. The attention of the first is drawn; means are taken over all.
+        output: Folder, created if it does not exist.
+        tokenizer: The model's tokenizer.
+        name (defaults to `"model"`): The model's name in the headings.
+        layers (*optional*): Layers with heads to draw. None: as many, evenly spread, as have 64 heads in all.
+        progress (*optional*): Called with the name of the next step, and the number of steps that are done and of all.
 
     Returns:
         The path of the page.
 
     Raises:
-        ValueError: without a text, and for a layer that the model lacks.
+        ValueError: if there is no text, or a layer that the model lacks.
     """
     if not texts:
         raise ValueError("There is no text to analyse; give at least one.")
@@ -85,14 +88,13 @@ def analyse(
     heads, count = model.config.num_attention_heads, len(attention_layers(model))
     if layers is None:
         drawn = max(min(_MOST_DRAWN_HEADS // heads, count), 1)
-        layers = sorted({round(place) for place in torch.linspace(0, count - 1, drawn).tolist()})
-    drawn_layers = chosen(layers, count, "layers")
+        layers = torch.linspace(0, count - 1, drawn).round().int().tolist()
     composes = isinstance(attention_layers(model)[0], DCFormerAttention) and model.config.composes_heads
     steps = 2 + 3 * composes
-    report = progress or (lambda *_: None)
+    report = progress or (lambda what, done, total: None)
     report("Recording maps", 0, steps)
     maps = ["weights", "composed_weights"] if composes and model.config.compose_post else ["weights"]
-    recording = record(model, texts[0], maps, layers=drawn_layers, tokenizer=tokenizer)
+    recording = record(model, texts[0], maps, layers=layers, tokenizer=tokenizer)
     report("Measuring diversity", 1, steps)
     curves, effective = head_diversity(model), map_diversity(model, texts)
     effective.to_csv(output / "map_diversity.csv", index=False)
@@ -102,16 +104,15 @@ def analyse(
         shares = branch_shares(model, texts)
         shares.to_csv(output / "branch_shares.csv", index=False)
         report("Reading head maps", 3, steps)
-        statistics = head_map_statistics(model, texts, drawn_layers)
+        statistics = head_map_statistics(model, texts, layers)
         report("Switching branches off", 4, steps)
         losses = what_matters(model, texts, progress=lambda done, total: report("Switching branches off", done, total))
         losses.to_csv(output / "what_matters.csv", index=False)
         sections += [_shares_section(output, shares), _matters_section(losses), _lending_section(output, statistics)]
     sections.append(_attention_section(output, recording))
-    tokens = sum(map(len, texts))
-    page = _page(name, tokenizer.decode(texts[0]), f"{count} layers of {heads} heads, {tokens} tokens", sections)
+    about = f"{count} layers of {heads} heads, {sum(map(len, texts))} tokens"
     path = output / "report.html"
-    path.write_text(page, encoding="utf-8")
+    path.write_text(_page(name, tokenizer.decode(texts[0]), about, sections), encoding="utf-8")
     report("Writing", steps, steps)
     return path
 
@@ -135,8 +136,12 @@ def _section(title: str, note: str, *parts: str) -> str:
     return f'<section><h2>{title}</h2><p class="note">{note}</p>{"".join(parts)}</section>'
 
 
+def _figure(title: str, drawing: str, caption: str) -> str:
+    return f"<figure><h4>{title}</h4>{drawing}<figcaption>{caption}</figcaption></figure>"
+
+
 def _drawn(output: Path, name: str, size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
-    """Draw a picture into the folder as PNG and SVG, and return it as an element of the page."""
+    """Draw a picture into the folder as PNG and SVG; return an HTML element that contains it."""
     for ending in (".png", ".svg"):
         with picture(output / f"{name}{ending}", size, "analysis") as figure:
             draw(figure)
@@ -161,8 +166,8 @@ def _diversity_section(output: Path, curves: dict[str, Tensor], effective: DataF
             axis.legend(frameon=False)
 
     note = (
-        "Left, as Figure 5 of the paper: a lower curve means projections that are more diverse. Right: how many heads "
-        "of a layer see different things, before and after composition (the Vendi score of cosine similarities)."
+        "Left, as Figure 5 of the paper: a lower curve means more diverse projections. Right: how many heads attend "
+        "differently, before and after composition (the Vendi score of cosine similarities)."
     )
     return _section("Diversity of heads", note, _drawn(output, "diversity", (9, 3.2), draw))
 
@@ -174,12 +179,12 @@ def _shares_section(output: Path, shares: DataFrame) -> str:
     def draw(figure: Figure) -> None:
         for kind, axis in zip(kinds, figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]):
             table = means[kind].unstack("branch")
-            below = 0.0
-            for branch in [each for each in _LOOKS if each in table and table[each].sum() > 0]:
+            table = table[[branch for branch in _LOOKS if table[branch].sum() > 0]]
+            bottoms = table.cumsum(axis="columns") - table
+            for branch, shares in table.items():
                 colour, hatch = _LOOKS[branch]
                 look = {"color": colour, "hatch": hatch, "edgecolor": "white", "label": branch.replace("_", " ")}
-                axis.bar(table.index, table[branch], bottom=below, **look)
-                below = below + table[branch]
+                axis.bar(table.index, shares, bottom=bottoms[branch], **look)
             axis.set(xlabel="Layer", title=f"Composed {kind}, {_STAGES[kind]}", ylim=(0, 1))
             axis.locator_params(axis="x", integer=True)
         handles, labels = axis.get_legend_handles_labels()
@@ -187,8 +192,8 @@ def _shares_section(output: Path, shares: DataFrame) -> str:
         figure.axes[0].set_ylabel("Share")
 
     note = (
-        "The terms of equation 7 by their absolute sums over all pairs of a query and a key that it sees, mean over "
-        "heads, as Figures 7 and 8 of the paper show of one pair. branch_shares.csv has every head."
+        "The absolute sums of the terms of equation 7 over all pairs of a query and a key that it sees, mean over "
+        "heads; Figures 7 and 8 of the paper show them for one pair. branch_shares.csv has every head."
     )
     return _section("What each branch adds", note, _drawn(output, "shares", (9, 4), draw))
 
@@ -197,32 +202,28 @@ def _matters_section(losses: DataFrame) -> str:
     table = losses.pivot(index="layer", columns="branch", values="difference")
     table = table[[branch for branch in BRANCHES if branch in table]].fillna(0.0)
     rows, columns = [f"layer {layer}" for layer in table.index], [name.replace("_", " ") for name in table]
-    drawn = heat_map(
-        torch.tensor(table.to_numpy().copy()), rows, columns, "Loss without a branch", zero_is_hidden=False
-    )
-    largest = table.abs().to_numpy().max()
+    values = torch.tensor(table.to_numpy().copy())
+    drawn, largest = heat_map(values, rows, columns, "Loss without a branch", zero_is_hidden=False), values.abs().max()
     note = (
-        "How much the loss on these texts rises, in nats per token, if a branch of a layer is switched off (blue), or "
-        f"falls (orange); the largest change is {largest:.3f}. what_matters.csv has standard errors."
+        "How much the loss on these texts rises (blue) or falls (orange) if a branch of a layer is switched off. The "
+        f"largest change is {largest:.3f} nats per token. what_matters.csv has standard errors."
     )
     return _section("What matters", note, f"<figure>{drawn}</figure>")
 
 
 def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStatistics]) -> str:
-    places = sorted(statistics)
-    kinds = [kind for kind in _STAGES if any(kind == found for _, found in places)]
-    numbers = sorted({layer for layer, _ in places})
-
+    layers = sorted({layer for layer, _ in statistics})
+    kinds = [kind for kind in _STAGES if (layers[0], kind) in statistics]
     # What a head keeps would outshine what it takes.
-    lent = {place: found.lending.clone().fill_diagonal_(0.0) for place, found in statistics.items()}
+    lent = {key: means.lending.clone().fill_diagonal_(0.0) for key, means in statistics.items()}
     strongest = max(float(shares.max()) for shares in lent.values())
 
     def axes_of(figure: Figure) -> Iterator[tuple[Axes, Tensor]]:
         figure.set_layout_engine("compressed")
-        for line, kind in zip(figure.subplots(len(kinds), len(numbers), squeeze=False), kinds):
-            for axis, layer in zip(line, numbers):
-                axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
-                yield axis, lent[layer, kind]
+        axes = figure.subplots(len(kinds), len(layers), squeeze=False)
+        for axis, (kind, layer) in zip(axes.flat, product(kinds, layers)):
+            axis.set_title(f"Layer {layer}, {kind}", fontsize=9)
+            yield axis, lent[layer, kind]
 
     def draw_matrices(figure: Figure) -> None:
         for axis, shares in axes_of(figure):
@@ -237,89 +238,79 @@ def _lending_section(output: Path, statistics: dict[tuple[int, str], HeadMapStat
             points = torch.stack((angles.sin(), angles.cos()), dim=1).tolist()
             for taker, (x, y) in enumerate(points):
                 axis.text(x, y, str(taker), ha="center", va="center")
-                for share, lender in zip(*(each.tolist() for each in shares[:, taker].topk(min(3, len(shares) - 1)))):
-                    look = {"color": POSITIVE, "alpha": 0.7, "shrinkA": 8, "shrinkB": 8, "arrowstyle": "-|>"}
-                    look |= {"linewidth": 4 * share / strongest, "connectionstyle": "arc3,rad=.15"}
-                    axis.annotate("", (x, y), points[lender], arrowprops=look)
+                for lender in shares[:, taker].topk(min(3, len(shares) - 1)).indices.tolist():
+                    width = 4 * float(shares[lender, taker]) / strongest
+                    axis.annotate("", (x, y), points[lender], arrowprops=_ARROW | {"linewidth": width})
             axis.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal")
             axis.set_axis_off()
 
     parts = []
-    for layer, kind in places:
-        found = statistics[layer, kind]
-        heads = [f"head {number}" for number in range(len(found.lending))]
+    for (layer, kind), means in sorted(statistics.items()):
+        heads = [f"head {number}" for number in range(len(means.lending))]
         drawn = heat_map(lent[layer, kind], heads, heads, f"Layer {layer}, who lends to whom", strongest)
-        largest, smallest = found.singular_values[[0, -1]].tolist()
+        largest, smallest = means.singular_values[[0, -1]].tolist()
         caption = (
-            f"Heads take {found.borrowed.min():.0%} to {found.borrowed.max():.0%} from others. Effective rank "
-            f"{found.effective_rank:.2f} of {len(heads)}, of what is added {found.added_rank:.2f}; singular values "
+            f"Heads take {means.borrowed.min():.0%} to {means.borrowed.max():.0%} from others. Effective rank "
+            f"{means.effective_rank:.2f} of {len(heads)}, of what is added {means.added_rank:.2f}; singular values "
             f"from {largest:.2f} to {smallest:.2f}."
         )
-        parts.append(
-            f"<figure><h4>Layer {layer}, {_STAGES[kind]}</h4>{drawn}<figcaption>{caption}</figcaption></figure>"
-        )
-    size = 2.2 * len(numbers) + 1, 2.2 * len(kinds) + 0.6
+        parts.append(_figure(f"Layer {layer}, {_STAGES[kind]}", drawn, caption))
+    size = 2.2 * len(layers) + 1, 2.2 * len(kinds) + 0.6
     _drawn(output, "lending", size, draw_matrices)
     graphs = _drawn(output, "lending_graph", size, draw_graphs)
     note = (
-        "The matrices of equation 8 over pairs of tokens: from which heads (rows) a head (column) takes, as the mean "
-        "share of absolute values. What a head keeps of its own, the diagonal, is left out; one scale for all. Arrows "
-        "lead to every head from the three of which it takes most."
+        "The matrices of equation 8: the share that a head (column) takes from each head (row), by absolute values, as "
+        "means over pairs of tokens. What a head keeps of itself, the diagonal, is left out; all have one scale. "
+        "Arrows lead to every head from the three from which it takes most."
     )
     return _section("Who lends to whom", note, f'<div class="row">{"".join(parts)}</div>', graphs)
 
 
 def _attention_section(output: Path, recording: Recording) -> str:
     labels, parts = recording.tokens[0][-MOST_TOKENS:], []
-    titles = dict(zip(recording.maps, ("before composition", "after composition")))
-    note = (
-        "as they leave the softmax, before their composition, and as the layer uses them, after it: signed, with rows "
-        "that need not sum to one."
-    )
-    if len(titles) == 1:
-        titles, note = {"weights": "softmax"}, "of a model that does not compose them."
-    for layer in recording["weights"]:
-        cut = {name: recording[name][layer][0, :, -MOST_TOKENS:, -MOST_TOKENS:] for name in titles}
-        _draw_heads(output, f"attention_layer{layer}", cut, labels, titles)
-        figures = []
-        for head in range(len(recording.heads)):
-            for name, title in titles.items():
-                shown = cut[name][head]  # (query, key)
-                drawn = heat_map(shown, labels, labels, f"Layer {layer}, head {head}, {title}")
-                caption = f"Colour scale: up to {shown.abs().max():.2f}; {int((shown < 0).sum())} are negative."
-                heading = f"<h4>Head {head}, {title}</h4>"
-                figures.append(f"<figure>{heading}{drawn}<figcaption>{caption}</figcaption></figure>")
-        is_open = " open" if not parts else ""
-        parts.append(
-            f'<details{is_open}><summary>Layer {layer}</summary><div class="pairs">{"".join(figures)}</div></details>'
+    titles, note = {"weights": "softmax"}, "of a model that does not compose them."
+    if len(recording.maps) > 1:
+        titles = {"weights": "before composition", "composed_weights": "after composition"}
+        note = (
+            "before composition, as they leave the softmax, and after it, as the layer uses them: signed, with rows "
+            "that need not sum to one."
         )
+    for layer in recording["weights"]:
+        panels = [
+            (f"Head {head}, {title}", recording[name][layer][0, head, -MOST_TOKENS:, -MOST_TOKENS:])  # (query, key)
+            for head in recording.heads
+            for name, title in titles.items()
+        ]
+        _draw_panels(output, f"attention_layer{layer}", panels, labels)
+        figures = []
+        for title, weights in panels:
+            drawn = heat_map(weights, labels, labels, f"Layer {layer}, {title}")
+            caption = f"Colour scale: up to {weights.abs().max():.2f}; {int((weights < 0).sum())} are negative."
+            figures.append(_figure(title, drawn, caption))
+        summary = f"<details{'' if parts else ' open'}><summary>Layer {layer}</summary>"
+        parts.append(f'{summary}<div class="pairs">{"".join(figures)}</div></details>')
     note = f"Weights between the last {len(labels)} tokens, queries down and keys across, {note}"
-    return _section("Attention", f"{note} Every map has a scale of its own.", *parts)
+    return _section("Attention", f"{note} Every map has a different scale.", *parts)
 
 
-def _draw_heads(
-    output: Path, name: str, maps: dict[str, Tensor], labels: Sequence[str], titles: dict[str, str]
-) -> None:
-    """Draw a row of heads for every map, (heads, query, key) each, between these tokens."""
-    heads = len(next(iter(maps.values())))
-    lines, columns = math.ceil(heads / _HEADS_IN_A_ROW) * len(maps), min(heads, _HEADS_IN_A_ROW)
+def _draw_panels(output: Path, name: str, panels: Sequence[tuple[str, Tensor]], labels: Sequence[str]) -> None:
+    """Draw weights (query, key) with their titles, eight panels in a row."""
+    columns = min(len(panels), _PANELS_IN_A_ROW)
+    rows = math.ceil(len(panels) / columns)
 
     def draw(figure: Figure) -> None:
         figure.set_layout_engine("compressed")
-        axes = figure.subplots(lines, columns, squeeze=False)
-        for axis in axes.flat:
+        axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+        for index, (axis, (title, weights)) in enumerate(zip(axes, panels)):
+            strongest = max(float(weights.abs().max()), 1e-6)
+            shown = weights.masked_fill(weights == 0, torch.nan)
+            axis.imshow(shown, cmap=signed_colours(), vmin=-strongest, vmax=strongest)
+            axis.set_title(title, fontsize=7)
+            ticks = range(len(labels)), [label(text) for text in labels]
+            axis.set_xticks(*ticks, rotation=90, fontsize=5)
+            axis.set_yticks(*ticks, fontsize=5)
+            axis.tick_params(labelbottom=index + columns >= len(panels))  # no panel is below
+        for axis in axes[len(panels) :]:
             axis.set_axis_off()
-        for number, (kind, values) in enumerate(maps.items()):
-            for head, weights in enumerate(values):
-                line, column = head // _HEADS_IN_A_ROW * len(maps) + number, head % _HEADS_IN_A_ROW
-                axis = axes[line, column]
-                strongest = max(float(weights.abs().max()), 1e-6)
-                shown = weights.masked_fill(weights == 0, torch.nan)
-                axis.imshow(shown, cmap=signed_colours(), vmin=-strongest, vmax=strongest)
-                axis.set_title(f"Head {head}, {titles[kind]}", fontsize=7)
-                axis.set_axis_on()
-                ticks = range(len(labels)), [label(text) for text in labels]
-                axis.set_xticks(*(ticks if number == len(maps) - 1 else ([], [])), rotation=90, fontsize=5)
-                axis.set_yticks(*(ticks if column == 0 else ([], [])), fontsize=5)
 
-    _drawn(output, name, (2.2 * columns + 0.8, 2.4 * lines + 0.8), draw)
+    _drawn(output, name, (2.2 * columns + 0.8, 2.4 * rows + 0.8), draw)

@@ -1,4 +1,4 @@
-"""How the bridge of TransformerLens wraps our models: its hooks and its cache see the four maps of every layer."""
+"""The adapter for the bridge of TransformerLens: its hooks and its cache see the four maps of every layer."""
 
 from functools import partial
 
@@ -20,25 +20,25 @@ class DCFormerAttentionBridge(bridge.AttentionBridge):
     supports_split_qkv_fork = False
 
     def set_original_component(self, original_component: nn.Module) -> None:
-        """Put hook points in the place of the maps' modules, where the layer looks for hooks before it computes any."""
+        """Replace the maps' modules by hook points; the layer computes a map only if its module has hooks."""
         super().set_original_component(original_component)
         for name in ATTENTION_MAPS:
             point = components.base.HookPoint()
             point.pos_dim = -2
             setattr(original_component, name, point)
             setattr(self, f"hook_{name}", point)
-        # Other models have these names: the scores that the softmax is given, and the weights that mix the values.
+        # The names that other models have: the scores before the softmax, and the weights that multiply the values.
         self.hook_attn_scores, self.hook_pattern = self.hook_composed_scores, self.hook_composed_weights
 
 
 class DCFormerAdapter(bridge.ArchitectureAdapter):
-    """What TransformerLens calls the modules of DCFormer and DCPythia, which compute as they do alone."""
+    """Names the modules of DCFormer and DCPythia for TransformerLens; what they compute does not change."""
 
     supports_compatibility_mode = False  # it folds norms into projections, but compose weights read the norms too
     supports_hf_output_attentions = False
 
     def prepare_model(self, hf_model: nn.Module) -> None:
-        """Map the modules of this model; its configuration says which there are."""
+        """Map the modules of this model, by its configuration."""
         config = hf_model.config
         config.output_attentions = False  # the bridge asks every forward for them, and they are a map
         self.cfg.normalization_type = "RMS" if config.norm_type == "rms_norm" else "LN"
@@ -56,9 +56,9 @@ class DCFormerAdapter(bridge.ArchitectureAdapter):
             del blocks.hook_aliases["hook_resid_mid"]
         self.component_mapping = {"embed": bridge.EmbeddingBridge("model.embed_tokens"), "blocks": blocks}
         self.component_mapping |= {"ln_final": norm("model.norm"), "unembed": bridge.UnembeddingBridge("lm_head")}
-        # Only now: a rotary attention would have hook points of rotated queries and keys, which nothing calls.
+        # Set last: the bridges of rotary attention would add hook points of rotated queries and keys, never called.
         self.cfg.positional_embedding_type = "rotary" if config.position_embedding_type == "rope" else "standard"
 
 
-# `boot_transformers` of TransformerLens 4.3 looks for the architecture here before it loads entry points.
+# `boot_transformers` of TransformerLens 4.3 looks up the architecture here before it loads entry points.
 factory.SUPPORTED_ARCHITECTURES |= dict.fromkeys(("DCFormerForCausalLM", "DCPythiaForCausalLM"), DCFormerAdapter)

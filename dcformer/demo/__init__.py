@@ -1,4 +1,4 @@
-"""A page in the browser: text from a model, and its attention before and after composition."""
+"""A web demo: text from a model, and its attention before and after composition."""
 
 from .page import Server, build_page, launch_options, serve_page
 

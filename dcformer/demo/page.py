@@ -1,26 +1,24 @@
-"""The page: its controls, what they do, and serving it on this machine."""
+"""The web page of the demo: its controls, what they do, and the server."""
 
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..analysis import record
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from ..generation import TextGenerator
 from ..loading import LoadedModel, load_model
-from .picture import draw_attention
+from .picture import copying_head, draw
 
 
-MOST_READ = 512  # tokens of a text whose attention is computed, which takes memory by their square
 _MOST_NEW = 512
-# For the bundled models, which were trained on C; a blank line ends the function. Any other model starts with prose.
+# For the bundled models, which were trained on C; a blank line ends the function. Other models start with prose.
 _EXAMPLES = (
     """static struct buffer *buffer_create(size_t size)
 {
@@ -43,21 +41,21 @@ _CSS = """
 
 
 def import_gradio() -> ModuleType:
-    """Gradio, without reports of its use and looks for newer versions, which it decides on when it is imported."""
+    """Gradio without telemetry and checks for newer versions, which it decides on when it is imported."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     return import_optional("gradio", "The page", "demo")
 
 
 def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> Any:
     """
-    The page, not yet served.
+    Build the page without serving it.
 
     Args:
-        model (defaults to `"dcformer-tiny"`): A loaded model, or the name of one for [`dcformer.loading.load_model`].
+        model (defaults to `"dcformer-tiny"`): A loaded model, or a name for [`dcformer.loading.load_model`].
         options: Further arguments of that function.
 
     Returns:
-        `gradio.Blocks`; [`dcformer.demo.launch_options`] are for its `launch`.
+        `gradio.Blocks`; [`dcformer.demo.launch_options`] has the arguments for its `launch`.
 
     Raises:
         ImportError: if gradio is not installed.
@@ -88,7 +86,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
         def write(prompt: str, *values: Any) -> Iterator[tuple[str, Any]]:
             try:
                 for text, sequence in write_text(loaded, prompt, *values, warn=gr.Warning):
-                    yield text, sequence or gr.skip()  # what is drawn stays until the text is complete
+                    yield text, sequence or gr.skip()  # the picture stays until the text is complete
             except ValueError as error:
                 raise gr.Error(str(error), print_exception=False) from error
 
@@ -105,7 +103,7 @@ def build_page(model: str | LoadedModel = "dcformer-tiny", **options: Any) -> An
                 ]
             picture = gr.HTML(draw(loaded, ids.value, *shown), elem_id="attention")
             drawn = {"fn": functools.partial(draw, loaded), "inputs": [ids, *controls], "outputs": picture}
-            # Not while a text is written: all forwards of the model would be recorded.
+            # Not while a text is written, since all forward passes of the model would be recorded.
             drawn |= {"api_name": False, "show_progress": "hidden", "concurrency_id": "generate"}
             runs += [run.success(**drawn) for run in runs]
             for control in controls:
@@ -123,12 +121,12 @@ def _describe(loaded: LoadedModel) -> str:
     shape = f"{size} parameters, {config.num_hidden_layers} layers of {config.num_attention_heads} heads"
     if not isinstance(config, DCFormerConfig):
         return f"{shape}. It is a {config.model_type} model, of which this page shows no attention."
-    kind = "composed anew for every query and key" if config.composes_heads else "that each work alone"
+    kind = "composed for every query and key" if config.composes_heads else "that are not composed"
     return f"{shape} {kind}."
 
 
 def _sampling_controls(gr: Any, defaults: Any, stops: bool) -> list[Any]:
-    """Controls in the order of `write_text`; they begin with the values of generation_config.json."""
+    """Controls in the order of `write_text`, with the values of generation_config.json at first."""
     most, top_k = min(defaults.max_new_tokens or 48, _MOST_NEW), defaults.top_k
     with gr.Accordion("Generation options", open=False):
         return [
@@ -146,9 +144,9 @@ def _sampling_controls(gr: Any, defaults: Any, stops: bool) -> list[Any]:
 
 def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -> Iterator[tuple[str, list[int]]]:
     """
-    Yield the text after a prompt, longer each time, with no ids, and at its end with those of prompt and text.
+    Yield the growing text after a prompt and an empty list; at the end the whole text and the ids of prompt and text.
 
-    Values are those of the controls, in their order.
+    `values` are those of the controls, in their order.
     """
     max_new_tokens, stops, samples, temperature, top_k, top_p, repetition_penalty, seed = values
     options |= {"stop_strings": ["\n\n"] if stops else []}
@@ -168,38 +166,15 @@ def write_text(loaded: LoadedModel, prompt: str, *values: Any, **options: Any) -
         yield text, []
 
 
-def draw(loaded: LoadedModel, ids: Sequence[int], layer: int, head: int) -> str:
-    """HTML of a head of a layer, both from 0, over a text, of which the first 512 tokens are read."""
-    layer, config, read = int(layer), loaded.model.config, ids[:MOST_READ]
-    recording = record(loaded.model, read, ["weights", "composed_weights"], layer, int(head), loaded.tokenizer)
-    before, after = (by_layer[layer][0, 0] for by_layer in recording.maps.values())  # (query, key) each
-    picture = draw_attention(before, after, recording.tokens[0], config.composes_layer(layer) and config.compose_post)
-    seen = "its own key and all before it."
-    if config.layer_types[layer] == "sliding_attention":
-        seen = f"{config.sliding_window} keys, its own included."
-    note = "" if len(ids) <= MOST_READ else f" The first {MOST_READ} of {len(ids)} tokens are read."
-    return f"{picture}<p>A query of layer {layer} sees {seen}{note}</p>"
-
-
-def copying_head(model: Any, ids: Sequence[int]) -> tuple[int, int]:
-    """The layer and the head that attend most to earlier occurrences of the token that comes next."""
-    tokens = torch.tensor(ids)
-    repeats = (tokens[1:, None] == tokens[None, :-1]).tril()  # (query, key): the key is the token after the query
-    maps = record(model, ids, ["weights"])["weights"].values()
-    attention = torch.stack([(weights[0, :, :-1, :-1] * repeats).sum((1, 2)) for weights in maps])  # (layer, head)
-    layer, head = divmod(int(attention.argmax()), attention.shape[1])
-    return layer, head
-
-
 @dataclass
 class Server:
-    """A page that is served from a thread: the address for a browser, and the `gradio.Blocks`."""
+    """A page that is served by a thread: its address, and the `gradio.Blocks`."""
 
     address: str
     page: Any
 
     def wait(self) -> None:
-        """Serve until Ctrl-C or another signal, and close."""
+        """Wait for Ctrl-C or another signal, then close."""
         try:
             while True:
                 time.sleep(3600)
@@ -211,7 +186,7 @@ class Server:
 
 
 def launch_options() -> dict[str, Any]:
-    """Arguments for `gradio.Blocks.launch`: fonts of the reader's own, and no public link."""
+    """Arguments for `gradio.Blocks.launch`: fonts that the reader has, and no public link."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
     theme = import_gradio().themes.Soft(primary_hue="blue", neutral_hue="slate", **fonts)
     return {"theme": theme, "css": _CSS, "footer_links": [], "ssr_mode": False, "quiet": True, "share": False}
@@ -226,18 +201,18 @@ def serve_page(
     **options: Any,
 ) -> Server:
     """
-    Serve the page from a thread.
+    Serve the page in a thread.
 
     Args:
-        model, options: Arguments of [`dcformer.demo.build_page`].
+        model, options: As for [`dcformer.demo.build_page`].
         host (defaults to `"127.0.0.1"`): Address to listen on; `"0.0.0.0"` lets other machines open the page.
-        port (*optional*): By default the first free one from 7860 on.
+        port (*optional*): By default the first free port from 7860.
         opens_browser (defaults to `False`): Open the page in a browser on this machine.
 
     Raises:
         OSError: from gradio, if the port is taken.
     """
     page = build_page(model, **options)
-    where = {"server_name": host, "server_port": port, "inbrowser": opens_browser, "prevent_thread_lock": True}
-    _, address, _ = page.launch(**where, **launch_options())
+    options = launch_options() | {"server_name": host, "server_port": port, "inbrowser": opens_browser}
+    _, address, _ = page.launch(prevent_thread_lock=True, **options)
     return Server(address, page)

@@ -1,9 +1,9 @@
 """
-The facts that a line of the head tasks tells, and the split that follows from them.
+The facts that a line of the head tasks states, and the split that follows from them.
 
-Facts are pairs of a person and a thing, or for lists the things alone. As a set they decide whether a line belongs to
-`train`, `validation` or `test`, so everything that can be asked about the same facts, in any order and wording, belongs
-to one split. `authors_facts.bin` holds the digests of the facts of the authors' 888 texts, which are in no training
+Facts are pairs of a person and a thing, or in lists single things. The set of a line's facts decides whether the line
+belongs to `train`, `validation` or `test`, so all questions about the same facts, in any order and wording, belong to
+one split. `authors_facts.bin` holds the digests of the facts of the authors' 888 texts, which are in no training
 document; `scripts/write_authors_facts.py` writes it.
 """
 
@@ -42,17 +42,13 @@ _ADJECTIVES = {adjective.capitalize(): adjective for pair in VOCABULARY["opposit
 
 
 def parse_line(line: str) -> tuple[tuple[Fact, ...], str]:
-    """
-    Read the facts of a line, in its order, and what follows them: the question, with its answer if the line has one.
-    """
-    told = re.fullmatch(r"< (?P<told>.+)\. >\. (?P<question>.+)", line)
-    listed = re.fullmatch(r"There are (?P<told>.+?)\. (?P<question>Which is .+)", line)
-    if told:
-        facts = [_parse_sentence(sentence) for sentence in _END_OF_SENTENCE.split(told["told"])]
+    """The facts of a line, in its order, and what follows them: the question, with its answer if the line has one."""
+    if match := re.fullmatch(r"< (.+)\. >\. (.+)", line):
+        facts = [_parse_sentence(sentence) for sentence in _END_OF_SENTENCE.split(match[1])]
         if all(facts):
-            return tuple(fact for fact in facts if fact), told["question"]
-    if listed:
-        return tuple((singular(thing),) for thing in _COMMA.split(listed["told"])), listed["question"]
+            return tuple(fact for fact in facts if fact), match[2]
+    if match := re.fullmatch(r"There are (.+?)\. (Which is .+)", line):
+        return tuple((singular(thing),) for thing in _COMMA.split(match[1])), match[2]
     raise ValueError(
         f"A line of the head tasks must begin like '< Ruth has a violin. ... >. ' or 'There are a duck, a duck, tea. "
         f"Which is ', got {line!r}."
@@ -68,17 +64,17 @@ def _parse_sentence(sentence: str) -> Fact | None:
 
 
 def facts_digest(facts: Iterable[Fact]) -> bytes:
-    """Hash facts to eight bytes, the same for every order of them; a fact that is there twice counts twice."""
-    said = sorted("\t".join((*fact[:-1], singular(fact[-1]))) for fact in facts)
-    return hashlib.blake2b("\n".join(said).encode(), digest_size=_DIGEST_BYTES, salt=_SALT).digest()
+    """Hash facts to eight bytes, the same in any order; a fact that is stated twice counts twice."""
+    rows = sorted("\t".join((*fact[:-1], singular(fact[-1]))) for fact in facts)
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=_DIGEST_BYTES, salt=_SALT).digest()
 
 
 def split_of(digest: bytes) -> str | None:
     """
-    Tell the only split that may say the facts of a digest.
+    The only split that may contain the facts of a digest.
 
-    Eight tenths of all sets of facts are for training, one each for validation and test. `None` if the authors' texts
-    say them and the split would be `train`.
+    Eight tenths of all sets of facts are for training, one tenth each for validation and test. `None` if the split
+    would be `train` and the facts are those of one of the authors' texts.
     """
     split = {0: "validation", 1: "test"}.get(int.from_bytes(digest, "big") % 10, "train")
     return None if split == "train" and digest in authors_facts() else split

@@ -2,9 +2,9 @@
 Documents of head tasks, generated from a seed.
 
 A document is a few examples of one kind, so that the earlier ones are shots for the later ones, as in the authors' 888
-texts. The set of the facts of a line decides its split (facts.py): three facts that are told in one split are told in
-no other, in whatever order, wording or question. A document tells the same facts twice only where a kind has fewer sets
-of facts than the document has lines: lists of dates, the fewest, have 27 in `test`.
+texts. The set of the facts of a line decides its split (facts.py): three facts of one split are in no other, in any
+order, wording or question. A document repeats a set of facts only if its kind has fewer sets than the document has
+lines: lists of dates, the fewest, have 27 in `test`.
 """
 
 import random
@@ -15,6 +15,7 @@ from .facts import SPLITS, split_of
 from .kinds import TASK_KINDS, Example, TaskKind
 
 
+_ABOUT_KIND = ("subject", "pattern", "transformation")
 _MOST_REPETITIONS = 200
 
 
@@ -30,15 +31,15 @@ def iterate_documents(
 
     Args:
         count: Number of documents.
-        seed: Another seed, other documents.
+        seed: Another seed gives other documents.
         split: `"train"`, `"validation"` or `"test"`.
         lines: Least and most examples in a document, all of one kind and with one verb.
-        kinds: Names such as `("task0", "task74")`, all kinds by default. They take turns in a drawn order, so that all
+        kinds: Names such as `("task0", "task74")`; all kinds by default. They take turns in a random order, so that all
             are equally frequent.
 
     Yields:
         Rows of `text`; `task`, `subject`, `pattern` and `transformation` of its examples; `answers`, the [start, end)
-        of every answer in `text`, the space before it included.
+        of every answer in `text`, with the space before it.
 
     Raises:
         ValueError: for an unknown split; KeyError: for an unknown kind.
@@ -52,30 +53,28 @@ def iterate_documents(
         if not waiting:
             waiting = rng.sample(chosen, len(chosen))
         kind = waiting.pop()
-        wording = rng.randrange(60)  # a multiple of 3, 4 and 5, so that every number of verbs is drawn evenly
+        wording = rng.randrange(60)  # a multiple of 3, 4 and 5, so that each of so many verbs is equally frequent
         examples: list[Example] = []
-        said: set[bytes] = set()
         for _ in range(rng.randint(*lines)):
-            examples.append(_draw(kind, rng, wording, split, said))
-            said.add(examples[-1].digest)
+            examples.append(_sample(kind, rng, wording, split, {example.digest for example in examples}))
         # The authors' texts begin with a line feed; a prompt that a person types does not.
         text, answers = join_examples(examples, rng.choice(("", "\n")))
-        about = {"task": kind.name, **{key: getattr(kind, key) for key in ("subject", "pattern", "transformation")}}
+        about = {"task": kind.name} | {key: getattr(kind, key) for key in _ABOUT_KIND}
         yield {"text": text, **about, "answers": answers}
 
 
 def generate_documents(count: int, seed: int | str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-    """The documents of [`iterate_documents`], which explains the arguments, as a list."""
+    """The documents of [`iterate_documents`], which has the same arguments, as a list."""
     return list(iterate_documents(count, seed, *args, **kwargs))
 
 
 def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str, Any]]:
     """
-    Generate the questions that models are evaluated on: documents of the test split, with eight examples each.
+    Generate the questions that models are evaluated on: documents of the test split with eight examples.
 
     Args:
         documents: Number of documents; every kind is equally frequent.
-        seed: Another seed, other documents.
+        seed: Another seed gives other documents.
 
     Returns:
         A row for every answer, in the order of the documents: `context` (all the text before the answer), `answer`
@@ -88,7 +87,7 @@ def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str
             "answer": document["text"][start:end],
             "document": index,
             "shots": shots,
-            **{key: document[key] for key in ("task", "subject", "pattern", "transformation")},
+            **{key: document[key] for key in ("task", *_ABOUT_KIND)},
         }
         for index, document in enumerate(iterate_documents(documents, seed, split="test", lines=(8, 8)))
         for shots, (start, end) in enumerate(document["answers"])
@@ -96,7 +95,7 @@ def held_out_questions(documents: int = 1000, seed: int = 1234) -> list[dict[str
 
 
 def join_examples(examples: list[Example], text: str = "") -> tuple[str, list[list[int]]]:
-    """Write examples one a line after `text`; return all of it and the [start, end) of every answer."""
+    """The text followed by one example per line, and the [start, end) of every answer in it."""
     answers = []
     for example in examples:
         start = len(text) + len(example.question)
@@ -106,12 +105,12 @@ def join_examples(examples: list[Example], text: str = "") -> tuple[str, list[li
     return text, answers
 
 
-def _draw(kind: TaskKind, rng: random.Random, wording: int, split: str, said: set[bytes]) -> Example:
-    """Draw an example of a split, with facts new to its document unless there are hardly any others."""
+def _sample(kind: TaskKind, rng: random.Random, wording: int, split: str, used: set[bytes]) -> Example:
+    """Sample an example of a split, with facts that are not yet used unless there are hardly any others."""
     repetitions = 0
     while True:
         example = kind.make(rng, wording)
         if split_of(example.digest) == split:
-            if example.digest not in said or repetitions == _MOST_REPETITIONS:
+            if example.digest not in used or repetitions == _MOST_REPETITIONS:
                 return example
             repetitions += 1

@@ -5,20 +5,20 @@ An example is one line: three facts and a question about them, such as
 
     < Ruth has a violin. Carol has a beetle. Ronald has blueberries. >. Ruth has a kind of musical instrument
 
-To find the answer, the last word or words, attention has to find one of the three facts (the pattern: here the one of
-the same person), and has to transform what it finds on the way (here object->superclass).
+The answer is the last word or words. For it, attention has to look for one of the three facts (the pattern: here the
+fact of the same person) and to transform its content (here object->superclass).
 
-The authors' 74 kinds have their numbers; `task74` is an example of Table 11 that their texts lack. A pattern is named
-for what leads from the question to the fact: `same-person`; `the-other-person`, whom the question does not name;
-`same-class`, `the-other-city` and so on where it names content and asks for the fact that has it or lacks it;
-`different-object` and so on where it only asks which one differs.
+The authors' 74 kinds have their numbers; `task74` is an example of Table 11 that their texts lack. Patterns are named
+for how the question leads to the fact: `same-person`, and `the-other-person`, which the question does not name;
+`same-class`, `the-other-city` and so on, if it names content and asks for the fact that has it or lacks it;
+`different-object` and so on, if it only asks which one differs.
 """
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import combinations, product
 
 from .facts import Fact, facts_digest
 from .vocabulary import VOCABULARY, opposites, singular
@@ -28,7 +28,7 @@ from .vocabulary import VOCABULARY, opposites, singular
 class Example:
     """One line."""
 
-    question: str  # up to the answer, without the space between them
+    question: str  # all before the answer, without the space between them
     answer: str
     facts: tuple[Fact, ...]  # in the order of the line
 
@@ -41,7 +41,7 @@ class Example:
         return facts_digest(self.facts)
 
 
-# Draws an example from the random state and the number of a wording.
+# Makes an example with a random generator and the number of a wording.
 Make = Callable[[random.Random, int], Example]
 
 
@@ -49,7 +49,7 @@ Make = Callable[[random.Random, int], Example]
 class TaskKind:
     name: str  # `task0` to `task73` as the authors number them; `task74`
     pattern: str  # what attention has to look for
-    transformation: str  # what it makes of what it finds: `copy` or `source->target`
+    transformation: str  # what it makes of that: `copy` or `source->target`
     make: Make
 
     @property
@@ -60,25 +60,44 @@ class TaskKind:
 
 @dataclass(frozen=True)
 class Content:
-    """The thing of a fact: "a violin", "Paris", "happy", "May"."""
+    """What a fact is about: "a violin", "Paris", "happy", "May"; and the person, if it is not a list."""
 
-    thing: str  # as the fact has it, with its article
-    target: str  # what it is transformed to; for `copy`, the thing as the question has it
+    thing: str  # as it is in the fact, with its article
+    target: str  # what it is transformed to; for `copy`, the thing as it is in the question
     unit: str = ""  # of ordinals: "year", "month" ...
+    person: str = ""
+
+    @property
+    def fact(self) -> Fact:
+        return (self.person, self.thing) if self.person else (self.thing,)
+
+    def state(self, template: str) -> str:
+        """The fact as a sentence, such as "Ruth has a violin." or "The violin is Ruth's."."""
+        noun = singular(self.thing)
+        on = VOCABULARY["ordinals"][self.unit]["preposition"] if self.unit else ""
+        return template.format(
+            person=self.person,
+            thing=self.thing,
+            capital_thing=self.thing.capitalize(),
+            the_noun=noun if noun in VOCABULARY["without_article"] else f"The {noun}",
+            be="are" if noun in VOCABULARY["plural_nouns"] else "is",
+            on=on,
+            capital_on=on.capitalize(),
+        )
 
 
-# Draws three contents with different targets; if told that two agree, the first two have the same target.
-Draw = Callable[[random.Random, bool], list[Content]]
+# Samples three contents with different targets; if two have to agree, the first two have the same target.
+Sample = Callable[[random.Random, bool], list[Content]]
 
 
 @dataclass(frozen=True)
 class Family:
     """Facts about people and the questions about them: eight kinds, four patterns in two wordings of the facts."""
 
-    transformation: str  # from the content of a fact to what the question calls it
-    target_name: str  # what the patterns call the latter
-    draw: Draw
-    statements: tuple[str, str]  # the two wordings of a fact, see `_state`
+    transformation: str  # from the thing of a fact to its target in the question
+    target_name: str  # what targets are called in the names of patterns
+    sample: Sample
+    statements: tuple[str, str]  # the two wordings of a fact, templates for `Content.state`
     verbs: tuple[tuple[str, str], ...]  # (affirmative, negative) in the question
     phrase: str  # what follows the verb, with `{target}` at its end, and `{unit}` for ordinals
 
@@ -90,152 +109,122 @@ class Family:
             yield pattern, self.transformation if by_person else "copy", make
 
     def _make(self, by_person: bool, negated: bool, statement: str, rng: random.Random, wording: int) -> Example:
-        # The last of the three is the one asked for; those that stand together against it come first.
-        facts = self._draw_facts(rng, negated and by_person, negated and not by_person)
+        # The last of the three is the one asked for; the question excludes the first two if it is negated.
+        facts = self._sample_facts(rng, negated and by_person, negated and not by_person)
         question, answer = self._ask(by_person, negated, facts[0 if negated else 2], facts[2], wording)
         rng.shuffle(facts)
-        return Example(f"{_told(facts, statement)} {question}", answer, _said(facts))
+        return Example(f"{_state_all(facts, statement)} {question}", answer, tuple(content.fact for content in facts))
 
     def make_questions(self, rng: random.Random, facts: int = 3) -> list[Example]:
         """
-        Ask for each of 1 to 3 different facts by its person and by its content, in a drawn order.
+        Ask for each of 1 to 3 different facts by its person and by its content, in a random order.
 
-        The line of the first example tells the facts, those of the others ask only.
+        The line of the first example states the facts, the other lines are questions only.
         """
-        told = self._draw_facts(rng)[:facts]
+        contents = self._sample_facts(rng)[:facts]
         asked = [
-            self._ask(by_person, False, fact, fact, rng.randrange(len(self.verbs)))
-            for fact, by_person in product(told, (True, False))
+            self._ask(by_person, False, content, content, rng.randrange(len(self.verbs)))
+            for content, by_person in product(contents, (True, False))
         ]
         rng.shuffle(asked)
-        rng.shuffle(told)
-        facts_told = _told(told, rng.choice(self.statements))
-        return [
-            Example(question if place else f"{facts_told} {question}", answer, _said(told))
-            for place, (question, answer) in enumerate(asked)
-        ]
+        rng.shuffle(contents)
+        stated = tuple(content.fact for content in contents)
+        (first, answer), *others = asked
+        first = f"{_state_all(contents, rng.choice(self.statements))} {first}"
+        return [Example(question, answer, stated) for question, answer in ((first, answer), *others)]
 
-    def make_statements(self, rng: random.Random, facts: int) -> dict[Fact, tuple[str, str]]:
-        """Draw 1 to 6 facts of different persons and contents; return fact -> its two wordings."""
-        told: dict[str, tuple[str, Content]] = {}  # by what a question calls the content
-        while len(told) < facts:
-            for person, content in self._draw_facts(rng):
-                if content.target not in told and all(person != other for other, _ in told.values()):
-                    told[content.target] = (person, content)
-        kept = list(told.values())[:facts]
-        first, second = self.statements
-        return {fact: (_state(first, *said), _state(second, *said)) for fact, said in zip(_said(kept), kept)}
+    def make_statements(self, rng: random.Random, facts: int) -> dict[Fact, list[str]]:
+        """Sample 1 to 6 facts of different persons and targets; return fact -> its two wordings."""
+        kept: list[Content] = []
+        while len(kept) < facts:
+            for content in self._sample_facts(rng):
+                if all(content.target != other.target and content.person != other.person for other in kept):
+                    kept.append(content)
+        return {content.fact: [content.state(wording) for wording in self.statements] for content in kept[:facts]}
 
-    def _draw_facts(
-        self, rng: random.Random, same_person: bool = False, same_content: bool = False
-    ) -> list[tuple[str, Content]]:
-        """Draw three facts; the first two may have the same person, or contents of the same target."""
+    def _sample_facts(self, rng: random.Random, same_person: bool = False, same_target: bool = False) -> list[Content]:
+        """Sample three facts; the first two may have the same person or the same target."""
         people = rng.sample(VOCABULARY["people"], 3)
-        contents = self.draw(rng, same_content)
         if same_person:
             people[1] = people[0]
-        return list(zip(people, contents))
+        return [replace(content, person=person) for content, person in zip(self.sample(rng, same_target), people)]
 
-    def _ask(
-        self, by_person: bool, negated: bool, named: tuple[str, Content], asked: tuple[str, Content], wording: int
-    ) -> tuple[str, str]:
-        """Name the person or the content of one fact in a question; the answer is from the fact asked for."""
+    def _ask(self, by_person: bool, negated: bool, named: Content, asked: Content, wording: int) -> tuple[str, str]:
+        """A question that names the person or the target of one fact, and its answer from the fact asked for."""
         verb = self.verbs[wording % len(self.verbs)][negated]
-        target = (asked if by_person else named)[1].target
-        phrase = self.phrase.format(target=target, unit=asked[1].unit)
+        target = (asked if by_person else named).target
+        phrase = self.phrase.format(target=target, unit=asked.unit)
         if by_person:
-            return f"{named[0]} {verb} {phrase}".removesuffix(f" {target}"), target
-        return f"Who {verb} {phrase}?", asked[0]
+            return f"{named.person} {verb} {phrase}".removesuffix(f" {target}"), target
+        return f"Who {verb} {phrase}?", asked.person
 
 
-def _state(template: str, person: str, content: Content) -> str:
-    """Word a fact, as "Ruth has a violin." or "The violin is Ruth's."."""
-    noun = singular(content.thing)
-    on = VOCABULARY["ordinals"][content.unit]["preposition"] if content.unit else ""
-    return template.format(
-        person=person,
-        thing=content.thing,
-        capital_thing=content.thing.capitalize(),
-        the_noun=noun if noun in VOCABULARY["without_article"] else f"The {noun}",
-        be="are" if noun in VOCABULARY["plural_nouns"] else "is",
-        on=on,
-        capital_on=on.capitalize(),
-    )
+def _state_all(facts: list[Content], statement: str) -> str:
+    return f"< {' '.join(content.state(statement) for content in facts)} >."
 
 
-def _told(facts: list[tuple[str, Content]], statement: str) -> str:
-    return f"< {' '.join(_state(statement, person, content) for person, content in facts)} >."
-
-
-def _said(facts: list[tuple[str, Content]]) -> tuple[Fact, ...]:
-    return tuple((person, content.thing) for person, content in facts)
-
-
-def _make_list(draw: Draw, named: str | None, lead: str, copies: bool, rng: random.Random, wording: int) -> Example:
+def _make_list(sample: Sample, named: str | None, lead: str, copies: bool, rng: random.Random, wording: int) -> Example:
     """
     Ask about a list of three: "There are a duck, a duck, tea. Which is different? A kind of drink".
 
-    `named` is what the question calls those that it does not ask for: the `"thing"` that is listed twice, the `"class"`
-    of two things, or nothing. `lead` stands before the answer, which is the thing itself if `copies`.
+    `named` is how the question names those that it does not ask for: by the `"thing"` that is listed twice, by the
+    `"class"` of two things, or not at all. `lead` stands before the answer, which is the thing itself if `copies`.
     """
-    first, second, asked = draw(rng, named == "class")
+    first, second, asked = sample(rng, named == "class")
     listed = [first, second if named == "class" else first, asked]
     rng.shuffle(listed)
     which = {None: "different", "thing": f"not {singular(first.thing)}", "class": f"not {first.target}"}[named]
-    things = tuple(content.thing for content in listed)
-    question = f"There are {', '.join(things)}. Which is {which}? {lead.format(unit=asked.unit)}".rstrip()
-    return Example(question, singular(asked.thing) if copies else asked.target, tuple((thing,) for thing in things))
+    things = ", ".join(content.thing for content in listed)
+    question = f"There are {things}. Which is {which}? {lead.format(unit=asked.unit)}".rstrip()
+    answer = singular(asked.thing) if copies else asked.target
+    return Example(question, answer, tuple(content.fact for content in listed))
 
 
 def _members(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
-    """Draw things with the group they belong to: a class, a capability or a country."""
+    """Sample things with the group they belong to: a class, a capability or a country."""
     while True:
         names = rng.sample(sorted(groups), 3)
         if two_agree:
             names[1] = names[0]
         things = [rng.choice(groups[name]) for name in names]
         # A thing of two groups in question, or the same thing twice, would make two answers right.
-        owned = [sum(thing in groups[name] for name in set(names)) for thing in things]
-        if len(set(things)) == 3 and owned == [1, 1, 1]:
+        if len(set(things)) == 3 and all(sum(thing in groups[name] for name in set(names)) == 1 for thing in things):
             return [Content(thing, name) for thing, name in zip(things, names)]
 
 
 def _copies(groups: dict[str, list[str]], rng: random.Random, two_agree: bool) -> list[Content]:
-    """Draw things that questions name as they are."""
-    drawn = rng.sample(sorted({thing for members in groups.values() for thing in members}), 3)
+    """Sample things that questions name as they are."""
+    things = rng.sample(sorted({thing for members in groups.values() for thing in members}), 3)
     if two_agree:
-        drawn[1] = drawn[0]
-    return [Content(thing, singular(thing)) for thing in drawn]
+        things[1] = things[0]
+    return [Content(thing, singular(thing)) for thing in things]
 
 
 def _adjectives(rng: random.Random, two_agree: bool) -> list[Content]:
     known = opposites()
     while True:
-        drawn = rng.sample(sorted(known), 3)
-        targets = [rng.choice(known[adjective]) for adjective in drawn]
-        # Neither opposites nor synonyms (which have an opposite in common) beside each other.
-        related = [{adjective, *known[adjective]} for adjective in drawn]
-        if not (related[0] & related[1] or related[0] & related[2] or related[1] & related[2]):
-            break
-    if two_agree:
-        drawn[1], targets[1] = drawn[0], targets[0]
-    return [Content(adjective, target) for adjective, target in zip(drawn, targets)]
+        adjectives = rng.sample(sorted(known), 3)
+        contents = [Content(adjective, rng.choice(known[adjective])) for adjective in adjectives]
+        # Neither opposites nor synonyms, which have an opposite in common.
+        related = [{adjective, *known[adjective]} for adjective in adjectives]
+        if all(one.isdisjoint(other) for one, other in combinations(related, 2)):
+            return [contents[0], contents[0], contents[2]] if two_agree else contents
 
 
 def _ordinals(step: int, rng: random.Random, two_agree: bool) -> list[Content]:
-    """Draw dates or times of one sort, with the next or the one before as target."""
+    """Sample dates or times of one unit, with the next or the one before as target."""
     unit = rng.choice(sorted(VOCABULARY["ordinals"]))
     values = VOCABULARY["ordinals"][unit]["values"]
-    # The last of a row is a target only, as nothing comes after it; before the first comes nothing either.
-    places = rng.sample(range(len(values) - 1), 3)
-    while places[2] + step < 0:
-        rng.shuffle(places)
+    # The last of a row is only a target, since nothing comes after it; nothing comes before the first either.
+    indices = rng.sample(range(len(values) - 1), 3)
+    while indices[2] + step < 0:
+        rng.shuffle(indices)
     if two_agree:
-        places[1] = places[0]
-    return [Content(values[place], values[max(place + step, 0)], unit) for place in places]
+        indices[1] = indices[0]
+    return [Content(values[index], values[max(index + step, 0)], unit) for index in indices]
 
 
-_OWN = (("has", "does not have"), ("possesses", "does not possess"), ("owns", "does not own"))
+_HAVE = (("has", "does not have"), ("possesses", "does not possess"), ("owns", "does not own"))
 _WISH = (
     ("wants to go to", "does not want to go to"),
     ("wants to visit", "does not want to visit"),
@@ -248,11 +237,11 @@ _OWNED = ("{person} has {thing}.", "{the_noun} {be} {person}'s.")
 _LIKED = ("{person} likes {thing}.", "{thing} attracts {person}.")
 _OBJECTS, _TOOLS, _CITIES = (VOCABULARY[name] for name in ("superclasses", "capabilities", "countries"))
 FAMILIES = (
-    Family("object->superclass", "class", partial(_members, _OBJECTS), _OWNED, _OWN, "a kind of {target}"),
-    Family("copy", "object", partial(_copies, _OBJECTS), _OWNED, _OWN, "{target}"),
+    Family("object->superclass", "class", partial(_members, _OBJECTS), _OWNED, _HAVE, "a kind of {target}"),
+    Family("copy", "object", partial(_copies, _OBJECTS), _OWNED, _HAVE, "{target}"),
     Family("city->country", "country", partial(_members, _CITIES), _LIKED, _WISH, "the city in {target}"),
     Family("copy", "city", partial(_copies, _CITIES), _LIKED, _WISH, "{target}"),
-    Family("object->capability", "capability", partial(_members, _TOOLS), _OWNED, _OWN, "the thing that can {target}"),
+    Family("object->capability", "capability", partial(_members, _TOOLS), _OWNED, _HAVE, "the thing that can {target}"),
     Family(
         "adjective->opposite",
         "opposite",
@@ -276,7 +265,7 @@ _FIRST_LIST = 8 * len(FAMILIES)
 
 
 def _list_kinds() -> Iterator[tuple[str, str, Make]]:
-    for content_name, transformation, draw, lead in (
+    for content_name, transformation, sample, lead in (
         ("object", "copy", partial(_copies, _OBJECTS), "The"),
         ("object", "object->superclass", partial(_members, _OBJECTS), "A kind of"),
         ("city", "copy", partial(_copies, _CITIES), ""),
@@ -288,7 +277,7 @@ def _list_kinds() -> Iterator[tuple[str, str, Make]]:
         ("ordinal", "ordinal->previous", partial(_ordinals, -1), "The {unit} just after"),
     ):
         for pattern, named in ((f"the-other-{content_name}", "thing"), (f"different-{content_name}", None)):
-            yield pattern, transformation, partial(_make_list, draw, named, lead, transformation == "copy")
+            yield pattern, transformation, partial(_make_list, sample, named, lead, transformation == "copy")
     yield "the-other-class", "copy", partial(_make_list, partial(_members, _OBJECTS), "class", "The", True)
 
 

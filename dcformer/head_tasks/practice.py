@@ -5,14 +5,14 @@ A line of the tasks has one answer in about 24 tokens, and giving it takes sever
 which words are answers at all, and then stay at a blind choice among the three facts for millions of answers. A mixture
 of these documents shortens this:
 
-- `recurring_words`: a few words over and over in one order, "Ruth Carol Mark Ruth Carol Mark ...". Every word after the
-  first of four rounds is an answer. It teaches to look for what came after the same word.
+- `recurring_words`: a few words repeated in one order, "Ruth Carol Mark Ruth Carol Mark ...". All words after the first
+  of four rounds are answers. It teaches to look for what followed the same word.
 - `recurring_facts`: a few facts, repeated in one wording or the other, "Ruth has a violin. ... The violin is Ruth's.".
-  From the second time on, the person or thing that ends a sentence is an answer. It teaches to find one half of a fact
-  by the other.
-- `questions`: one, two or three facts, each asked for by its person and by its content; an answer in about twelve
-  tokens.
-- `examples`: documents as the tasks have them.
+  From the second time on, the person or thing that ends a sentence is an answer. It teaches to look for one half of a
+  fact by the other.
+- `questions`: one, two or three facts, with two questions for each, by its person and by its content; one answer in
+  about twelve tokens.
+- `examples`: documents of the tasks.
 """
 
 import random
@@ -31,10 +31,10 @@ from .vocabulary import VOCABULARY, singular
 
 FORMS = ("examples", "questions", "recurring_facts", "recurring_words")
 
-_RECURRING_WORDS = (3, 12)  # least and most that recur in a document
+_RECURRING_WORDS = (3, 12)  # least and most in a document
 _ROUNDS = 4
 _RECURRING_FACTS = (2, 6)
-_SAID_AGAIN = 3  # times, on average
+_REPETITIONS = 3  # of a fact, on average
 _LAST_WORD = re.compile(r" [^ ]+?(?=('s)?\.$)")
 
 
@@ -49,20 +49,21 @@ def iterate_practice(
     facts: int = 3,
 ) -> Iterator[dict[str, Any]]:
     """
-    Generate a mixture of documents, each as long as it may be.
+    Generate a mixture of documents up to a length.
 
     Args:
         count: Number of documents.
-        seed: Another seed, other documents.
-        mixture: Name of `FORMS` -> its share of the documents, in any unit.
-        split: As for [`generate_documents`]; `lines` too, which is for `examples`.
-        longest: Most tokens of a document, with the one that begins it. Lines, questions and words beyond are left out;
-            the first line stays.
-        words: Draw recurring words from the first so many, which are names; from all by default.
-        facts: Facts that `questions` are about, 1 to 3.
+        seed: Another seed gives other documents.
+        mixture: Names of `FORMS` with their shares of the documents, in any unit.
+        split: As for [`generate_documents`].
+        lines: As for [`generate_documents`]; it applies to `examples`.
+        longest: Most tokens of a document, with the one that begins it. Lines and words beyond are left out, except the
+            first line.
+        words: Sample recurring words from the first so many only, which are names; from all by default.
+        facts: Number of facts of `questions`, 1 to 3.
 
     Returns:
-        Rows of `text` and `answers`, the [start, end) of every answer in `text`, the space before it included.
+        Rows of `text` and `answers`, the [start, end) of every answer in `text`, with the space before it.
 
     Raises:
         ValueError: for an unknown form, or another number of facts.
@@ -89,7 +90,7 @@ def iterate_practice(
 def _questions(rng: random.Random, split: str, longest: int, facts: int) -> dict[str, Any]:
     family = rng.choice(FAMILIES)
     examples = family.make_questions(rng, facts)
-    # Fewer facts than three decide no split: they say less than any line of the tasks.
+    # Fewer facts than three decide no split, since a line of the tasks has three.
     while facts == 3 and split_of(examples[0].digest) != split:
         examples = family.make_questions(rng, facts)
     return _cut(*join_examples(examples), longest)
@@ -102,9 +103,9 @@ def _recurring_facts(rng: random.Random, split: str, longest: int) -> dict[str, 
         statements = family.make_statements(rng, count)
     facts = list(statements.values())
     text, answers = "", []
-    for place, wordings in enumerate(facts + rng.choices(facts, k=_SAID_AGAIN * count)):
+    for index, wordings in enumerate(facts + rng.choices(facts, k=_REPETITIONS * count)):
         sentence = rng.choice(wordings)
-        if place >= count and (word := _LAST_WORD.search(sentence)):
+        if index >= count and (word := _LAST_WORD.search(sentence)):
             answers.append([len(text) + word.start(), len(text) + word.end()])
         text += f"{sentence}\n"
     return _cut(text, answers, longest)
@@ -113,9 +114,9 @@ def _recurring_facts(rng: random.Random, split: str, longest: int) -> dict[str, 
 def _recurring_words(rng: random.Random, longest: int, count: int | None) -> dict[str, Any]:
     pool = _single_words()[:count]
     least, most = _RECURRING_WORDS
-    drawn = rng.sample(pool, rng.randint(min(len(pool), least), min(len(pool), longest - 2, most)))
-    rounds = (drawn * _ROUNDS)[: longest - 1]
-    return {"text": " ".join(rounds), "answers": [[len(" ".join(drawn)), len(" ".join(rounds))]]}
+    sample = rng.sample(pool, rng.randint(min(len(pool), least), min(len(pool), longest - 2, most)))
+    text = " ".join((sample * _ROUNDS)[: longest - 1])
+    return {"text": text, "answers": [[len(" ".join(sample)), len(text)]]}
 
 
 @cache
@@ -127,7 +128,7 @@ def _single_words() -> list[str]:
 
 
 def _cut(text: str, answers: list[list[int]], longest: int) -> dict[str, Any]:
-    """Keep whole lines from the beginning, `longest` tokens at most but at least one line."""
+    """Keep the first whole lines, `longest` tokens at most but at least one line."""
     lines = text.splitlines(keepends=True)
     tokens = accumulate((count_tokens(line) for line in lines), initial=1)
     fitting = sum(total <= longest for total in tokens) - 1

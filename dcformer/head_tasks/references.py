@@ -1,12 +1,12 @@
 """
-Rules that answer without reading the question: reference lines for every table and plot of the head tasks.
+Rules that answer without reading the question: references for every table and plot of the head tasks.
 
 - **blind choice**: any of the three facts. It knows what kind of answer is asked for and is right once in three times;
   an adjective with two opposites costs a further guess.
-- **lone name**: the fact of the person who is named once, or in a list the thing that is listed once; a blind choice
-  where there is none, or not a single one.
-- **odd one out**: the same, but where no name stands alone, the fact whose thing stands alone, or else whose thing is
-  the only one in no group (class, capability, country) with another. The strongest such rule that we know of.
+- **lone name**: the fact of the only person who is named once, or in a list the only thing that is listed once; if
+  there is none, a blind choice.
+- **odd one out**: the same, but if no name is alone, the fact of the only thing that is named once, or else of the only
+  thing that shares no group (class, capability, country) with another. The strongest such rule that we know of.
 
 A model reads questions only if it scores above all three.
 """
@@ -32,13 +32,13 @@ _GROUPS_OF = {"object->superclass": "superclasses", "object->capability": "capab
 
 def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
     """
-    Tell how probably each rule answers a question right; the mean over questions is the accuracy of the rule.
+    The probability that each rule answers a question right; its mean over questions is the accuracy of the rule.
 
     Args:
         question: A row of [`held_out_questions`], or any mapping with `context`, `answer` and `transformation`.
 
     Returns:
-        `blind_choice`, `lone_name` and `odd_one_out` -> probability of the right answer, 0 to 1.
+        `blind_choice`, `lone_name` and `odd_one_out`: the probability of the right answer, 0 to 1.
 
     Raises:
         ValueError: if the last line of the context is no example of a head task.
@@ -47,22 +47,22 @@ def reference_answers(question: Mapping[str, Any]) -> dict[str, float]:
     facts, asked = parse_line(question["context"].rpartition("\n")[2] + question["answer"])
     right = [_probability(answer, fact, asked, question["transformation"]) for fact in facts]
     choices = _choices(facts).items()
-    return {name: math.fsum(right[place] for place in places) / len(places) for name, places in choices}
+    return {name: math.fsum(right[index] for index in indices) / len(indices) for name, indices in choices}
 
 
 def _choices(facts: Sequence[Fact]) -> dict[str, list[int]]:
-    """Rule -> the places of the facts that it chooses from; in lists, things take the place of names."""
-    every = list(range(len(facts)))
+    """Rule -> the indices of the facts that it chooses from; in lists, things count as names."""
+    all_facts = list(range(len(facts)))
     lone = _alone([{fact[0]} for fact in facts])
     groups = [set().union(*(_targets(kind).get(fact[-1], ()) for kind in _GROUPS_OF)) for fact in facts]
     odd = lone or _alone([{fact[-1]} for fact in facts]) or _alone(groups)
-    return {BLIND_CHOICE: every, LONE_NAME: lone or every, ODD_ONE_OUT: odd or every}
+    return {BLIND_CHOICE: all_facts, LONE_NAME: lone or all_facts, ODD_ONE_OUT: odd or all_facts}
 
 
 def _alone(sets: Sequence[Set[str]]) -> list[int]:
-    """The place of the set that shares nothing with another, if there is exactly one."""
-    places = [place for place, own in enumerate(sets) if sum(not own.isdisjoint(each) for each in sets) <= 1]
-    return places if len(places) == 1 else []
+    """The index of the set that shares nothing with another, if there is exactly one."""
+    alone = [index for index, items in enumerate(sets) if sum(not items.isdisjoint(other) for other in sets) <= 1]
+    return alone if len(alone) == 1 else []
 
 
 def _probability(answer: str, fact: Fact, question: str, transformation: str) -> float:
@@ -78,9 +78,9 @@ def _probability(answer: str, fact: Fact, question: str, transformation: str) ->
 
 @cache
 def _targets(transformation: str) -> dict[str, set[str]]:
-    """Thing -> all that a transformation makes of it, which is nothing where a row of dates ends."""
+    """Thing -> all that a transformation makes of it: nothing at the end of a row of dates."""
     rows = [ordinal["values"] for ordinal in VOCABULARY["ordinals"].values()]
-    found: dict[str, set[str]] = {value: set() for row in rows for value in row}
+    targets: dict[str, set[str]] = {value: set() for row in rows for value in row}
     pairs = [pair for row in rows for pair in pairwise(row)]
     if transformation == "adjective->opposite":
         pairs = [(one, other) for one, others in opposites().items() for other in others]
@@ -90,5 +90,5 @@ def _targets(transformation: str) -> dict[str, set[str]]:
         groups = VOCABULARY[_GROUPS_OF[transformation]]
         pairs = [(singular(thing), group) for group, things in groups.items() for thing in things]
     for thing, target in pairs:
-        found.setdefault(thing, set()).add(target)
-    return found
+        targets.setdefault(thing, set()).add(target)
+    return targets

@@ -1,15 +1,14 @@
-"""A tokenizer for the head tasks: one token per word or mark, as the tasks are about words."""
+"""A tokenizer for the head tasks, which are about words: one token per word or punctuation mark."""
 
-from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from itertools import chain
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from .generator import iterate_documents
 from .kinds import TASK_KINDS
-from .vocabulary import VOCABULARY
+from .vocabulary import VOCABULARY, opposites
 
 
 END_OF_TEXT, PADDING, UNKNOWN = "<|endoftext|>", "<|padding|>", "<|unknown|>"
@@ -20,8 +19,8 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
     """
     Build the tokenizer; its ids depend only on the vocabulary and the templates of the tasks.
 
-    `<|endoftext|>` begins every text; words that the tasks do not use become `<|unknown|>`. Decoding gives documents
-    back to the character.
+    `<|endoftext|>` begins every text; words that the tasks do not use become `<|unknown|>`. Decoded documents are equal
+    to the character.
 
     Args:
         model_max_length: Longest input, in tokens.
@@ -53,7 +52,7 @@ def build_tokenizer(model_max_length: int = 512) -> PreTrainedTokenizerFast:
 
 
 def count_tokens(text: str) -> int:
-    """Count the tokens of a text without the one that begins it."""
+    """The number of tokens of a text without the one that begins it."""
     return len(_splitter().pre_tokenize_str(text))
 
 
@@ -65,21 +64,10 @@ def _splitter() -> pre_tokenizers.PreTokenizer:
 @cache
 def _words() -> tuple[str, ...]:
     """All words and marks of the documents, sorted."""
-    # The templates have words of their own; a few documents of every kind show them all.
+    # The templates have further words; a few documents of every kind contain them all.
     texts = [document["text"] for document in iterate_documents(count=len(TASK_KINDS) * 60, seed=0, lines=(1, 1))]
-    for name in ("people", "superclasses", "capabilities", "countries", "opposites"):
-        texts += _leaves(VOCABULARY[name])
-    texts += [adjective.capitalize() for adjective in _leaves(VOCABULARY["opposites"])]
-    texts += [value for ordinal in VOCABULARY["ordinals"].values() for value in ordinal["values"]]
+    texts += [*VOCABULARY["people"], *opposites(), *map(str.capitalize, opposites())]
+    for name in ("superclasses", "capabilities", "countries"):
+        texts += [*VOCABULARY[name], *chain(*VOCABULARY[name].values())]
+    texts += chain(*(ordinal["values"] for ordinal in VOCABULARY["ordinals"].values()))
     return tuple(sorted({piece for text in texts for piece, _ in _splitter().pre_tokenize_str(text)}))
-
-
-def _leaves(tree: Any) -> Iterator[str]:
-    """All strings in nested lists and mappings, keys included."""
-    if isinstance(tree, str):
-        yield tree
-    else:
-        for item in tree:
-            yield from _leaves(item)
-            if isinstance(tree, dict):
-                yield from _leaves(tree[item])

@@ -1,4 +1,4 @@
-"""The words of the head tasks: people, things with their groups, opposites and rows of dates."""
+"""The words of the head tasks: people, things and their groups, opposites, rows of dates."""
 
 import json
 from functools import cache
@@ -11,7 +11,7 @@ VOCABULARY: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.jso
 
 @cache
 def singular(thing: str) -> str:
-    """The noun as questions have it, without an article."""
+    """The noun as it is in questions, without an article."""
     noun = thing.removeprefix("a ").removeprefix("an ")
     return VOCABULARY["singular_of"].get(noun, noun)
 
@@ -19,8 +19,8 @@ def singular(thing: str) -> str:
 @cache
 def opposites() -> dict[str, list[str]]:
     """Adjective -> its opposites, of which a few have two."""
-    found: dict[str, list[str]] = {}
-    for one, other in VOCABULARY["opposites"]:
-        found.setdefault(one, []).append(other)
-        found.setdefault(other, []).append(one)
-    return found
+    by_adjective: dict[str, list[str]] = {}
+    for pair in VOCABULARY["opposites"]:
+        for adjective, opposite in (pair, pair[::-1]):
+            by_adjective.setdefault(adjective, []).append(opposite)
+    return by_adjective

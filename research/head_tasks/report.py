@@ -1,6 +1,6 @@
 """Print the tables of the study from its recorded results, and draw its figures.
 
-python -m research.head_tasks.report                # tables; figures and claim.csv go to results/
+python -m research.head_tasks.report                # figures and claim.csv go to results/
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from dcformer.training import load_recipe
 
 RESULTS = Path(__file__).parent / "results"
 EVALUATION_DOCUMENTS = 1000
-# Model and baseline; the baseline has its own best learning rate, and that of the model.
+# Model and baseline; the baseline with its best learning rate, and with that of the model.
 PAIRS = [
     (f"dcformer_{width}", f"transformer_{width}_rate_{rate}") for width in (32, 48, 64) for rate in ("2e-2", "4e-2")
 ]
 TAKE_OFF, EQUAL_END = "better than blind choice", "higher final loss"
+# Of DCFormer++, and of Transformer++ with its best learning rate and with that of DCFormer++.
+COLOURS = {"dcformer": "#0072B2", "2e-2": "#D55E00", "4e-2": "#E69F00"}
 ROWS_OF_TABLE_9 = {
     "none": "no composition",
     "static": "static composition",
@@ -44,11 +46,11 @@ Runs = dict[str, dict[int, dict[str, list[float]]]]  # variant -> seed -> evalua
 
 
 def further_share_interval(shares: Sequence[float], documents: int) -> tuple[float, float]:
-    """Where one more seed is expected: a 95 % prediction interval, on the logits of shares of right answers."""
-    least = 0.5 / documents  # 0 and 1 count as half an answer away from there
+    """The 95 % prediction interval for one more seed, computed on the logits of shares of right answers."""
+    least = 0.5 / documents  # 0 and 1 have no logit: they count as half an answer more or less
     bounded = [min(max(share, least), 1.0 - least) for share in shares]
     mean, half_width = seed_interval([math.log(share / (1.0 - share)) for share in bounded])
-    # The mean has the variance of one seed divided by their number, a further seed that of the mean and one more.
+    # The variance of one seed is added to that of the mean, which is the same divided by the number of seeds.
     half_width *= math.sqrt(len(shares) + 1)
     low, high = (1.0 / (1.0 + math.exp(-end)) for end in (mean - half_width, mean + half_width))
     return low, high
@@ -56,13 +58,13 @@ def further_share_interval(shares: Sequence[float], documents: int) -> tuple[flo
 
 class Costs(NamedTuple):
     """
-    What a pair spends on the same loss, by seed.
+    What a model and its baseline spend to reach the same loss, by seed.
 
     Attributes:
         model, baseline: Names of the variants.
         goal: Which loss.
         axis: `"flops"` or `"seconds"`.
-        by_seed: Seed -> what the model and the baseline spent; `None` for what did not reach the loss.
+        by_seed: Seed -> what the model and the baseline spent; `None` if the loss was not reached.
     """
 
     model: str
@@ -75,7 +77,7 @@ class Costs(NamedTuple):
     def logarithms(self) -> list[float]:
         """Logarithms of baseline / model; empty unless both reached the loss in every seed."""
         pairs = list(self.by_seed.values())
-        return [] if any(None in pair for pair in pairs) else [math.log(base / own) for own, base in pairs]
+        return [] if any(None in pair for pair in pairs) else [math.log(base / spent) for spent, base in pairs]
 
     def interval(self) -> tuple[float, float, float]:
         """Geometric mean of baseline / model, and its 95 % interval (Student's t on logarithms)."""
@@ -99,16 +101,16 @@ def curves_of(results: Mapping[str, Any]) -> Runs:
 
 def reaches(curve: Mapping[str, Sequence[float]], quantity: str, level: float, axis: str) -> float | None:
     """
-    Tell what is spent until the loss falls to a level, or the accuracy rises to it, for good.
+    What is spent until the loss falls to a level, or the accuracy rises to it, for good.
 
-    For good: all later evaluations are there too, as a model that waits at a blind choice crosses its loss by chance.
-    Between evaluations the curve is a straight line. `None` if the last evaluation is not at the level.
+    For good means in all later evaluations too, since a model that stays at a blind choice crosses its loss by chance.
+    Between evaluations the curve is a straight line. `None` if the last evaluation has not reached the level.
     """
     sign = -1 if quantity == "loss" else 1
-    gaps = [sign * (value - level) for value in curve[quantity]]  # negative: not there yet
+    gaps = [sign * (value - level) for value in curve[quantity]]  # negative: not yet reached
     if gaps[-1] < 0:
         return None
-    first = max((place + 1 for place, gap in enumerate(gaps) if gap < 0), default=0)
+    first = max((index + 1 for index, gap in enumerate(gaps) if gap < 0), default=0)
     if first == 0:
         return curve[axis][0]
     share = gaps[first - 1] / (gaps[first - 1] - gaps[first])
@@ -117,7 +119,7 @@ def reaches(curve: Mapping[str, Sequence[float]], quantity: str, level: float, a
 
 def costs_of(curves: Runs, blind_loss: float) -> list[Costs]:
     """All pairs, for the loss of blind choice and the higher of the two final losses of a seed, by both axes."""
-    found = []
+    costs = []
     for model, baseline in PAIRS:
         for goal in (TAKE_OFF, EQUAL_END):
             for axis in ("flops", "seconds"):
@@ -125,17 +127,17 @@ def costs_of(curves: Runs, blind_loss: float) -> list[Costs]:
                 for seed in sorted(curves[model].keys() & curves[baseline].keys()):
                     pair = curves[model][seed], curves[baseline][seed]
                     level = blind_loss if goal == TAKE_OFF else max(curve["loss"][-1] for curve in pair)
-                    own, base = (reaches(curve, "loss", level, axis) for curve in pair)
-                    by_seed[seed] = own, base
-                found.append(Costs(model, baseline, goal, axis, by_seed))
-    return found
+                    spent, base = (reaches(curve, "loss", level, axis) for curve in pair)
+                    by_seed[seed] = spent, base
+                costs.append(Costs(model, baseline, goal, axis, by_seed))
+    return costs
 
 
 def corrected_p(costs: Sequence[Costs]) -> list[float]:
     """p of t tests on logarithms against no difference, by Holm's correction for all of them."""
     values = []
-    for each in costs:
-        ratios = dict(enumerate(each.logarithms))
+    for cost in costs:
+        ratios = dict(enumerate(cost.logarithms))
         pair = {"ratio": ratios, "none": dict.fromkeys(ratios, 0.0)}
         values.append(compare_seeds(pair, [("ratio", "none")])[0].p)
     return holm(values)
@@ -153,14 +155,14 @@ def claim_tables(results: Mapping[str, Any]) -> Iterable[str]:
             mean, half = (100 * value for value in seed_interval(_final(curves[name], "accuracy")))
             row.append(f"{mean:.1f} % ({mean - half:.1f} to {min(100.0, mean + half):.1f})".replace("100.0", "100"))
         for goal, axis in ((TAKE_OFF, "flops"), (EQUAL_END, "flops"), (EQUAL_END, "seconds")):
-            (own,) = (each for each in costs if each[:4] == (model, baseline, goal, axis))
-            row.append("{:.2f} ({:.2f} to {:.2f})".format(*own.interval()))
+            (cost,) = (cost for cost in costs if cost[:4] == (model, baseline, goal, axis))
+            row.append("{:.2f} ({:.2f} to {:.2f})".format(*cost.interval()))
         rows.append(row)
     columns = ["width", "parameters", "rate of Transformer++", "accuracy, Transformer++", "accuracy, DCFormer++"]
     columns += [f"cost until {TAKE_OFF}, FLOPs", f"cost of the {EQUAL_END}, FLOPs", "the same, seconds"]
     yield table(columns, rows)
     for goal, axis in ((TAKE_OFF, "flops"), (EQUAL_END, "flops"), (EQUAL_END, "seconds")):
-        smallest = min(corrected_p([each for each in costs if each[2:4] == (goal, axis) and each.logarithms]))
+        smallest = min(corrected_p([cost for cost in costs if cost[2:4] == (goal, axis) and cost.logarithms]))
         yield f"Smallest corrected p, {goal}, {axis}: {smallest:.2f}"
     rows = []
     for name, by_seed in curves.items():
@@ -227,13 +229,13 @@ def _joined(values: Iterable[float | None], scale: float, digits: str) -> str:
 
 
 def write_costs(costs: Iterable[Costs], path: Path) -> None:
-    """Write a line for every pair, loss, axis and seed; what was not reached is empty."""
+    """Write a row for every pair, loss, axis and seed; cells are empty if the loss was not reached."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["model", "baseline", "goal", "axis", "seed", "model_cost", "baseline_cost"])
-        for each in costs:
-            for seed, spent in each.by_seed.items():
-                writer.writerow([*each[:4], seed, *("" if cost is None else f"{cost:.6g}" for cost in spent)])
+        for cost in costs:
+            for seed, pair in cost.by_seed.items():
+                writer.writerow([*cost[:4], seed, *("" if spent is None else f"{spent:.6g}" for spent in pair)])
 
 
 def plot_final(results: Mapping[str, Any], path: Path) -> None:
@@ -243,19 +245,18 @@ def plot_final(results: Mapping[str, Any], path: Path) -> None:
     with picture(path, (9.0, 1.6 + 0.32 * len(names)), "train") as figure:
         for axis, quantity in zip(figure.subplots(1, 2, sharey=True), ("loss", "accuracy")):
             draw_rows(axis, [ROWS_OF_TABLE_9.get(name, name) for name in names])
-            for place, name in enumerate(names):
+            for row, name in enumerate(names):
                 values = _final(curves[name], quantity)
                 mean, half_width = seed_interval(values)
-                axis.plot(values, [place] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
-                axis.errorbar(mean, place, xerr=half_width, fmt="D", color="black", markersize=4)
+                axis.plot(values, [row] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
+                axis.errorbar(mean, row, xerr=half_width, fmt="D", color="black", markersize=4)
             axis.set_xlabel("evaluation loss (nats per token)" if quantity == "loss" else "share of right answers")
 
 
 def plot_curves(results: Mapping[str, Any], path: Path) -> None:
-    """Means over the seeds of accuracy and loss against operations and seconds, with what needs no reading in grey."""
+    """Accuracy and loss, means over the seeds, against FLOPs and seconds; rules that read no question in grey."""
     curves, references = curves_of(results), results["references"]["evaluation"]
     styles = {32: "-", 48: "--", 64: ":"}
-    colours = {"dcformer": "#0072B2", "2e-2": "#D55E00", "4e-2": "#E69F00"}
     with picture(path, (10.0, 8.3), "train") as figure:
         panels = figure.subplots(2, 2, sharex="col", sharey="row")
         for quantity, row in zip(("accuracy", "loss"), panels):
@@ -266,7 +267,7 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
                         [_mean(step) for step in zip(*(curve[key] for curve in by_seed.values()))]
                         for key in (axis, quantity)
                     )
-                    style = {"color": colours[kind], "linestyle": styles[int(name.split("_")[1])]}
+                    style = {"color": COLOURS[kind], "linestyle": styles[int(name.split("_")[1])]}
                     panel.plot(spent, values, label=name.replace("_", " "), **style)
                 for rule in REFERENCES:
                     if quantity in references[rule]:
@@ -281,6 +282,32 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
 
 
+def plot_seeds(results: Mapping[str, Any], path: Path) -> None:
+    """Accuracy of both models of seeds.yaml while they are trained: a thin line per seed, a thick one at their mean."""
+    references = results["references"]["evaluation"]
+    with picture(path, (9.6, 4.5), "train") as figure:
+        axis = figure.subplots()
+        draw_grid(axis, "y")
+        for name, by_seed in curves_of(results).items():
+            colour = COLOURS.get(name, COLOURS["2e-2"])
+            for seed, curve in by_seed.items():
+                axis.plot(
+                    curve["flops"], curve["accuracy"], color=colour, alpha=0.35, linewidth=1, gid=f"{name}-{seed}"
+                )
+            # All seeds are evaluated after the same steps, and so after the same FLOPs.
+            means = [_mean(shares) for shares in zip(*(curve["accuracy"] for curve in by_seed.values()))]
+            label = f"{name}, {100 * means[-1]:.1f} % at the end"
+            axis.plot(curve["flops"], means, color=colour, linewidth=3, label=label, gid=f"{name}-mean")
+        for rule, title in REFERENCES.items():
+            share = references[rule]["accuracy"]
+            axis.axhline(share, color="0.35", linewidth=1.0, linestyle="-.", gid=rule)
+            label = f"{title}, {100 * share:.1f} %"
+            axis.text(1.01, share, label, va="center", transform=axis.get_yaxis_transform())
+        axis.set(ylim=(0, 1), xlabel="FLOPs of training", ylabel="share of right answers to held-out questions")
+        axis.set_title("Without an example before the question", loc="left")
+        axis.legend(loc="lower right", frameon=False)
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
@@ -293,6 +320,7 @@ def main() -> None:
     for name, results in (("rates", rates), ("claim", claim), ("ablation", ablation)):
         plot_final(results, RESULTS / f"{name}.png")
     plot_curves(claim, RESULTS / "claim_curves.png")
+    plot_seeds(read_results("seeds"), RESULTS / "head_tasks.svg")
 
 
 if __name__ == "__main__":

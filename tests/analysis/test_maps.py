@@ -1,4 +1,4 @@
-"""The maps of an attention layer as outputs of its modules: computed for hooks alone, and those of equations 3 to 8."""
+"""The maps of an attention layer, outputs of its modules: computed for hooks only, and equal to equations 3 to 8."""
 
 import pytest
 import torch
@@ -11,11 +11,6 @@ from dcformer.modeling_dcformer import ATTENTION_MAPS, CACHE_NAME
 LENGTH = 21  # longer than the window of 6
 
 
-def keep(found):
-    """A hook that appends what a module returns."""
-    return lambda module, args, output: found.append(output)
-
-
 def slow_compose(attention, weights):
     """Equation 8 as it is written: a matrix (head, head) for every query and key."""
     if weights is None:
@@ -25,24 +20,27 @@ def slow_compose(attention, weights):
     matrix = torch.eye(heads).to(attention).expand(batch, queries, keys, heads, heads)
     if weights.static is not None:
         matrix = matrix + torch.block_diag(*weights.static)
-    for side, axis in ((weights.query, 2), (weights.key, 1)):
-        if side is not None and side.w1 is not None:
-            w1, w2 = side.w1.transpose(1, 2), side.w2.permute(0, 2, 3, 1)  # (batch, length, head, rank) and its mirror
+    for factors, axis in ((weights.query, 2), (weights.key, 1)):
+        if factors is not None and factors.w1 is not None:
+            w1, w2 = (
+                factors.w1.transpose(1, 2),
+                factors.w2.permute(0, 2, 3, 1),
+            )  # (batch, length, head, rank), transposed
             matrix = matrix + (w1 @ w2 * same_group).unsqueeze(axis)
-        if side is not None and side.gate is not None:
-            matrix = matrix + torch.diag_embed(side.gate.transpose(1, 2)).unsqueeze(axis)
+        if factors is not None and factors.gate is not None:
+            matrix = matrix + torch.diag_embed(factors.gate.transpose(1, 2)).unsqueeze(axis)
     return torch.einsum("bmts,btsmn->bnts", attention, matrix)
 
 
 def slow_maps(model, layer, **inputs):
-    """The four maps by equation 4, and which keys are seen (batch, 1, query, key), from a plain forward's operands."""
-    attention, seen = model.model.layers[layer].self_attn, []
+    """The four maps by equation 4 from the operands of a forward pass, and the visible keys (batch, 1, query, key)."""
+    attention, operands = model.model.layers[layer].self_attn, []
     handle = attention.register_forward_pre_hook(
-        lambda module, args, given: seen.append((*args, given["position_embeddings"])), with_kwargs=True
+        lambda module, args, options: operands.append((*args, options["position_embeddings"])), with_kwargs=True
     )
     model(**inputs, use_cache=False)
     handle.remove()
-    query, key, _, pre, post = attention.project(*seen[0])
+    query, key, _, pre, post = attention.project(*operands[0])
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     age = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
     padding = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()[:, None, None]
@@ -54,11 +52,19 @@ def slow_maps(model, layer, **inputs):
 
 
 def watched(model, layer):
-    """What each map's module returns in the forwards to come."""
-    found = {name: [] for name in ATTENTION_MAPS}
+    """By name, the maps of the forward passes to come."""
+    maps = {name: [] for name in ATTENTION_MAPS}
+    for name, outputs in maps.items():
+        module = getattr(model.model.layers[layer].self_attn, name)
+        module.register_forward_hook(lambda module, args, output, outputs=outputs: outputs.append(output))
+    return maps
+
+
+def assert_equal_where(visible, maps, expected):
+    """The maps agree, in float64, for the keys that a query sees."""
     for name in ATTENTION_MAPS:
-        getattr(model.model.layers[layer].self_attn, name).register_forward_hook(keep(found[name]))
-    return found
+        given, wanted = (tensors[name].where(visible, 0.0) for tensors in (maps, expected))
+        torch.testing.assert_close(given, wanted, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -72,11 +78,9 @@ def test_maps_are_those_of_the_equations(variant, padded):
     without = model(**inputs).logits
     for layer in (0, 1):
         expected, visible = slow_maps(model, layer, **inputs)
-        found = watched(model, layer)
+        maps = watched(model, layer)
         torch.testing.assert_close(model(**inputs).logits, without, atol=1e-10, rtol=1e-10)
-        for name, (given,) in found.items():
-            given, wanted = (each.where(visible, 0.0) for each in (given, expected[name]))
-            torch.testing.assert_close(given, wanted, atol=1e-10, rtol=1e-10)
+        assert_equal_where(visible, {name: map for name, (map,) in maps.items()}, expected)
 
 
 @pytest.mark.parametrize("variant", ["all_branches", "dcpythia", "grouped_query_attention", "plain_gated_transformer"])
@@ -85,23 +89,21 @@ def test_maps_are_those_of_the_equations(variant, padded):
 def test_maps_with_a_cache_are_those_without(variant, static):
     model, ids = tiny_model(variant, sliding_window=None).double(), random_tokens(2, LENGTH)
     expected, visible = slow_maps(model, 1, input_ids=ids)
-    found = watched(model, 1)
+    maps = watched(model, 1)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH) if static else None
     for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
         cache = getattr(model(ids[:, start:stop], cache=cache, use_cache=True), CACHE_NAME)
-        seen = visible[..., start:stop, :stop]
-        for name in ATTENTION_MAPS:
-            wanted = expected[name][..., start:stop, :stop].where(seen, 0.0)
-            given = found[name].pop()[..., :stop].where(seen, 0.0)
-            torch.testing.assert_close(given, wanted, atol=1e-10, rtol=1e-10)
+        given = {name: outputs.pop()[..., :stop] for name, outputs in maps.items()}
+        wanted = {name: map[..., start:stop, :stop] for name, map in expected.items()}
+        assert_equal_where(visible[..., start:stop, :stop], given, wanted)
 
 
 def test_maps_are_seen_while_generating():
     model, ids = tiny_model(), random_tokens(1, 9)
     without = model.generate(ids, max_new_tokens=5, do_sample=False)
-    found = watched(model, 1)
+    maps = watched(model, 1)
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), without)
-    assert [tuple(each.shape) for each in found["weights"]] == [(1, 4, 9, 9), *((1, 4, 1, n) for n in range(10, 14))]
+    assert [tuple(map.shape) for map in maps["weights"]] == [(1, 4, 9, 9), *((1, 4, 1, n) for n in range(10, 14))]
 
 
 @pytest.mark.parametrize("name", ATTENTION_MAPS)
@@ -123,11 +125,11 @@ def test_a_changed_map_changes_the_logits_and_has_gradients(name):
 
 def test_hooks_of_the_factors_leave_out_the_fused_projection(monkeypatch):
     model, ids = tiny_model(), random_tokens(1, LENGTH)
-    calls, found = [], []
+    calls, factors = [], []
     monkeypatch.setattr("dcformer.compose_dcformer.fused_projection", lambda *operands: calls.append(operands))
-    model.model.layers[0].self_attn.compose.register_forward_hook(keep(found))
+    model.model.layers[0].self_attn.compose.register_forward_hook(lambda module, args, output: factors.extend(output))
     model(ids)
-    assert len(calls) == 1 and found[0][0].query.w1.shape == (1, 4, LENGTH, 2)
+    assert len(calls) == 1 and factors[0].query.w1.shape == (1, 4, LENGTH, 2)
 
 
 def test_maps_cost_nothing_in_files_and_graphs():
@@ -135,7 +137,7 @@ def test_maps_cost_nothing_in_files_and_graphs():
     assert not any(name in key for key in model.state_dict() for name in (".scores", ".weights", "composed_"))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-    found = watched(model, 0)
+    maps = watched(model, 0)
     torch._dynamo.reset()  # graphs made before do not look for hooks
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-    assert len(found["scores"]) == 2
+    assert len(maps["scores"]) == 2

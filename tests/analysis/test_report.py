@@ -17,19 +17,20 @@ PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
 @pytest.mark.parametrize("composes", [True, False], ids=["dcformer", "transformer"])
 def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path):
     model = ANSWERS if composes else ANSWERS.replace("dcformer", "transformer")
-    options = ["--text", PROMPT + " <b>", "--layer", "-1", "--output", str(tmp_path / "made")]
+    folder = tmp_path / "created"
+    options = ["--text", PROMPT + " <b>", "--layer", "-1", "--output", str(folder)]
     done = CliRunner().invoke(app, ["analyse", model, *options], catch_exceptions=False)
-    assert done.stdout.strip() == str(tmp_path / "made" / "report.html")
-    page = (tmp_path / "made" / "report.html").read_text(encoding="utf-8")
+    assert done.stdout.strip() == str(folder / "report.html")
+    page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<b>" not in page and re.findall(r"(?:src|href)=.https?:|<script", page) == []
     drawings = [ElementTree.fromstring(drawing) for drawing in re.findall("<svg.*?</svg>", page)]
     assert len(drawings) == (1 + 2 + 4 * 2 if composes else 4)
     assert any("Mumbai / Paris: 0." in (title.text or "") for title in drawings[-1].iter("title"))
-    names = {path.stem for path in (tmp_path / "made").glob("*.png")}
-    assert names == {path.stem for path in (tmp_path / "made").glob("*.svg")}
-    assert names == {"attention_layer3", "diversity", *(["shares", "lending", "lending_graph"] if composes else [])}
+    names = {"attention_layer3", "diversity", *(["shares", "lending", "lending_graph"] if composes else [])}
+    for ending in ("png", "svg"):
+        assert {path.stem for path in folder.glob(f"*.{ending}")} == names
     if composes:
-        assert set(pandas.read_csv(tmp_path / "made" / "what_matters.csv").layer) == {0, 1, 2, 3}
+        assert set(pandas.read_csv(folder / "what_matters.csv").layer) == {0, 1, 2, 3}
 
 
 def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""TransformerLens, nnsight, circuitsvis and BertViz see the maps and change them, as docs/inside.md shows."""
+"""TransformerLens, nnsight, circuitsvis and BertViz read the maps and change them, as docs/inside.md shows."""
 
 import json
 import linecache
@@ -19,7 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "inside.md").read_text(encoding="ut
 
 @pytest.fixture(autouse=True)
 def same_logging():
-    """TransformerLens silences Transformers when it is imported; other tests look at its warnings."""
+    """TransformerLens silences the warnings of Transformers, which other tests check."""
     logger = logging.getLogger("transformers")
     level = logger.level
     yield
@@ -35,8 +35,8 @@ def run_example(capsys):
         names = {}
         exec(re.search(r"^```python\n(.*?)^```", PAGE, re.S | re.M).group(1), names)
         examples = re.findall(r"^```python tools\n(.*?)^```\n(?:\n```text tools\n(.*?)^```)?", PAGE, re.S | re.M)
-        ((code, expected),) = (each for each in examples if f"from {package}" in each[0])
-        linecache.cache[package] = (len(code), None, code.splitlines(True), package)  # where nnsight reads it
+        ((code, expected),) = (example for example in examples if f"from {package}" in example[0])
+        linecache.cache[package] = (len(code), None, code.splitlines(True), package)  # nnsight reads it there
         capsys.readouterr()
         exec(compile(code, package, "exec"), names)
         assert capsys.readouterr().out == expected
@@ -45,13 +45,16 @@ def run_example(capsys):
     return run
 
 
+def bridge_of(model):
+    sources = pytest.importorskip("transformer_lens.model_bridge.sources", reason="TransformerLens is not installed")
+    return sources.build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+
+
 @pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_transformer_with_learned_positions"])
 @torch.no_grad()
 def test_the_bridge_of_transformer_lens_computes_the_same_and_caches_the_maps(variant):
-    sources = pytest.importorskip("transformer_lens.model_bridge.sources", reason="TransformerLens is not installed")
     model, ids = tiny_model(variant), random_tokens(2, 21)
-    expected, maps = model(ids).logits, record(model, ids)
-    bridge = sources.build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    expected, maps, bridge = model(ids).logits, record(model, ids), bridge_of(model)
     torch.testing.assert_close(bridge(ids), expected, atol=1e-5, rtol=0)
     logits, cache = bridge.run_with_cache(ids)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
@@ -62,14 +65,12 @@ def test_the_bridge_of_transformer_lens_computes_the_same_and_caches_the_maps(va
     biases = [block.attn.b_O for block in bridge.blocks if block.attn.b_O is not None]
     by_head = cache.stack_head_results(2).sum(0) + sum(biases)
     torch.testing.assert_close(by_head, cache["attn_out", 0] + cache["attn_out", 1])
-    assert ("blocks.0.hook_resid_mid" in cache) == (variant != "dcpythia")  # whose two halves run side by side
+    assert ("blocks.0.hook_resid_mid" in cache) == (variant != "dcpythia")  # parallel attention and MLP
 
 
 @torch.no_grad()
 def test_the_bridge_computes_a_map_for_its_hook_alone_and_lets_it_change():
-    sources = pytest.importorskip("transformer_lens.model_bridge.sources", reason="TransformerLens is not installed")
-    model, ids = tiny_model(), random_tokens(1, 21)
-    bridge = sources.build_bridge_from_module(model, "DCFormerForCausalLM", hf_config=model.config)
+    ids, bridge = random_tokens(1, 21), bridge_of(tiny_model())
     before, computed = bridge(ids), []
     for name in ATTENTION_MAPS:
         point = getattr(bridge.blocks[1].attn, f"hook_{name}")
@@ -94,18 +95,18 @@ def test_transformer_lens_boots_a_folder(run_example):
 
 def test_nnsight_reads_the_maps_and_changes_them(run_example):
     names = run_example("nnsight")
-    model, traced, text, found = names["model"], names["traced"], names["text"], {}
+    model, traced, text, maps = names["model"], names["traced"], names["text"], {}
     expected = record(model, text, tokenizer=names["tokenizer"])
     with names["watch"](model, lambda layer, name, value: None):
         with traced.trace(text):
             for name in ATTENTION_MAPS:
-                found[name] = getattr(traced.model.layers[1].self_attn, name).output.save()
+                maps[name] = getattr(traced.model.layers[1].self_attn, name).output.save()
             before = traced.output.logits.save()
         with traced.trace(text):
             traced.model.layers[1].self_attn.composed_weights.output *= 2
             after = traced.output.logits.save()
     for name in ATTENTION_MAPS:
-        torch.testing.assert_close(found[name], expected[name][1])
+        torch.testing.assert_close(maps[name], expected[name][1])
     assert not names["composed"].allclose(expected["composed_weights"][1], atol=0.01)
     assert (after - before).abs().max() > 0.1
 

@@ -12,7 +12,7 @@ from dcformer.demo import serve_page
 
 PROMPT = "There are Paris, Paris, Mumbai. Which is different? The city in"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-# The browser itself asks nobody, and runs where there is no display and no sandbox.
+# No requests by the browser itself; no display or sandbox is needed.
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 
 
@@ -73,7 +73,7 @@ def test_an_example_is_drawn_when_it_is_chosen_and_nothing_is_wider_than_the_win
     serving.close()
 
 
-# The text of a picture that begins or ends outside of it.
+# The texts of a picture that reach beyond it.
 CLIPPED = """picture => { const edge = picture.getBoundingClientRect(); return [...picture.querySelectorAll('text')]
     .filter(text => { const box = text.getBoundingClientRect(); return box.left < edge.left - 1 ||
     box.right > edge.right + 1 || box.bottom > edge.bottom + 1 }).map(text => text.textContent) }"""

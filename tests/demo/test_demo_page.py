@@ -1,4 +1,4 @@
-"""The page without a browser; the command that serves it; the Space that is made of it."""
+"""The page without a browser, the command that serves it, and the Space that shows it."""
 
 import itertools
 import re
@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import gradio
 import pytest
-import torch
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 from huggingface_hub import SpaceCard
@@ -21,8 +20,8 @@ from typer.testing import CliRunner
 from dcformer.analysis import record
 from dcformer.cli import app
 from dcformer.demo import build_page
-from dcformer.demo.page import copying_head, draw, write_text
-from dcformer.demo.picture import MOST_TOKENS, draw_attention
+from dcformer.demo.page import write_text
+from dcformer.demo.picture import copying_head, draw
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model
 
@@ -71,7 +70,7 @@ def test_a_picture_shows_both_weights_and_says_what_they_are(bundled):
     assert shown.count("<svg") == 2 and shown.count("<rect") == 2 * (16 * 16 + 1)
     for token in ("Mumbai", "&lt;|endoftext|&gt;", "different"):
         assert shown.count(f">{token}</text>") == 4  # on two axes of two pictures
-    assert "sees its own key and all before it." in shown and "sees 32 keys" in draw(bundled, ids, 0, 0)
+    assert "sees all keys up to its position." in shown and "sees 32 keys up to" in draw(bundled, ids, 0, 0)
     assert len({shown, draw(bundled, ids, 1, 1), draw(bundled, ids, 0, 0)}) == 3
     assert f"Rows sum to one. Colour scale: up to {plain.max():.2f}." in shown
 
@@ -96,39 +95,31 @@ def test_the_page_opens_on_the_head_that_copies_with_its_prompt_drawn():
     page = build_page(loaded)
     by_id = {block.elem_id: block.value for block in page.blocks.values() if getattr(block, "elem_id", None)}
     ids = loaded.tokenizer(by_id["prompt"])["input_ids"]
-    sums = {}
-    for layer, weights in record(loaded.model, ids, ["weights"])["weights"].items():
-        for head, rows in enumerate(weights[0].tolist()):
-            sums[layer, head] = sum(
-                rows[query][key]
-                for query in range(len(ids) - 1)
-                for key in range(query + 1)
-                if ids[key] == ids[query + 1]
-            )
+    copies = [(query, key) for query in range(len(ids) - 1) for key in range(query + 1) if ids[key] == ids[query + 1]]
+    sums = {
+        (layer, head): sum(rows[query][key] for query, key in copies)
+        for layer, weights in record(loaded.model, ids, ["weights"])["weights"].items()
+        for head, rows in enumerate(weights[0].tolist())
+    }
     layer, head = max(sums, key=sums.get)
     assert (layer, head) == (by_id["layer"], by_id["head"]) == copying_head(loaded.model, ids)
-    assert layer == 3 and head in (1, 2)  # those of which docs/inside.md tells
+    assert layer == 3 and head in (1, 2)  # the heads that docs/inside.md describes
     assert by_id["attention"] == draw(loaded, ids, layer, head) and ">malloc<" not in by_id["attention"]
 
 
-@pytest.mark.parametrize("values", [{"compose_pre": False}, {"compose_post": False}], ids=["after", "before"])
-def test_weights_that_are_not_composed_after_the_softmax_are_the_same_in_both_pictures(tiny, values):
-    model = tiny_model(vocab_size=len(tiny.tokenizer), **values)
-    shown = draw(LoadedModel("half", model, tiny.tokenizer), [3, 4, 5], 0, 0)
-    assert ("does not compose its weights" in shown) == ("compose_post" in values)
-    one, other = re.findall("<rect.*?</svg>", shown)
-    assert (one == other) == ("compose_post" in values)
-
-
-def test_a_model_without_composition_says_that_both_are_the_same(tiny):
-    plain = LoadedModel("plain", tiny_model("plain_gated_transformer", vocab_size=len(tiny.tokenizer)), tiny.tokenizer)
-    assert "does not compose its weights" in draw(plain, [3, 4, 5], 0, 0)
+@pytest.mark.parametrize("variant", ["post_only", "pre_only", "plain_gated_transformer"])
+def test_weights_that_are_not_composed_after_the_softmax_are_the_same_in_both_pictures(tiny, variant):
+    model = tiny_model(variant, vocab_size=len(tiny.tokenizer))
+    shown = draw(LoadedModel(variant, model, tiny.tokenizer), [3, 4, 5], 0, 0)
+    before, after = re.findall("<rect.*?</svg>", shown)
+    assert ("does not compose its weights" in shown) == (before == after) == (variant != "post_only")
 
 
 def test_of_a_long_text_the_last_tokens_are_drawn(tiny):
-    weights = torch.ones(60, 60).tril()
-    shown = draw_attention(weights, weights, [f"word{number}" for number in range(60)], is_composed=True)
-    assert f"The last {MOST_TOKENS} of 60" in shown and ">word12<" in shown and ">word11<" not in shown
+    ids = tiny.tokenizer("Ruth " * 11 + "Mark " + "Paul " * 47)["input_ids"]
+    shown = draw(tiny, ids, 0, 0)
+    assert "The last 48 of 60 tokens" in shown and shown.count(">Mark<") == 4 and ">Ruth<" not in shown
+    assert "The first 512 of 600 tokens are read. The last 48 of 512 tokens" in draw(tiny, ids * 10, 0, 0)
 
 
 def test_other_models_have_a_page_without_attention(tiny):

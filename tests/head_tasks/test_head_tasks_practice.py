@@ -1,4 +1,4 @@
-"""Documents for practice: what recurs, what is asked, and that each question has one right answer."""
+"""Practice documents: what recurs, what is asked, and that every question has one right answer."""
 
 import itertools
 import re
@@ -16,18 +16,17 @@ def practice(form, count=60, **options):
 
 
 def names_of(thing):
-    """All that a question may call a thing by: itself, its groups, its opposites; of a date only the one behind it."""
+    """All that a question may call a thing: itself, its groups, its opposites; a date only by the next one."""
     for ordinal in VOCABULARY["ordinals"].values():
         if thing in ordinal["values"][:-1]:
             return {ordinal["values"][ordinal["values"].index(thing) + 1]}
-    groups = (VOCABULARY[name].items() for name in ("superclasses", "capabilities", "countries"))
-    members_of = itertools.chain(*groups)
-    named = {name for name, members in members_of if any(thing == singular(member) for member in members)}
+    groups = itertools.chain(*(VOCABULARY[name].items() for name in ("superclasses", "capabilities", "countries")))
+    named = {name for name, members in groups if thing in map(singular, members)}
     return {thing, *opposites().get(thing, []), *named}
 
 
 def solve(facts, question, answer):
-    """The answers that the facts allow, found from the words of the question alone."""
+    """The answers that the facts allow, by the words of the question."""
     called = [(person, names_of(thing)) for person, thing in facts]
     negated = " not " in question
     if question.startswith("Who"):
@@ -38,28 +37,24 @@ def solve(facts, question, answer):
 
 
 @pytest.mark.parametrize("facts", [1, 2, 3])
-def test_every_question_has_one_answer_which_stands_behind_it(facts):
+def test_every_question_has_one_answer_which_follows_it(facts):
     for document in practice("questions", facts=facts):
         lines = document["text"].splitlines()
-        said, first = parse_line(lines[0])
-        assert len(said) == facts and len(lines) == len(document["answers"])
-        questions = []
+        stated, first = parse_line(lines[0])
+        assert len(stated) == facts and len(lines) == len(document["answers"]) == 2 * facts
         for line, (start, end) in zip([first, *lines[1:]], document["answers"]):
             answer = document["text"][start:end].strip()
-            question = line.removesuffix(answer).strip()
-            assert solve(said, question, answer) == {answer}, document["text"]
-            questions.append(question)
-        assert len(questions) == 2 * facts
+            assert solve(stated, line.removesuffix(answer).strip(), answer) == {answer}, document["text"]
 
 
 def test_questions_about_three_facts_belong_to_their_split():
     for split in ("train", "validation"):
         for document in practice("questions", 30, split=split):
-            said, _ = parse_line(document["text"].splitlines()[0])
-            assert split_of(facts_digest(said)) == split
+            facts, _ = parse_line(document["text"].splitlines()[0])
+            assert split_of(facts_digest(facts)) == split
 
 
-def test_every_word_that_comes_again_is_an_answer():
+def test_every_repeated_word_is_an_answer():
     for document in practice("recurring_words", words=8, longest=30):
         words = document["text"].split(" ")
         ((start, end),) = document["answers"]
@@ -69,7 +64,7 @@ def test_every_word_that_comes_again_is_an_answer():
         assert words == (different * 4)[:29]  # with the token that begins every text
 
 
-def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
+def test_repeated_facts_are_answered_by_their_person_or_thing():
     for document in practice("recurring_facts", longest=400):
         lines = document["text"].splitlines()
         facts = [parse_line(f"< {line} >. ?")[0][0] for line in lines]
@@ -78,10 +73,10 @@ def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
         assert len({person for person, _ in different}) == len({thing for _, thing in different}) == len(different)
         assert len(document["answers"]) == len(lines) - len(different) == 3 * len(different)
         ends = list(itertools.accumulate(len(line) + 1 for line in lines))
-        for place, (start, stop) in enumerate(document["answers"], start=len(different)):
+        for index, (start, stop) in enumerate(document["answers"], start=len(different)):
             answer = document["text"][start:stop]
-            assert ends[place - 1] <= start and re.fullmatch(r"('s)?\.\n", document["text"][stop : ends[place]])
-            person, thing = facts[place]
+            assert ends[index - 1] <= start and re.fullmatch(r"('s)?\.\n", document["text"][stop : ends[index]])
+            person, thing = facts[index]
             assert answer == f" {person}" or singular(thing).endswith(singular(answer.strip()))
 
 
@@ -89,8 +84,8 @@ def test_facts_that_come_again_are_answered_by_what_was_said_of_them():
 def test_documents_end_with_a_whole_line_within_their_length(form):
     for document in practice(form, longest=70):
         assert count_tokens(document["text"]) + 1 <= 70 or document["text"].strip().count("\n") == 0
-        behind = document["text"][document["answers"][-1][1] :]
-        assert behind == "\n" or (form == "recurring_facts" and re.fullmatch(r"('s)?\.\n", behind))
+        rest = document["text"][document["answers"][-1][1] :]
+        assert rest == "\n" or (form == "recurring_facts" and re.fullmatch(r"('s)?\.\n", rest))
 
 
 def test_a_mixture_has_its_shares():
