@@ -1,4 +1,4 @@
-"""A decoder that computes as the authors' PyTorch code does, written from the paper's equations.
+"""A decoder that computes as the authors' PyTorch code does; the code is ours, after the paper's equations.
 
 It differs from `dcformer` in how it computes, not in what:
 - Its cache is allocated at once, for the longest text (a ring of the window's size in layers that have one), and holds
@@ -20,7 +20,7 @@ from dcformer.bench.authors import Factors, attend_in_chunks
 
 
 class LayerCache:
-    """Keys, values (b, heads, slots, channels) and maps (b, slots, c, m, n) of one layer, allocated at once."""
+    """Keys, values (b, heads, slots, head_dim) and maps (b, slots, c, m, n) of one layer, allocated at once."""
 
     def __init__(self, batch: int, slots: int, heads: int, head_dim: int, like: Tensor):
         self.slots = slots
@@ -44,7 +44,7 @@ class Cache(list):
 
 class AuthorsDecoder:
     """
-    A decoder with the weights of `model`, which it shares but for merged copies of the small projections.
+    A decoder with the weights of `model`, shared except for merged copies of the small projections.
 
     Args:
         model (`DCFormerForCausalLM`): A model of the published architecture.
@@ -60,16 +60,16 @@ class AuthorsDecoder:
         positions = torch.arange(max_length, device=device)
         exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
         angles = torch.outer(positions.float(), config.rope_parameters["rope_theta"] ** -exponents)
-        self.rotation = torch.stack((angles.cos(), angles.sin()))  # (2, position, channels / 2)
+        self.rotation = torch.stack((angles.cos(), angles.sin()))  # (2, position, head_dim / 2)
         age = positions[:, None] - positions
         self.causal = age >= 0
         self.layers = []
         for index, layer_type in enumerate(config.layer_types):
             prefix = f"model.layers.{index}."
-            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            of_layer = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
             window = config.sliding_window if layer_type == "sliding_attention" else None
             mask = self.causal if window is None else self.causal & (age < window)
-            self.layers.append(_Layer(config, own, mask, min(window or max_length, max_length)))
+            self.layers.append(_Layer(config, of_layer, mask, min(window or max_length, max_length)))
 
     def new_cache(self, batch: int = 1) -> Cache:
         return Cache([layer.attention.new_cache(batch) for layer in self.layers])
@@ -81,7 +81,7 @@ class AuthorsDecoder:
 
         Args:
             token_ids (`Tensor`): (batch, length).
-            cache (`Cache`): From `new_cache`; changed in place.
+            cache (`Cache`): From `new_cache`; it is changed.
             logits_to_keep (`int`, defaults to 0): Logits of the last so many positions; 0 for all.
 
         Returns:
@@ -119,11 +119,13 @@ class Attention:
         self.scaling = 1 / math.sqrt(self.head_dim)
         self.mask, self.slots = mask, slots
         self.window = None if config.sliding_window is None or slots > config.sliding_window else slots
-        own = {name.removeprefix("self_attn."): value for name, value in weights.items()}
-        self.qkv, self.output = own["qkv_proj.weight"], own["o_proj.weight"]
-        self.qk_norms, self.qk_norm_eps = (own["q_norm.weight"], own["k_norm.weight"]), config.qk_norm_eps
-        self.compose_norm_eps = config.compose_norm_eps
-        hidden, gate, low_rank = (own[f"compose.{name}_weight"] for name in ("hidden", "gate", "low_rank"))
+        self.qkv, self.output, *self.qk_norms = (
+            weights[f"self_attn.{name}.weight"] for name in ("qkv_proj", "o_proj", "q_norm", "k_norm")
+        )
+        self.qk_norm_eps, self.compose_norm_eps = config.qk_norm_eps, config.compose_norm_eps
+        hidden, gate, low_rank = (
+            weights[f"self_attn.compose.{name}_weight"] for name in ("hidden", "gate", "low_rank")
+        )
         # One product makes the inner channels and the gates, another one w1 and w2.
         self.projection = torch.cat((hidden.flatten(1), gate.flatten(1)), dim=1)  # (hidden, 4 k + 4 heads)
         self.low_rank = low_rank[0].flatten(2)  # (4, k, 2 r heads)
@@ -162,7 +164,7 @@ class Attention:
         return functional.linear(y.transpose(1, 2).flatten(2), self.output)
 
     def attend_one(self, query: Tensor, query_maps: Tensor, cache: LayerCache, visible: Tensor) -> Tensor:
-        """One query against the whole cache: (b, heads, 1, channels)."""
+        """One query against the whole cache: (b, heads, 1, head_dim)."""
         scores = query @ cache.keys.transpose(2, 3) * self.scaling  # (b, heads, 1, s)
         pre, post = (cache.maps + query_maps).permute(2, 0, 3, 4, 1).unbind(0)  # (b, m, n, s)
         scores = (scores * pre).sum(1).unsqueeze(2)
@@ -180,7 +182,7 @@ def _norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def rotate(states: Tensor, rotation: Tensor) -> Tensor:
-    """Rotary position embedding of (b, length, heads, channels) by (2, length, channels / 2) cosines and sines."""
+    """Rotary position embedding of (b, length, heads, head_dim) by (2, length, head_dim / 2) cosines and sines."""
     first, second = states.float().chunk(2, dim=-1)
     cos, sin = rotation.unsqueeze(2)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,4 +1,4 @@
-"""DCFormer's speed on CPUs beside SDPA, models without composition, and the authors' formulation.
+"""DCFormer's speed on CPUs beside SDPA, models without composition, and "authors": our code after the paper.
 
     python -m benchmarks.cpu --quick                               # some minutes: one length, without windows
     python -m benchmarks.cpu --json benchmarks/results/cpu.json    # everything
@@ -6,14 +6,15 @@
     python -m benchmarks.cpu --show benchmarks/results/cpu.json    # recorded figures
 
 What is compared runs in turns in one process, at every number of threads. The machine must do nothing else: each of
-many short parallel operations waits for its slowest thread. A figure is the time of ours as a multiple of the other's:
-lower is better. Its *bound* is what it would be if the composition took its least time (dcformer/bench/roofline), added
-to what the same thing without composition was measured to take.
+many short parallel operations waits for its slowest thread. *ours / this* is the shortest time of ours as a multiple of
+that of the row: lower is better. A *bound* is what it would be if the composition took its least time
+(dcformer/bench/roofline), added to the measured time without composition.
 """
 
 import argparse
 import copy
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,13 +32,13 @@ from transformers import (
 )
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, cache_bytes_per_token
-from dcformer.bench import candidates, measure, roofline
+from dcformer.bench import authors, candidates, roofline
+from dcformer.bench.measure import Case, Row, Run, Timer, Timing
 from dcformer.bench.operands import prompt_operands
 from dcformer.modeling_dcformer import CACHE_NAME
 
-from . import report
 from .authors_decoder import AuthorsDecoder
-from .report import CPU
+from .report import CPU, make_parser
 
 
 SHAPES = ((32, 80), (16, 64))  # heads and channels
@@ -46,70 +47,47 @@ MODEL_HEADS = (12, 6)
 VOCABULARY, PROMPT, STEPS = 16384, 1024, 32
 COMPOSED, DCFORMER, PLAIN, AUTHORS = "composed", "DCFormer", "no composition", "authors"
 NO_COMPOSITION = {"compose_pre": False, "compose_post": False}
+RATIO, TARGET = "ours / this", "target"
 
 
-class Report:
-    """Times, rows that compare ours with another's, and the rates that bounds are computed from."""
+def compare(
+    run: Run,
+    threads: list[int],
+    title: str,
+    cases: dict[str, Any],
+    *,
+    ours: str,
+    plain: str,
+    added: Callable[[roofline.Rates], dict[str, float]] = lambda _: {},
+    targets: dict[str, float],
+) -> None:
+    """
+    Time cases and the machine's rates in turns, at each number of threads, and compare `ours` with all others.
 
-    def __init__(self, threads: list[int], repeats: int, seconds: float):
-        self.threads, self.repeats, self.seconds = threads, repeats, seconds
-        self.rates: dict[str, dict[str, float]] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.times: list[dict[str, Any]] = []
-
-    def compare(
-        self,
-        section: str,
-        case: str,
-        cases: dict[str, Any],
-        *,
-        ours: str,
-        plain: str,
-        added: Callable[[roofline.Rates], dict[str, float]] = lambda _: {},
-        targets: dict[str, float],
-    ) -> None:
-        """
-        Time cases and the machine's rates in turns, at each number of threads, and compare `ours` with all others.
-
-        `added` gives seconds that composition adds at least to `plain`, by the name of the bound; `targets` the
-        multiple of another's time that ours should not exceed.
-        """
-        timer = measure.Timer(CPU, self.seconds, self.repeats)
-        probes = roofline.rate_probes(CPU, torch.float32)
-        named = {}
-        for threads in self.threads:
-            for name, call in {**cases, **probes}.items():
-                timed = call if isinstance(call, measure.Case) else measure.Case(call)
-                named[name, threads] = timed._replace(threads=threads)
-        timings = timer(named)
-        for threads in self.threads:
-            seconds = {name: timings[name, threads].minimum for name in probes}
-            rates = roofline.measured_rates(seconds, CPU)
-            self.rates[f"{section}, {case}, {threads} threads"] = rates._asdict()
-            own = {name: timings[name, threads] for name in cases}
-            about = {"section": section, "case": case, "threads": threads}
-            self.times += [{**about, "name": name, "timing": timing._asdict()} for name, timing in own.items()]
-            least = {name: own[plain].minimum + extra for name, extra in added(rates).items()}
-            self.rows += [
-                {
-                    **about,
-                    "measure": f"time / {name}",
-                    "ratio": own[ours].minimum / timing.minimum,
-                    "median": own[ours].median / timing.median,
-                    "target": targets.get(name),
-                    "bounds": {bound: taken / timing.minimum for bound, taken in least.items()},
-                }
-                for name, timing in own.items()
-                if name != ours
-            ]
+    `added` gives seconds that composition adds at least to `plain`, by the name of the bound; `targets` the multiple of
+    another's time that ours should not exceed.
+    """
+    calls = {**cases, **roofline.rate_probes(CPU, torch.float32)}
+    timed = {name: call if isinstance(call, Case) else Case(call) for name, call in calls.items()}
+    timings = run.timer({(name, n): case._replace(threads=n) for n in threads for name, case in timed.items()})
+    for number in threads:
+        seconds = {name: timings[name, number].minimum for name in calls}
+        least = added(roofline.measured_rates(seconds, CPU))
+        numerators = {RATIO: seconds[ours]} | {f"bound {name}": seconds[plain] + extra for name, extra in least.items()}
+        for name in calls:
+            row = Row(f"{title}, {number} threads", name, timings[name, number])
+            if name in cases and name != ours:
+                row.figures = {figure: numerator / seconds[name] for figure, numerator in numerators.items()}
+                row.figures |= {TARGET: targets[name]} if name in targets else {}
+            run.rows.append(row)
 
 
-def operator(report: Report, is_quick: bool, with_gradients: bool) -> None:
+def operator(run: Run, threads: list[int], with_gradients: bool) -> None:
     """A prompt through the operator, forward, or forward and backward."""
     section, passes = ("forward and backward", 3) if with_gradients else ("forward", 1)
     for heads, channels in SHAPES:
-        for length in (LENGTH,) if is_quick else (512, LENGTH, 2048):
-            for window in (None,) if is_quick else (None, WINDOW):
+        for length in (LENGTH,) if run.is_quick else (512, LENGTH, 2048):
+            for window in (None,) if run.is_quick else (None, WINDOW):
                 entries = composing_and_plain(window)
                 problem = entries[COMPOSED].problem(
                     heads, channels, CPU, torch.float32, window=window, with_gradients=with_gradients
@@ -118,7 +96,6 @@ def operator(report: Report, is_quick: bool, with_gradients: bool) -> None:
                     raise RuntimeError(f"{heads} heads of {channels} channels: {problem}; nothing was timed.")
                 of = prompt_operands(heads, channels, length, CPU, torch.float32)
                 of = of.leaves() if with_gradients else of
-                makers = {name: each.gradient_call if with_gradients else each.make for name, each in entries.items()}
                 work = roofline.forward_work(heads, channels, length, window)
 
                 def added(rates: roofline.Rates, work: roofline.Work = work) -> dict[str, float]:
@@ -127,16 +104,18 @@ def operator(report: Report, is_quick: bool, with_gradients: bool) -> None:
                 target = 1.8 if with_gradients else {(32, 80): 1.4, (16, 64): 1.3}[heads, channels]
                 targets = {"sdpa": target} if (length, window) == (LENGTH, None) else {}
                 mask = "causal" if window is None else f"window {window}"
-                case = f"float32, H {heads} D {channels}, T {length}, {mask}"
+                title = f"{section}: float32, H {heads} D {channels}, T {length}, {mask}"
                 with torch.set_grad_enabled(with_gradients):
-                    calls = {name: make(of, window, None) for name, make in makers.items()}
-                    report.compare(section, case, calls, ours=COMPOSED, plain="sdpa", added=added, targets=targets)
+                    calls = {
+                        name: (entry.gradient_call if with_gradients else entry.make)(of, window, None)
+                        for name, entry in entries.items()
+                    }
+                    compare(run, threads, title, calls, ours=COMPOSED, plain="sdpa", added=added, targets=targets)
 
 
 def composing_and_plain(window: int | None) -> dict[str, candidates.Candidate]:
-    """The automatic choice, SDPA of the same keys, and the authors' formulation."""
-    name = candidates.SDPA if window is None else candidates.SDPA_WINDOW
-    sdpa = next(each for each in candidates.plain_candidates(CPU, False, window) if each.name == name)
+    """The automatic choice, SDPA over the same keys, and the authors' formulation."""
+    (sdpa,) = candidates.plain_candidates(CPU, False, window)
     composed = candidates.Candidate(
         COMPOSED, lambda of, window, mask: partial(of.composed, sliding_window=window, attention_mask=mask)
     )
@@ -190,7 +169,7 @@ def new_cache(model: Any, kind: str = "dynamic") -> Any:
     return (static if kind == "static" else DynamicCache)(config=model.config)
 
 
-def decode_case(model: Any, kind: str = "dynamic") -> measure.Case:
+def decode_case(model: Any, kind: str = "dynamic") -> Case:
     """One step after another over given tokens, each sample with a copy of a cache that holds the prompt."""
     token_ids, filled = random_tokens(PROMPT + STEPS), new_cache(model, kind)
     read(model, token_ids[:, :PROMPT], filled)
@@ -199,10 +178,10 @@ def decode_case(model: Any, kind: str = "dynamic") -> measure.Case:
         for token in token_ids[:, PROMPT:].split(1, dim=1):
             read(model, token, cache)
 
-    return measure.Case(steps, prepare=lambda: copy.deepcopy(filled), parts=STEPS)
+    return Case(steps, prepare=lambda: copy.deepcopy(filled), parts=STEPS)
 
 
-def prefill(report: Report, is_quick: bool) -> None:
+def prefill(run: Run, threads: list[int]) -> None:
     """A prompt into an empty dynamic cache, with the logits of its last token."""
     for heads in MODEL_HEADS:
         models, prompt = make_models(heads), random_tokens(PROMPT)
@@ -218,16 +197,16 @@ def prefill(report: Report, is_quick: bool) -> None:
             return least
 
         cases = {
-            name: measure.Case(partial(read, model, prompt), prepare=partial(new_cache, model))
+            name: Case(partial(read, model, prompt), prepare=partial(new_cache, model))
             for name, model in models.items()
         }
-        case = f"float32, H {heads} D {config.head_dim}, prompt {PROMPT}"
+        title = f"prefill: float32, H {heads} D {config.head_dim}, prompt {PROMPT}"
         targets = {PLAIN: 1 / 0.93}
-        report.compare("prefill", case, cases, ours=DCFORMER, plain=PLAIN, added=added, targets=targets)
+        compare(run, threads, title, cases, ours=DCFORMER, plain=PLAIN, added=added, targets=targets)
 
 
-def decode(report: Report, is_quick: bool) -> None:
-    """One token after another, after a prompt of 1024, with a dynamic and a static cache; the authors' has its own."""
+def decode(run: Run, threads: list[int]) -> None:
+    """One token after another, after a prompt of 1024, with a dynamic and a static cache; "authors" has another."""
     for heads in MODEL_HEADS:
         models = make_models(heads)
         config, parameters = models[DCFORMER].config, compose_parameters(models[DCFORMER])
@@ -240,17 +219,17 @@ def decode(report: Report, is_quick: bool) -> None:
 
         for kind, target in (("dynamic", 0.85), ("static", 0.80)):
             cases = {name: decode_case(model, kind) for name, model in models.items()}
-            case = f"float32, H {heads} D {config.head_dim}, after {PROMPT} tokens, {kind} cache"
+            title = f"decode: float32, H {heads} D {config.head_dim}, after {PROMPT} tokens, {kind} cache"
             targets = {PLAIN: 1 / 0.93, AUTHORS: target}
-            report.compare("decode", case, cases, ours=DCFORMER, plain=PLAIN, added=added, targets=targets)
+            compare(run, threads, title, cases, ours=DCFORMER, plain=PLAIN, added=added, targets=targets)
 
 
 def compose_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if ".compose." in name)
 
 
-def training(report: Report, is_quick: bool) -> None:
-    """Forward, backward, clipping and fused AdamW on a row of 1024 tokens, beside baselines of the same shape."""
+def training(run: Run, threads: list[int]) -> None:
+    """Forward, backward, clipping and fused AdamW on one text of 1024 tokens, beside baselines of the same shape."""
     shape = {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10}
     shape |= {"num_attention_heads": 8, "max_position_embeddings": LENGTH}
     ours, plain, windows = "DCFormer++", "Transformer++", "Transformer++, windows"
@@ -259,8 +238,8 @@ def training(report: Report, is_quick: bool) -> None:
     for name, values in variants.items():
         torch.manual_seed(0)
         steps[name] = _training_step(DCFormerForCausalLM(DCFormerConfig(**shape, **values)).train(), token_ids)
-    case = "float32, 50 M parameters, a row of 1024"
-    report.compare("training", case, steps, ours=ours, plain=plain, targets={windows: 1 / 0.85})
+    title = "training: float32, 50 M parameters, a text of 1024 tokens"
+    compare(run, threads, title, steps, ours=ours, plain=plain, targets={windows: 1 / 0.85})
 
 
 def _training_step(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[[], None]:
@@ -275,7 +254,7 @@ def _training_step(model: PreTrainedModel, token_ids: torch.Tensor) -> Callable[
     return step
 
 
-SECTIONS: dict[str, Callable[[Report, bool], None]] = {
+SECTIONS: dict[str, Callable[[Run, list[int]], None]] = {
     "decode": decode,
     "prefill": prefill,
     "training": training,
@@ -284,44 +263,28 @@ SECTIONS: dict[str, Callable[[Report, bool], None]] = {
 }
 
 
-def show(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
-    """Print what was compared, rows with targets first, and all times in milliseconds."""
-    cells = []
-    for row in sorted(rows, key=lambda row: row["target"] is None):
-        bounds = ", ".join(f"{value:.2f} {name}" for name, value in row["bounds"].items())
-        target = "" if row["target"] is None else f"<= {row['target']:.2f}"
-        what = f"{row['section']}: {row['case']}: {row['measure']}"
-        cells.append([what, str(row["threads"]), f"{row['ratio']:.2f}", target, bounds, f"{row['median']:.2f}"])
-    measure.show_table(["what", "threads", "figure", "target", "bound", "median"], cells)
-    cells = [
-        [f"{time['section']}: {time['case']}: {time['name']}", str(time["threads"])]
-        + [f"{1000 * time['timing'][name]:.2f}" for name in ("minimum", "median")]
-        for time in times
-    ]
-    measure.show_table(["time of", "threads", "min ms", "median ms"], cells)
-    wanted = [row for row in rows if row["target"] is not None]
-    print(f"{sum(row['ratio'] <= row['target'] for row in wanted)} of {len(wanted)} targets are reached.")
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = report.make_parser(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="one length, without windows, and fewer turns")
     parser.add_argument("--only", action="append", choices=SECTIONS, help="measure this alone; may be repeated")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads (default: 1 2)")
     parser.add_argument("--seconds", type=float, help="time of a comparison (default: 40, with --quick 10)")
     parser.add_argument("--show", type=Path, help="print such a JSON file, and measure nothing")
     args: argparse.Namespace = parser.parse_args(arguments)
+    run = Run(" ".join(sys.argv), CPU, is_quick=args.quick, notes=[authors.NOTE])
     if args.show is not None:
-        content = json.loads(args.show.read_text(encoding="utf-8"))
-        show(content["rows"], content["times"])
-        return
-    torch.set_num_threads(max(args.threads))
-    repeats, seconds = (3, 10.0) if args.quick else (10, 40.0)
-    found = Report(args.threads, repeats, args.seconds or seconds)
-    for name in args.only or SECTIONS:
-        SECTIONS[name](found, args.quick)
-        report.write(args, rates=found.rates, rows=found.rows, times=found.times)
-    show(found.rows, found.times)
+        rows = json.loads(args.show.read_text(encoding="utf-8"))["rows"]
+        run.rows = [Row(**{**row, "timing": Timing(**row["timing"])}) for row in rows]
+    else:
+        torch.set_num_threads(max(args.threads))
+        run.timer = Timer(CPU, args.seconds or (10 if args.quick else 40), most=3 if args.quick else 10)
+        for name in args.only or SECTIONS:
+            SECTIONS[name](run, args.threads)
+            if args.json is not None:
+                run.write(args.json)
+    run.show()
+    wanted = [row.figures for row in run.rows if TARGET in row.figures]
+    print(f"{sum(figures[RATIO] <= figures[TARGET] for figures in wanted)} of {len(wanted)} targets are reached.")
 
 
 if __name__ == "__main__":

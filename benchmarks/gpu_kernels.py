@@ -1,10 +1,10 @@
 """
 The time of each Triton kernel on a GPU, and of those that compose with other tiles: `python -m benchmarks.gpu_kernels`.
 
-Every setting is checked before it is timed, but for decoding, which `dcformer bench decode` checks: output and
-gradients of a shorter row in bfloat16 against plain PyTorch in float32. A kernel's time is the median between two
-events, with the launches queued behind a sleep of the device, so that the host is ahead of it, and the L2 cache
-overwritten before. Without a GPU `--quick` runs tiny shapes in Triton's interpreter, where times say nothing.
+Every setting is checked before it is timed, except decoding, which `dcformer bench decode` checks: output and gradients
+of a shorter text in bfloat16 against plain PyTorch in float32. A kernel's time is the median between two events, with
+the launches queued behind a sleep of the device, so that the host is ahead of it, and the L2 cache overwritten before.
+Without a GPU `--quick` runs tiny shapes in Triton's interpreter, where times mean nothing.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from dcformer.training import visible_pairs
 
 
 class Setting(NamedTuple):
-    """As in `plan.TILES`, and `plan.ROWS`."""
+    """As in `plan.TILES`, and `plan.COMPOSE_M`."""
 
     scores: int = 2048
     keys: int = 64
@@ -81,11 +81,11 @@ def largest_error(shape: Shape, device: torch.device) -> float:
     of = prompt_operands(*shape[:2], 320 if device.type == "cuda" else 40, device, number_type(device)).leaves()
     exact = of.leaves(dtype=torch.float32)
     upstream = torch.randn_like(of.query)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for operands, name in ((of, "triton"), (exact, "plain")):
         output = operands.composed(implementation=name, sliding_window=shape.window)
-        found.append([output, *torch.autograd.grad(output, operands.tensors, upstream.to(output.dtype))])
-    return float(torch.tensor([relative_error(one, other) for one, other in zip(*found)]).max())  # NaN if one is
+        results.append([output, *torch.autograd.grad(output, operands.tensors, upstream.to(output.dtype))])
+    return float(torch.tensor([relative_error(*pair) for pair in zip(*results)]).max())  # NaN if one is
 
 
 def number_type(device: torch.device) -> torch.dtype:
@@ -132,18 +132,18 @@ def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5
     finally:
         kind.run = run
     launches = {name: zip(*(sample[name] for sample in samples)) for name in samples[0]}
-    return {name: [round(statistics.median(spent), 1) for spent in each] for name, each in launches.items()}
+    return {name: [round(statistics.median(spent), 1) for spent in times] for name, times in launches.items()}
 
 
 @contextmanager
 def applied(setting: Setting) -> Iterator[None]:
     """Kernels that compose take these tiles."""
-    before = plan.TILES["hopper"], plan.ROWS, plan.is_hopper
-    plan.TILES["hopper"], plan.ROWS, plan.is_hopper = setting[:4], setting.rows, lambda _: True
+    before = plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper
+    plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = setting[:4], setting.rows, lambda _: True
     try:
         yield
     finally:
-        plan.TILES["hopper"], plan.ROWS, plan.is_hopper = before
+        plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = before
 
 
 def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], seconds: float) -> Iterator[dict]:
@@ -156,18 +156,18 @@ def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], 
         if time.monotonic() > end:
             yield {**about, "note": "not measured: the time is over"}
             continue
-        with applied(setting) if setting else applied(Setting(*plan.TILES["hopper"], plan.ROWS)):
+        with applied(setting or Setting(*plan.TILES["hopper"], plan.COMPOSE_M)):
             try:
                 if not (error := largest_error(shape, device)) < TOLERANCE:
                     raise ValueError(f"wrong values, off by {error}")
                 of = prompt_operands(*shape[:3], device, number_type(device), shape.batch)
                 passes = zip(("forward", "backward"), calls(of, shape.window))
-                found = [(name, kernel_times(call, device)) for name, call in passes]
+                measured = [(name, kernel_times(call, device)) for name, call in passes]
             except Exception as problem:  # what a setting asks for may not fit the device
                 yield {**about, "note": f"failed: {' '.join(str(problem).split())[:200]}"}
                 continue
         scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
-        for name, times in found:
+        for name, times in measured:
             for kernel, spent in times.items():
                 row = {"pass": name, "kernel": kernel, "microseconds": spent, "error": error}
                 yield {**about, **row, "picoseconds a score": round(1e6 * sum(spent) / scores, 2)}
@@ -182,7 +182,7 @@ def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny shapes; on a CPU with TRITON_INTERPRET=1")
-    parser.add_argument("--seconds", type=float, default=240, help="after which nothing more is begun")
+    parser.add_argument("--seconds", type=float, default=240, help="after which nothing more is started")
     parser.add_argument("--json", type=Path, help="where to write all rows")
     chosen = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,11 @@
 """Loss per token with quantised weights and quantised caches, against float32 ([figures](../docs/quantization.md)).
 
     python -m benchmarks.quantization --train valid.txt --text-file test.txt --json quantization.json
-    python -m benchmarks.quantization --model CHECKPOINT --text-file test.txt    # your own
+    python -m benchmarks.quantization --model CHECKPOINT --text-file test.txt    # another model
 
-With `--train`, a DCFormer and its Transformer++ twin are trained on the bytes of a text first, within minutes. Every
-method scores the same rows of tokens. The difference to float32 is taken row by row, and its interval over rows.
+With `--train`, a DCFormer and a Transformer++ of the same shape are trained on the bytes of a text first, within
+minutes. Every method scores the same rows of tokens. The difference to float32 is taken row by row, and its interval
+over rows.
 """
 
 import argparse
@@ -59,17 +60,12 @@ WEIGHTS: dict[str, Callable[[], Any]] = {
 }
 # Numbers of a row of weights that share a scale, where a method cannot take a row that is no multiple of it.
 _GROUPS = {"torchao int4, groups of 32": 32, "bitsandbytes nf4": 64}
-# Bits, and the axis that has scales of its own: 0 is Transformers' default, whose groups run along rows and so mix keys
-# with the weights of the composition behind them; with -1 every channel has its own.
+# Bits, and the axis of groups that share a scale: with 0, Transformers' default, they run along rows and so mix keys
+# with the weights of the composition behind them; with -1 they run along channels.
 CACHES = {
-    f"cache of {bits} bits, groups in {place}": {
-        "nbits": bits,
-        "q_group_size": 64,
-        "axis_key": axis,
-        "axis_value": axis,
-    }
+    f"cache of {bits} bits, groups in {what}": {"nbits": bits, "q_group_size": 64, "axis_key": axis, "axis_value": axis}
     for bits in (4, 2)
-    for place, axis in (("rows", 0), ("channels", -1))
+    for what, axis in (("rows", 0), ("channels", -1))
 }
 
 
@@ -136,25 +132,25 @@ def measure(folder: str | Path, rows: list[Row], device: torch.device) -> dict[s
 
     model = load()
     base, counts = row_losses(model, rows)
-    found = {FLOAT32: compare(base, base, counts)}
+    results = {FLOAT32: compare(base, base, counts)}
     if "sliding_attention" not in model.config.layer_types:  # Transformers quantises no others
         for name, options in CACHES.items():
             options = {"residual_length": _RESIDUAL_LENGTH, **options}
             new_cache = partial(QuantizedCache, "quanto", model.config, **options)
-            found[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
-    found["bfloat16"] = compare(row_losses(load(torch.bfloat16), rows)[0], base, counts)
+            results[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
+    results["bfloat16"] = compare(row_losses(load(torch.bfloat16), rows)[0], base, counts)
     for name, make in WEIGHTS.items():
         linear = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
         if any(layer.in_features % _GROUPS.get(name, 1) for layer in linear):
             print(f"Left out: {name}, since inputs of a layer are no multiple of {_GROUPS[name]}.")
             continue
         quantised = load(quantization_config=make())
-        found[name] = compare(row_losses(quantised, rows)[0], base, counts)
-    return found
+        results[name] = compare(row_losses(quantised, rows)[0], base, counts)
+    return results
 
 
 def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
-    """The first `count` windows of `length` tokens."""
+    """Up to `count` windows of `length` tokens, from the beginning."""
     if len(token_ids) < length:
         raise ValueError(f"The text has {len(token_ids)} tokens, fewer than one window; give --length below that.")
     windows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
@@ -177,8 +173,8 @@ def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormer
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
-        places = torch.randint(0, len(token_ids) - length, (8,), generator=generator)
-        rows = torch.stack([token_ids[place : place + length] for place in places])
+        starts = torch.randint(0, len(token_ids) - length, (8,), generator=generator)
+        rows = torch.stack([token_ids[start : start + length] for start in starts])
         model(rows, labels=rows, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -202,7 +198,7 @@ def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str |
 def main(arguments: list[str] | None = None) -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--model", action="append", help="folder of a checkpoint with its tokenizer; may be repeated")
-    parser.add_argument("--train", type=Path, help="text on whose bytes to train the two small models first")
+    parser.add_argument("--train", type=Path, help="text to train two small models on first, byte by byte")
     parser.add_argument("--text-file", type=Path, required=True, help="text to score")
     parser.add_argument("--steps", type=int, default=400, help="training steps of --train (default: 400)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default: 512)")
@@ -214,13 +210,13 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, source, rows in sources(args, Path(folder)):
-            found = measure(source, rows, args.device)
+            results = measure(source, rows, args.device)
             cells = [
                 [method, f"{row.loss:.4f}", f"{row.change:+.4f}", f"± {row.interval:.4f}", f"{row.perplexity:.3f}"]
-                for method, row in found.items()
+                for method, row in results.items()
             ]
             bench.show_table([name, "loss", "change", "95 %", "perplexity"], cells)
-            figures[name] = {method: row._asdict() for method, row in found.items()}
+            figures[name] = {method: row._asdict() for method, row in results.items()}
     report.write(args, args.device, figures=figures)
 
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.serving --threads 1
     python -m benchmarks.serving --preset dcformer-2.8b --length 2048 --device cuda --dtype bfloat16 --compile
 
-Needs vLLM. Lengths of prompts and answers are log-normal, cut at the model's length. Every engine has a process of
-its own and the same number of threads. Before it is timed, its greedy tokens have to be those of `generate()`.
+Needs vLLM. Lengths of prompts and answers are log-normal, cut at the model's length. Every engine runs in a separate
+process with the same number of threads. Before it is timed, its greedy tokens have to be those of `generate()`.
 """
 
 import argparse
@@ -52,17 +52,17 @@ class Step(NamedTuple):
     margin: float
 
 
-def draw_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
+def sample_requests(args: argparse.Namespace, vocabulary: int) -> list[Request]:
     """Random tokens with log-normal lengths of the wanted means; prompts take three quarters of the length at most."""
     generator, spread = random.Random(args.seed), 0.9
 
-    def draw(mean: float) -> int:
+    def length(mean: float) -> int:
         return round(generator.lognormvariate(math.log(mean) - spread**2 / 2, spread))
 
     requests = []
     for _ in range(args.requests):
-        prompt = min(max(draw(args.mean_prompt), 4), 3 * args.length // 4)
-        answer = min(max(draw(args.mean_answer), 2), args.length - prompt)
+        prompt = min(max(length(args.mean_prompt), 4), 3 * args.length // 4)
+        answer = min(max(length(args.mean_answer), 2), args.length - prompt)
         requests.append(Request([generator.randrange(vocabulary) for _ in range(prompt)], answer))
     return requests
 
@@ -81,10 +81,10 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
     switches = ("pre", "post", "query", "key", "low_rank", "gate", "static")
     without = {f"compose_{switch}": False for switch in switches}
     composed, plain = (
-        DCFormerConfig.from_preset(args.preset, **values, **own)
+        DCFormerConfig.from_preset(args.preset, **values, **switched_off)
         if args.preset
-        else DCFormerConfig(**values, **sizes, **own)
-        for own in ({}, without)
+        else DCFormerConfig(**values, **sizes, **switched_off)
+        for switched_off in ({}, without)
     )
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shared = {name: getattr(composed, name) for name in (*shape, "num_key_value_heads", "head_dim")}
@@ -92,7 +92,7 @@ def make_configs(args: argparse.Namespace) -> dict[str, PreTrainedConfig]:
 
 
 def save_model(config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> None:
-    """Save a model with random weights, with which heads compose strongly."""
+    """Save a model with random weights that compose heads strongly."""
     torch.manual_seed(0)
     model_class = LlamaForCausalLM if isinstance(config, LlamaConfig) else DCFormerForCausalLM
     model = model_class._from_config(config, dtype=dtype)
@@ -116,10 +116,10 @@ def greedy_steps(folder: str, prompts: Sequence[list[int]], args: argparse.Names
     texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
-        found = model.generate(
+        output = model.generate(
             ids, max_new_tokens=GATE_TOKENS, return_dict_in_generate=True, output_logits=True, **_GREEDY
         )
-        best = torch.cat(found.logits).float().topk(2)  # (new tokens, 2)
+        best = torch.cat(output.logits).float().topk(2)  # (new tokens, 2)
         margins = (best.values[:, 0] - best.values[:, 1]).tolist()
         texts.append([Step(*step, margin) for step, margin in zip(best.indices.tolist(), margins)])
     return texts
@@ -153,9 +153,9 @@ def make_engine(kind: str, folder: str, args: argparse.Namespace):
     from vllm import LLM, SamplingParams
 
     config = AutoConfig.from_pretrained(folder)
-    per_layer = 2 * config.num_attention_heads * config.head_dim * measure.DTYPES[args.dtype].itemsize
+    per_layer = 2 * config.num_attention_heads * config.head_dim * getattr(torch, args.dtype).itemsize
     if isinstance(config, DCFormerConfig):
-        per_layer = cache_bytes_per_token(config, measure.DTYPES[args.dtype])
+        per_layer = cache_bytes_per_token(config, getattr(torch, args.dtype))
     cache_bytes = 2 * args.concurrency * args.length * config.num_hidden_layers * per_layer
     llm = LLM(
         folder,
@@ -185,9 +185,9 @@ def first_difference(expected: Sequence[Step], tokens: Sequence[int], tie: float
     return None
 
 
-def check_tokens(name: str, found: Sequence[list[int]], expected: Sequence[Sequence[Step]], tie: float) -> None:
+def check_tokens(name: str, answers: Sequence[list[int]], expected: Sequence[Sequence[Step]], tie: float) -> None:
     """Raise RuntimeError unless an engine writes what `generate()` does."""
-    for tokens, steps in zip(found, expected, strict=True):
+    for tokens, steps in zip(answers, expected, strict=True):
         if (position := first_difference(steps, tokens, tie)) is not None:
             raise RuntimeError(
                 f"{name} writes token {tokens[position]} at position {position}, and generate() writes "
@@ -196,14 +196,14 @@ def check_tokens(name: str, found: Sequence[list[int]], expected: Sequence[Seque
 
 
 def run_engine(kind: str, folder: str, args: argparse.Namespace) -> dict[str, float]:
-    """Check and time one engine; in a process of its own."""
+    """Check and time one engine, in a separate process."""
     torch.set_num_threads(args.threads)
     config = AutoConfig.from_pretrained(folder)
-    gate = [Request([place % config.vocab_size for place in range(length)], GATE_TOKENS) for length in GATE_LENGTHS]
+    gate = [Request([index % config.vocab_size for index in range(length)], GATE_TOKENS) for length in GATE_LENGTHS]
     expected = greedy_steps(folder, [request.prompt for request in gate], args)
     engine = make_engine(kind, folder, args)
     check_tokens(kind, engine(gate), expected, _TIES[args.dtype])
-    requests = draw_requests(args, config.vocab_size)
+    requests = sample_requests(args, config.vocab_size)
     start, processor = time.perf_counter(), time.process_time()
     engine(requests)
     wall, tokens = time.perf_counter() - start, sum(request.answer for request in requests)
@@ -213,7 +213,7 @@ def run_engine(kind: str, folder: str, args: argparse.Namespace) -> dict[str, fl
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = report.make_parser(__doc__)
-    parser.add_argument("--preset", help="a published shape in place of the sizes below")
+    parser.add_argument("--preset", help="a published shape instead of the sizes below")
     for name, value in (("layers", 8), ("hidden", 512), ("heads", 8), ("intermediate", 1408), ("vocabulary", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--window", type=int, default=256, help="of every other layer; 0 for none")
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as root:
         for model, config in make_configs(args).items():
-            save_model(config, Path(root, model), measure.DTYPES[args.dtype])
+            save_model(config, Path(root, model), getattr(torch, args.dtype))
         for model, kind in ENGINES:
             command = [sys.executable, "-m", "benchmarks.serving", *(sys.argv[1:] if arguments is None else arguments)]
             command += ["--engine", kind, str(Path(root, model))]

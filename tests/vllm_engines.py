@@ -1,12 +1,17 @@
-"""Engines of vLLM for tests, and what `generate` says to the same prompts."""
+"""Engines of vLLM for tests, and what `generate` answers to the same prompts; without vLLM their tests are skipped."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
+
+
+pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
+
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -18,11 +23,10 @@ NEW_TOKENS = 12
 
 @contextmanager
 def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
-    """An engine in float32 with blocks of 16 tokens, gone at the end."""
+    """An engine in float32 with blocks of 16 tokens, shut down at the end."""
     defaults: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-    defaults |= {"block_size": 16, "seed": 0}
     try:
-        llm = LLM(str(folder), **{**defaults, **options})
+        llm = LLM(str(folder), **{**defaults, "block_size": 16, "seed": 0, **options})
         try:
             yield llm
         finally:
@@ -34,7 +38,7 @@ def engine(folder: Path | str, **options: Any) -> Iterator[LLM]:
 
 
 def scheduler_of(llm: LLM) -> Any:
-    """Of an engine in this process."""
+    """The scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
@@ -52,7 +56,7 @@ def greedy_sampling(new_tokens: int = NEW_TOKENS, **options: Any) -> SamplingPar
 
 
 def greedy(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
-    """The tokens that an engine appends to each prompt."""
+    """The tokens that an engine appends to every prompt."""
     outputs = llm.generate(as_inputs(prompts), greedy_sampling(new_tokens), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -60,18 +64,15 @@ def greedy(llm: LLM, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> 
 def greedy_of_generate(
     model: PreTrainedModel, prompts: list[list[int]], new_tokens: int = NEW_TOKENS
 ) -> list[list[int]]:
-    """The same of `generate`, one prompt at a time."""
+    """The tokens that `generate` appends, one prompt at a time."""
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    options["pad_token_id"] = 0
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
-    return answers
+    inputs = [torch.tensor([prompt]) for prompt in prompts]
+    outputs = [model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options) for ids in inputs]
+    return [output[0, len(prompt) :].tolist() for prompt, output in zip(prompts, outputs)]
 
 
 def prompt_log_probabilities(llm: LLM, prompts: list[list[int]]) -> torch.Tensor:
-    """(tokens,) log-probability of every token of each prompt but the first, one prompt after the other."""
+    """(tokens,) log-probability of every token of a prompt except the first, one prompt after another."""
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     outputs = llm.generate(as_inputs(prompts), sampling, use_tqdm=False)
     return torch.tensor(
@@ -85,10 +86,6 @@ def prompt_log_probabilities(llm: LLM, prompts: list[list[int]]) -> torch.Tensor
 
 @torch.no_grad()
 def log_probabilities_of_model(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tensor:
-    """The same of the Transformers model, in its dtype."""
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        log_probabilities = model(ids).logits.log_softmax(-1)[0, :-1]
-        answers.append(log_probabilities.gather(1, ids[0, 1:, None]).squeeze(1))
-    return torch.cat(answers)
+    """The same from the Transformers model, in its dtype."""
+    inputs = [torch.tensor([prompt]) for prompt in prompts]
+    return torch.cat([model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0] for ids in inputs])

@@ -1,17 +1,17 @@
-"""`dcformer bench attention`: the operator alone, forward and backward, beside attention that composes nothing.
+"""`dcformer bench attention`: the operator alone, forward and backward, beside attention without composition.
 
-Everything runs in the same process: each of our implementations, attention of the same keys without composition (on a
+Everything runs in the same process: each of our implementations, attention over the same keys without composition (on a
 GPU FlashAttention 2, beside cuDNN or FlexAttention), and the authors' formulation, eager and compiled.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ..dcmha import ComposeWeights
-from . import roofline
-from .candidates import Candidate, authors_candidates, gate, own_candidates, plain_candidates
+from . import authors, roofline
+from .candidates import Candidate, authors_candidates, gate, our_candidates, plain_candidates
 from .measure import Case, Row, Run, add_ratios
 from .operands import Operands, packed_documents, prompt_operands
 
@@ -34,9 +34,9 @@ def shapes(is_quick: bool) -> list[Shape]:
     """Shapes of the published 6.9B and 2.8B models, the most important first and the longest last; or tiny ones."""
     if is_quick:
         return [Shape(4, 16, 48), Shape(4, 16, 48, 16)]
-    found = [Shape(32, width, length, window) for length in (2048, 4096, 8192) for width in (128, 80)
-             for window in (None, 256)]  # fmt: skip
-    return [*found[:8], Shape(32, 128, 2048, batch=4), Shape(32, 80, 2048, batch=4), *found[8:]]
+    sizes = itertools.product((2048, 4096, 8192), (128, 80), (None, 256))
+    single = [Shape(32, head_dim, length, window) for length, head_dim, window in sizes]
+    return [*single[:8], Shape(32, 128, 2048, batch=4), Shape(32, 80, 2048, batch=4), *single[8:]]
 
 
 def run(run: Run) -> None:
@@ -50,16 +50,17 @@ def run(run: Run) -> None:
         compare(run, shape)
     for shape in chosen:
         compare(run, shape, is_compiled=True)
-    run.notes.append(
-        "Forward and backward count three times the operations of forward. The roofline takes every operation at the "
-        "measured rate of matrix products. MiB is peak memory over what the operands take, on GPUs only."
-    )
+    run.notes += [
+        "Forward and backward count three times the FLOPs of forward; the roofline takes all of them at the measured "
+        "rate of matrix products. MiB is peak memory over what the operands take, on GPUs only.",
+        authors.NOTE,
+    ]
 
 
 def compare(run: Run, shape: Shape, *, is_compiled: bool = False) -> None:
-    """Time what Inductor compiles, or all else, at one shape, forward, then forward and backward."""
+    """Time what Inductor compiles, or everything else, at one shape: forward, then forward and backward."""
     plain, work = plain_candidates(run.device, run.compiles, shape.window), roofline.forward_work(*shape)
-    entries = [*plain, *own_candidates(), *authors_candidates(run.compiles)]
+    entries = [*plain, *our_candidates(), *authors_candidates(run.compiles)]
     for group, passes in ((f"forward: {shape}", 1), (f"forward and backward: {shape}", 3)):
         for entry in entries:
             if entry.is_compiled != is_compiled:
@@ -110,17 +111,16 @@ def timed(
 
 
 def packed(run: Run, shape: Shape, document: int) -> None:
-    """A row of documents that do not see each other, beside the same row as one document."""
-    for entry in (*own_candidates(), authors_candidates(run.compiles)[0]):
-        names = f"{entry.name}, one document", f"{entry.name}, documents of {document}"
-        parts = zip(names, (None, document))
-        rows = [timed(run, f"packed: {shape}", entry, shape, name=name, document=part) for name, part in parts]
-        add_ratios(rows, names[0], "/ one document")
+    """A sequence of documents that do not see each other, beside the same sequence as one document."""
+    for entry in (*our_candidates(), authors_candidates(run.compiles)[0]):
+        names = {f"{entry.name}, one document": None, f"{entry.name}, documents of {document}": document}
+        rows = [timed(run, f"packed: {shape}", entry, shape, name=name, document=size) for name, size in names.items()]
+        add_ratios(rows, rows[0].name, "/ one document")
 
 
 def branches(run: Run, shape: Shape) -> None:
     """The cost of each branch of the composition, in the fastest of our implementations at this shape."""
-    entries = {entry.name: entry for entry in own_candidates()}
+    entries = {entry.name: entry for entry in our_candidates()}
     rows = run.rows_of(f"forward: {shape}")
     seconds = {row.name: row.timing.median for row in rows if row.timing and row.name in entries}
     if not seconds:
@@ -128,29 +128,22 @@ def branches(run: Run, shape: Shape) -> None:
     fastest = min(seconds, key=seconds.__getitem__)
     for way in ("forward", "forward and backward"):
         title, with_gradients = f"branches, {way} by {fastest}: {shape}", way != "forward"
-        found = [
+        for branch in BRANCHES:
             timed(run, title, entries[fastest], shape, name=branch, branch=branch, with_gradients=with_gradients)
-            for branch in BRANCHES
-        ]
-        add_ratios(found, "no composition", "/ no composition")
+        add_ratios(run.rows_of(title), "no composition", "/ no composition")
 
 
-def _part(of: Operands, query: bool = True, key: bool = True, pre: bool = True, post: bool = True) -> Operands:
-    """The composition with some of its branches."""
-
-    def stage(weights: ComposeWeights | None, is_on: bool) -> ComposeWeights | None:
-        if weights is None or not is_on:
-            return None
-        return weights._replace(query=weights.query if query else None, key=weights.key if key else None)
-
-    return of._replace(pre=stage(of.pre, pre), post=stage(of.post, post))
+def _without(of: Operands, part: str) -> Operands:
+    """Both compositions without their query-wise ("query") or key-wise ("key") branches."""
+    pre, post = (weights and weights._replace(**{part: None}) for weights in (of.pre, of.post))
+    return of._replace(pre=pre, post=post)
 
 
 BRANCHES: dict[str, Callable[[Operands], Operands]] = {
-    "no composition": lambda of: _part(of, pre=False, post=False),
+    "no composition": lambda of: of._replace(pre=None, post=None),
     "all": lambda of: of,
-    "query-wise only": lambda of: _part(of, key=False),
-    "key-wise only": lambda of: _part(of, query=False),
-    "pre only": lambda of: _part(of, post=False),
-    "post only": lambda of: _part(of, pre=False),
+    "query-wise only": lambda of: _without(of, "key"),
+    "key-wise only": lambda of: _without(of, "query"),
+    "pre only": lambda of: of._replace(post=None),
+    "post only": lambda of: of._replace(pre=None),
 }

@@ -1,8 +1,8 @@
 """The ways to compute attention that are compared, and the gate: no time is shown of wrong values.
 
-Candidates are our implementations, torch's attention without composition, and the authors' formulation. All of them are
-compared with the plain implementation in float64 before they are timed, on the very numbers that they are given, at the
-heads and channels that are timed and a length that no tile divides.
+Candidates are our implementations, torch's attention without composition, and the formulation of the authors' training
+code, which authors.py writes after the paper. Before they are timed, all of them are compared with the plain
+implementation in float64 on the same inputs, at the timed heads and head dimension and a length that no tile divides.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..dcmha import Visibility, implementations
 from . import authors
 from .measure import Call, Run, one_line
-from .operands import CATCHER, Operands, packed_documents, prompt_operands, step_operands, visible
+from .operands import Operands, packed_documents, prompt_operands, step_operands, visible
 
 
 SDPA, FLASH = "sdpa", "FlashAttention 2"
@@ -77,17 +77,17 @@ class Candidate:
     def _wrong_values(self, of: Operands, window: int | None, mask: Visibility | None, is_graded: bool) -> str | None:
         exact = of.leaves(is_graded, torch.float64)
         with torch.set_grad_enabled(is_graded):
-            found = [self.make(of, window, mask)()]
+            results = [self.make(of, window, mask)()]
             expected = [exact.composed(sliding_window=window, attention_mask=mask, implementation="plain")]
         if is_graded:
-            upstream = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], of.tensors, upstream)
+            upstream = torch.randn_like(results[0])
+            results += torch.autograd.grad(results[0], of.tensors, upstream)
             expected += torch.autograd.grad(expected[0], exact.tensors, upstream.double())
-        for place, (one, other) in enumerate(zip(found, expected)):
-            error = relative_error(one, other)
-            tolerance = _OUTPUT_TOLERANCES[of.query.dtype] * (_GRADIENT_FACTOR if place else 1)
+        for index, (result, exact_result) in enumerate(zip(results, expected)):
+            error = relative_error(result, exact_result)
+            tolerance = _OUTPUT_TOLERANCES[of.query.dtype] * (_GRADIENT_FACTOR if index else 1)
             if not error <= tolerance:  # NaN is not below anything
-                what = f"gradient {place}" if place else "output"
+                what = f"gradient {index}" if index else "output"
                 return f"{what} is wrong: relative error {error:.1e}, at most {tolerance:.0e} is right"
         return None
 
@@ -100,15 +100,15 @@ def gate(run: Run, entry: Candidate, heads: int, channels: int, **options: Any) 
     return run.problems[key]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(result: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference, relative to that of the expected values."""
     expected = expected.detach().double()
-    return float((found.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    return float((result.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def own_candidates() -> list[Candidate]:
+def our_candidates() -> list[Candidate]:
     """Every implementation of the operator's table, those first that are preferred."""
-    return [_own(name) for name in reversed(implementations()) if name != CATCHER]
+    return [_implementation(name) for name in reversed(implementations())]
 
 
 def plain_candidates(device: torch.device, compiles: bool, window: int | None) -> list[Candidate]:
@@ -117,14 +117,14 @@ def plain_candidates(device: torch.device, compiles: bool, window: int | None) -
         return [Candidate(SDPA if window is None else SDPA_WINDOW, _sdpa, composes=False)]
     if window is None:
         return [Candidate(FLASH, _flash, composes=False), Candidate("cuDNN", _cudnn, composes=False)]
-    found = [Candidate(f"{FLASH}, same window", _flash, composes=False)]
+    windowed = [Candidate(f"{FLASH}, same window", _flash, composes=False)]
     if compiles:
-        found.append(Candidate("FlexAttention, same window", _flex_attention, composes=False, is_compiled=True))
-    return found
+        windowed.append(Candidate("FlexAttention, same window", _flex_attention, composes=False, is_compiled=True))
+    return windowed
 
 
 def authors_candidates(compiles: bool) -> list[Candidate]:
-    """The authors' formulation in chunks, as it is and compiled."""
+    """The authors' formulation in chunks of queries, eager and compiled."""
     missing = None if compiles else "torch.compile is switched off"
     compiled = functools.partial(_authors, is_compiled=True)
     return [
@@ -133,7 +133,7 @@ def authors_candidates(compiles: bool) -> list[Candidate]:
     ]
 
 
-def _own(name: str) -> Candidate:
+def _implementation(name: str) -> Candidate:
     def make(of: Operands, window: int | None, mask: Visibility | None) -> Call:
         return functools.partial(of.composed, implementation=name, sliding_window=window, attention_mask=mask)
 
@@ -145,7 +145,7 @@ def _own(name: str) -> Candidate:
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float) -> Tensor:
-    """Causal attention on (batch, heads, length, channels) in 16 bits, by the FlashAttention 2 that torch ships."""
+    """Causal attention on (batch, heads, length, head_dim) in 16 bits, by the FlashAttention 2 that torch ships."""
     is_causal = query.shape[2] > 1  # a decoding step's query sees every key that it is given, in a window too
     sizes = {"window_size_left": window - 1, "window_size_right": 0} if window is not None and is_causal else {}
     states = (tensor.transpose(1, 2) for tensor in (query, key, value))

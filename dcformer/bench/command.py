@@ -11,7 +11,7 @@ from .. import public as public  # registers the models and all implementations 
 from ..dcmha import ComposeSide, ComposeWeights, Visibility, explain_choice, implementations
 from ..loading import choose_device
 from . import attention, models
-from .measure import DTYPES, Run, device_name
+from .measure import Run, device_name
 
 
 BENCHMARKS: dict[str, Callable[[Run], None]] = {
@@ -31,14 +31,14 @@ def run_benchmark(
     Returns the exit status: 1 if something computed wrong values or raised, else 0. The JSON goes to
     `gpu-WHAT-DEVICE.json` in benchmarks/results, or here, by default.
     """
-    place = choose_device(device)
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name(place).lower()).strip("-")
+    chosen = choose_device(device)
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(chosen).lower()).strip("-")
     folder = Path("benchmarks", "results") if Path("benchmarks", "results").is_dir() else Path()
     path = json or folder / f"gpu-{what}-{slug}{'-quick' if quick else ''}.json"
-    run = Run(what, place, default_dtype(place), is_quick=quick, seconds=seconds)
-    print(f"{what} on {device_name(place)}, torch {torch.__version__}, {run.dtype}", flush=True)
+    run = Run(what, chosen, default_dtype(chosen), is_quick=quick, seconds=seconds)
+    print(f"{what} on {device_name(chosen)}, torch {torch.__version__}, {run.dtype}", flush=True)
     # All on one stream: what autograd keeps of the default one could not be recorded as a CUDA graph.
-    with torch.cuda.stream(torch.cuda.Stream(place) if place.type == "cuda" else None):
+    with torch.cuda.stream(torch.cuda.Stream(chosen) if chosen.type == "cuda" else None):
         BENCHMARKS[what](run)
     run.show()
     run.write(path)
@@ -66,22 +66,22 @@ def explain(
     gradient: bool = False,
 ) -> dict[str, str]:
     """Name every implementation of the operator, whether it is chosen for a shape, and why not."""
-    place = choose_device(device)
-    options: dict[str, Any] = {"dtype": DTYPES[dtype] if dtype else default_dtype(place), "device": place}
+    chosen = choose_device(device)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype) if dtype else default_dtype(chosen), "device": chosen}
     keys = keys or queries
     query = torch.zeros(1, heads, queries, channels, **options)
     key = value = torch.zeros(1, key_value_heads or heads, keys, channels, **options)
-    query_side, key_side = (
+    query_wise, key_wise = (
         ComposeSide(factors=torch.zeros(1, heads, length, 5, **options).requires_grad_(gradient))
         for length in (queries, keys)
     )
-    weights = ComposeWeights(query_side, key_side)
+    weights = ComposeWeights(query_wise, key_wise)
     arguments = query, key, value, weights, weights
     mask = Visibility(queries, keys, sliding_window=window)
     tried = dict(explain_choice(*arguments, attention_mask=mask))
-    found = {}
+    answers = {}
     for name, implementation in implementations().items():
         reason = tried.get(name) or implementation.supports(*arguments, mask=mask, dropout=0.0)
         is_chosen = name in tried and tried[name] is None
-        found[name] = "is chosen" if is_chosen else reason or "can run if it is named"
-    return found
+        answers[name] = "is chosen" if is_chosen else reason or "can run if it is named"
+    return answers

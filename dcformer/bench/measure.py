@@ -1,7 +1,7 @@
 """One timer and one report for all benchmarks.
 
-Calls are timed in turns, so that a slow spell of the machine meets all that is compared. On a GPU the times lie between
-two events in its queue, after its L2 cache has been overwritten. Rows show those of a CUDA graph: it holds no Python.
+On a CPU calls are timed in turns, so that a slow spell of the machine meets all that is compared. On a GPU Triton's
+`do_bench` times them, between two events after its L2 cache was overwritten. Rows show CUDA graphs, free of Python.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import platform
 import re
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +28,9 @@ from . import roofline
 
 
 Call = Callable[..., Any]
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LEAST_SAMPLES = 3
-# Calls shorter than this are repeated within a sample on a CPU: microseconds drown in other processes.
+# Shorter calls are repeated within a sample on a CPU: microseconds drown in other processes.
 _SECONDS_PER_SAMPLE = 0.05
-_CACHES_OVERWRITTEN = 4
 _TABLE_WIDTH = 180
 AS_CALLED = "as called ms"
 
@@ -48,67 +47,58 @@ class Case(NamedTuple):
     """A call to time."""
 
     call: Call  # takes what `prepare` returns; nothing without it
-    prepare: Call | None = None  # called before every call, outside its time
-    threads: int | None = None  # of torch
+    prepare: Call | None = None  # on a CPU, called before every call, outside its time
+    threads: int | None = None  # of torch, on a CPU
     parts: int = 1  # the time is divided by these, such as decoding steps
 
 
 class Timer:
-    """Times calls on one device for about `seconds`, in three turns at least and `most` turns at most."""
+    """Times calls on one device for about `seconds` in all; on a CPU in 3 turns at least and `most` turns at most."""
 
     def __init__(self, device: torch.device, seconds: float = 0.3, most: int = 200):
         self.device, self.seconds, self.most = device, seconds, most
-        self._overwritten = None
-        if device.type == "cuda":
-            size = _CACHES_OVERWRITTEN * torch.cuda.get_device_properties(device).L2_cache_size
-            self._overwritten = torch.empty(size, dtype=torch.int8, device=device)
 
     def time(self, case: Case | Call) -> Timing:
         return self({"": case})[""]
 
     def __call__(self, cases: Mapping[Any, Case | Call]) -> dict[Any, Timing]:
-        """Time several calls in turns, each after a warm-up that compiles and allocates."""
+        """Time several calls, each after a warm-up that compiles and allocates."""
         named = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
+        times = self._on_a_gpu(named) if self.device.type == "cuda" else self._in_turns(named)
+        parts = {name: [seconds / named[name].parts for seconds in samples] for name, samples in times.items()}
+        return {name: Timing(min(times), statistics.median(times), len(times)) for name, times in parts.items()}
+
+    def _on_a_gpu(self, cases: dict[Any, Case]) -> dict[Any, list[float]]:
+        from triton.testing import do_bench
+
+        options = {"rep": 1000 * self.seconds / len(cases), "return_mode": "all"}
+        return {name: [ms / 1000 for ms in do_bench(case.call, **options)] for name, case in cases.items()}
+
+    def _in_turns(self, cases: dict[Any, Case]) -> dict[Any, list[float]]:
         threads = torch.get_num_threads()
         try:
             repeats, turn = {}, 0.0
-            for name, case in named.items():
-                self._sample(case)()
-                estimate = max(self._sample(case)(), 1e-7)
-                wanted = 0.0 if self._overwritten is not None or case.prepare else _SECONDS_PER_SAMPLE
-                repeats[name] = max(1, int(min(wanted, self.seconds / _LEAST_SAMPLES) / estimate))
+            for name, case in cases.items():
+                _sample(case)
+                estimate = max(_sample(case), 1e-7)
+                wanted = 0.0 if case.prepare else min(_SECONDS_PER_SAMPLE, self.seconds / _LEAST_SAMPLES)
+                repeats[name] = max(1, int(wanted / estimate))
                 turn += repeats[name] * estimate
-            samples: dict[Any, list[Callable[[], float]]] = {name: [] for name in named}
+            samples: dict[Any, list[float]] = {name: [] for name in cases}
             for _ in range(min(max(int(self.seconds / turn), _LEAST_SAMPLES), self.most)):
-                for name, case in named.items():
-                    samples[name].append(self._sample(case, repeats[name]))
-            found = {name: [read() / named[name].parts for read in taken] for name, taken in samples.items()}
-            return {name: Timing(min(own), statistics.median(own), len(own)) for name, own in found.items()}
+                for name, case in cases.items():
+                    samples[name].append(_sample(case, repeats[name]))
+            return samples
         finally:
             torch.set_num_threads(threads)
 
-    def _sample(self, case: Case, repeats: int = 1) -> Callable[[], float]:
-        """Run a call; return a function that reads its seconds once the device has finished."""
-        if case.threads is not None and case.threads != torch.get_num_threads():
-            torch.set_num_threads(case.threads)
-        arguments = () if case.prepare is None else (case.prepare(),)
-        if self._overwritten is None:
-            begun = time.perf_counter()
-            for _ in range(repeats):
-                case.call(*arguments)
-            seconds = (time.perf_counter() - begun) / repeats
-            return lambda: seconds
-        self._overwritten.zero_()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        case.call(*arguments)
-        stop.record()
 
-        def read() -> float:
-            stop.synchronize()
-            return start.elapsed_time(stop) / 1000
-
-        return read
+def _sample(case: Case, repeats: int = 1) -> float:
+    """Seconds of a call on a CPU."""
+    if case.threads is not None and case.threads != torch.get_num_threads():
+        torch.set_num_threads(case.threads)
+    arguments = () if case.prepare is None else (case.prepare(),)
+    return timeit.timeit(lambda: case.call(*arguments), number=repeats) / repeats
 
 
 class NotRecordable(RuntimeError):
@@ -142,8 +132,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.+)", cpu_info.read_text(encoding="utf-8")) if cpu_info.exists() else None
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.+)", cpu_info.read_text(encoding="utf-8")) if cpu_info.exists() else None
+    name = match[1] if match else platform.processor() or platform.machine()
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -175,13 +165,13 @@ class Row:
 
 @dataclasses.dataclass
 class Run:
-    """One run of a benchmark: device, sizes, timer, and the report; nothing new begins after `seconds`."""
+    """One run of a benchmark: device, sizes, timer, and the report; nothing new is started after `seconds`."""
 
     command: str
     device: torch.device
     dtype: torch.dtype = torch.float32
     is_quick: bool = False
-    seconds: float = math.inf
+    seconds: float | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     problems: dict[Hashable, str | None] = dataclasses.field(default_factory=dict)  # of candidates, by what was checked
@@ -189,7 +179,7 @@ class Run:
     def __post_init__(self) -> None:
         self.compiles = self.device.type == "cuda"  # whether what needs torch.compile takes part
         self.timer = Timer(self.device, seconds=0.02 if self.is_quick else 0.3)
-        self._end = time.perf_counter() + self.seconds
+        self._end = math.inf if self.seconds is None else time.perf_counter() + self.seconds
         if self.device.type == "cuda":
             self.notes.append(f"Times are those of CUDA graphs; {AS_CALLED!r} is the median of the call without one.")
 
@@ -264,10 +254,10 @@ def add_ratios(rows: Sequence[Row], base: str, title: str) -> None:
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: the first column holds names, the others figures; empty columns are left out."""
-    kept = [place for place in range(1, len(columns)) if any(row[place] for row in rows)]
-    table = Table(columns[0], *(Column(columns[place], justify="right") for place in kept))
+    kept = [index for index in range(1, len(columns)) if any(row[index] for row in rows)]
+    table = Table(columns[0], *(Column(columns[index], justify="right") for index in kept))
     for row in rows:
-        table.add_row(row[0], *(row[place] for place in kept))
+        table.add_row(row[0], *(row[index] for index in kept))
     make_console(_TABLE_WIDTH).print(table)
 
 

@@ -1,7 +1,7 @@
 """`dcformer bench decode`, `train` and `model`: tokens per second beside Transformer++.
 
-Models have the layers of the published ones in size, but fewer of them, half of them local, and no head: beside so few
-layers it would be a fifth of the work.
+Models have layers of the published sizes, but fewer of them, half of them with a window, and no output layer: beside so
+few layers it would be a fifth of the work.
 """
 
 import functools
@@ -19,7 +19,7 @@ from ..configuration_dcformer import DCFormerConfig
 from ..dcmha import PREFIX
 from ..modeling_dcformer import DCFormerForCausalLM, DCFormerModel
 from ..training import flops_per_token
-from .candidates import Candidate, flash_attention, gate, own_candidates, plain_candidates
+from .candidates import Candidate, flash_attention, gate, our_candidates, plain_candidates
 from .measure import Case, Row, Run, add_ratios
 
 
@@ -44,12 +44,12 @@ def families(device: torch.device) -> list[Family]:
     """Models to compare: those that matter most are the first two, Transformer++ with the same windows the first."""
     plain = plain_candidates(device, False, None)[0]
     name, attention = f"Transformer++, {plain.name}", FLASH_ATTENTION if device.type == "cuda" else "sdpa"
-    own = [(f"DCFormer++, {each.name}", PREFIX + each.name, each) for each in own_candidates()]
+    ours = [(f"DCFormer++, {entry.name}", PREFIX + entry.name, entry) for entry in our_candidates()]
     return [
         Family(f"{name}, same windows", PLAIN, attention, plain),
-        *(Family(own_name, {}, *operator) for own_name, *operator in own),
+        *(Family(our_name, {}, *operator) for our_name, *operator in ours),
         Family(f"{name}, all global", {**PLAIN, "sliding_window": None}, attention, plain),
-        *(Family(f"{own_name}, query-wise", {"compose_key": False}, *operator) for own_name, *operator in own),
+        *(Family(f"{our_name}, query-wise", {"compose_key": False}, *operator) for our_name, *operator in ours),
     ]
 
 
@@ -69,7 +69,7 @@ def configuration(shape: str, **values: Any) -> DCFormerConfig:
 
 
 def make_model(run: Run, config: DCFormerConfig, attention: str) -> DCFormerModel:
-    """Make a model with random weights where it stays."""
+    """Make a model with random weights on the run's device."""
     torch.manual_seed(0)
     with run.device:
         model = DCFormerModel._from_config(config, dtype=run.dtype)
@@ -80,9 +80,9 @@ def make_model(run: Run, config: DCFormerConfig, attention: str) -> DCFormerMode
 
 def compare(run: Run, kind: str, title: str, settings: list[tuple[int, int]], make_case: MakeCase) -> None:
     """
-    Time Transformer++, and DCFormer++ with each implementation and without the keys' side of the composition.
+    Time Transformer++, and DCFormer++ with each implementation and without key-wise composition.
 
-    A call computes rows of a length, which are the settings, or one token after each row ("decode").
+    `settings` are numbers of rows and their length: a call computes them, or one token after each ("decode").
     """
     options = {"is_step": kind == "decode", "with_gradients": kind == "train"}
     shapes = ["tiny"] if run.is_quick else ["dcformer-6.9b", "dcformer-2.8b"]
@@ -105,7 +105,7 @@ def compare(run: Run, kind: str, title: str, settings: list[tuple[int, int]], ma
 
 
 def figures(run: Run, kind: str, config: DCFormerConfig, rows: int, length: int, seconds: float) -> dict[str, float]:
-    """Rates that a call reached, beside the measured ones of the machine."""
+    """The rates that a call reached, and their ratios to the measured rates of the machine."""
     tokens = rows if kind == "decode" else rows * length
     if kind == "decode":
         moved = step_bytes(config, rows, length, run.dtype)
@@ -176,24 +176,23 @@ def train(run: Run) -> None:
 def model(run: Run) -> None:
     """Table 2's overheads of the published models, and a forward pass."""
     for preset, length in (("dcformer-1.4b", 2048), ("dcformer-6.9b", 2048), ("dcformer-6.9b", 8192)):
-        found = overhead(DCFormerConfig.from_preset(preset, sliding_window=None), length)
-        run.rows.append(Row("Table 2: what composition adds, in %", f"{preset}, {length} tokens", figures=found))
+        figures = overhead(DCFormerConfig.from_preset(preset, sliding_window=None), length)
+        run.rows.append(Row("Table 2: what composition adds, in %", f"{preset}, {length} tokens", figures=figures))
     passes(run, trains=False)
 
 
 def overhead(config: DCFormerConfig, length: int) -> dict[str, float]:
-    """Count what composition adds to the parameters and operations of a model and of its layers, in percent."""
+    """Count what composition adds to the parameters and FLOPs of a model and of its layers, in percent."""
     plain = type(config).from_dict({**config.to_dict(), **PLAIN})
-    everything, layers = _parameters(plain)
-    extra = _parameters(config)[0] - everything
-    operations = flops_per_token(plain, length)
-    extra_operations = flops_per_token(config, length) - operations
-    in_layers = operations - 3 * 2 * config.hidden_size * config.vocab_size
+    parameters, in_layers = _parameters(plain)
+    extra = _parameters(config)[0] - parameters
+    flops = flops_per_token(plain, length)
+    extra_flops = flops_per_token(config, length) - flops
     return {
-        "parameters": 100 * extra / everything,
-        "of layers": 100 * extra / layers,
-        "FLOPs": 100 * extra_operations / operations,
-        "FLOPs of layers": 100 * extra_operations / in_layers,
+        "parameters": 100 * extra / parameters,
+        "of layers": 100 * extra / in_layers,
+        "FLOPs": 100 * extra_flops / flops,
+        "FLOPs of layers": 100 * extra_flops / (flops - 3 * 2 * config.hidden_size * config.vocab_size),
     }
 
 

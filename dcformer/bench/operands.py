@@ -1,7 +1,6 @@
-"""Operands of composed attention as a model's attention hands them over, laid out in memory as there.
+"""Operands of composed attention as a model's attention layer makes them, laid out in memory as there.
 
-They are caught in a model of one layer by an implementation of the operator that only takes them down: factors of a
-prompt as the projections leave them, those of a decoding step as views of the cache's rows.
+Factors of a prompt are as the projections leave them, key-wise ones of a decoding step are views of the cache's rows.
 """
 
 import functools
@@ -12,18 +11,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..configuration_dcformer import DCFormerConfig
-from ..dcmha import ComposeWeights, Visibility, composed_attention, map_tensors, register_implementation
-from ..modeling_dcformer import DCFormerForCausalLM
-
-
-CATCHER = "take_down"  # the implementation that catches operands
+from ..dcmha import ComposeWeights, Visibility, composed_attention, map_tensors
+from ..modeling_dcformer import DCFormerAttention, DCFormerModel
 
 
 class Operands(NamedTuple):
     """Operands of one call of `composed_attention`."""
 
-    query: Tensor  # (batch, heads, queries, channels)
-    key: Tensor  # (batch, heads, keys, channels)
+    query: Tensor  # (batch, heads, queries, head_dim)
+    key: Tensor  # (batch, heads, keys, head_dim)
     value: Tensor
     pre: ComposeWeights | None
     post: ComposeWeights | None
@@ -38,10 +34,10 @@ class Operands(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The states, and all tensors of both compositions."""
-        found = list(self.states)
+        tensors = list(self.states)
         for weights in (self.pre, self.post):
-            map_tensors(weights, lambda tensor, _: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+            map_tensors(weights, lambda tensor, _: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        return tensors
 
     def leaves(self, with_gradients: bool = True, dtype: torch.dtype | None = None) -> "Operands":
         """The same numbers, laid out alike, that may require gradients; in another dtype if one is given."""
@@ -60,22 +56,24 @@ def prompt_operands(
     heads: int, head_dim: int, length: int, device: torch.device, dtype: torch.dtype, batch: int = 1
 ) -> Operands:
     """Operands of a prompt of random hidden states, read at once."""
-    model, hidden_states = _one_layer(heads, head_dim, batch, length, device, dtype)
-    return _catch(model, inputs_embeds=hidden_states, use_cache=False)
+    attention, hidden_states, positions = _attention(heads, head_dim, batch, length, device, dtype)
+    return Operands(*attention.project(hidden_states, positions))
 
 
 @functools.lru_cache(maxsize=2)
 @torch.no_grad()
 def step_operands(heads: int, head_dim: int, keys: int, device: torch.device, dtype: torch.dtype) -> Operands:
-    """Operands of a decoding step that sees `keys` keys, its own included, in a dynamic cache."""
-    model, hidden_states = _one_layer(heads, head_dim, 1, keys, device, dtype)
-    cache = DynamicCache(config=model.config)
-    model(inputs_embeds=hidden_states[:, :-1], cache=cache)
-    return _catch(model, inputs_embeds=hidden_states[:, -1:], cache=cache)
+    """Operands of a decoding step whose query sees `keys` keys in a dynamic cache, the last of them its own."""
+    attention, hidden_states, (cos, sin) = _attention(heads, head_dim, 1, keys, device, dtype)
+    cache = DynamicCache(config=attention.config)
+    for part in (slice(None, -1), slice(-1, None)):
+        query, *states = attention.project(hidden_states[:, part], (cos[:, part], sin[:, part]))
+        cached = attention.update_cache(cache, *states)
+    return Operands(query, *cached)
 
 
 def packed_documents(length: int, document: int, device: torch.device) -> Visibility:
-    """A row of documents of `document` tokens that do not see each other; the last one may be shorter."""
+    """A sequence of documents of `document` tokens that do not see each other; the last one may be shorter."""
     return Visibility(length, length, sequence_ids=(torch.arange(length, device=device) // document)[None])
 
 
@@ -85,10 +83,10 @@ def visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (age >= 0) & (age < (window or length))
 
 
-def _one_layer(
+def _attention(
     heads: int, head_dim: int, batch: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[DCFormerForCausalLM, Tensor]:
-    """A model whose factors are as large as in a trained one, so that errors in them show, and hidden states."""
+) -> tuple[DCFormerAttention, Tensor, tuple[Tensor, Tensor]]:
+    """A layer whose factors are as large as in a trained one, so that errors in them show, with what it reads."""
     config = DCFormerConfig(
         vocab_size=1,
         hidden_size=heads * head_dim,
@@ -102,25 +100,14 @@ def _one_layer(
     )
     torch.manual_seed(0)
     with device:
-        model = DCFormerForCausalLM(config).eval()
+        model = DCFormerModel(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("low_rank_weight"):
             parameter.normal_(std=parameter.shape[2] ** -0.5)
         elif name.endswith("gate_weight"):
             parameter.normal_(std=0.1 * parameter.shape[0] ** -0.5)
+    model = model.to(device, dtype)
     hidden_states = torch.randn(batch, length, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    return model.to(device, dtype), hidden_states.to(device, dtype)
-
-
-def _catch(model: DCFormerForCausalLM, **inputs: Any) -> Operands:
-    """Call a model and return the operands of its attention."""
-    taken: list[Operands] = []
-
-    def take_down(query: Tensor, key: Tensor, value: Tensor, pre: Any, post: Any, **options: Any) -> Tensor:
-        taken.append(Operands(query, key, value, pre, post))
-        return query.new_zeros(*query.shape[:3], value.shape[3])
-
-    register_implementation(CATCHER, take_down)
-    model.set_attn_implementation(f"dcmha_{CATCHER}")
-    model(**inputs)
-    return taken[0]
+    hidden_states = hidden_states.to(device, dtype)
+    positions = model.rotary_emb(hidden_states, torch.arange(length, device=device)[None])  # (1, length, rotary size)
+    return model.layers[0].self_attn, hidden_states, positions

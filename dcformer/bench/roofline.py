@@ -1,7 +1,7 @@
-"""The least that composed attention costs: operations and bytes from its shape, rates from the machine.
+"""The least that composed attention costs: FLOPs and bytes from its shape, rates from the machine.
 
-Two bounds, neither of which counts the softmax: *fused* takes every operation at the rate of a matrix product; *by
-passes*, each term of equation 7 sweeps over scores that stay in the cache.
+Two bounds, neither of which counts the softmax: *fused* takes all FLOPs at the rate of a matrix product; *by passes*,
+each term of equation 7 sweeps over scores that stay in the cache.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _CACHE_BYTES = {"cpu": 2**21, "cuda": 2**24}
 
 
 class Work(NamedTuple):
-    """Totals of one forward pass: operations of matrix products and of compositions, bytes that passes sweep over."""
+    """Totals of one forward pass: FLOPs of matrix products and of compositions, bytes that passes sweep over."""
 
     matmul_flops: float
     compose_flops: float
@@ -37,8 +37,8 @@ class Rates(NamedTuple):
 def forward_work(heads: int, head_dim: int, length: int, window: int | None = None, batch: int = 1) -> Work:
     """Count scores, both compositions of rank 2, and values."""
     scores = batch * heads * visible_pairs(length, window)
-    # Each composition sums 2 sides x 2 ranks over the heads (a read each) and spreads them over the heads again (a read
-    # and a write each), and two gates scale it (a read and a write). Scores are float32.
+    # Each composition sums over the heads by query-wise and key-wise factors of 2 ranks (a read each), spreads the sums
+    # over the heads again (a read and a write each), and two gates scale it (a read and a write). Scores are float32.
     reads, read_writes = 4, 5
     return Work(
         matmul_flops=2 * 2 * scores * head_dim,

@@ -1,4 +1,4 @@
-"""OpenAI's API for a model, by the server of vLLM or of Transformers."""
+"""An OpenAI-compatible API for a model, by the server of vLLM or of Transformers."""
 
 from .engines import choose_engine, serve
 

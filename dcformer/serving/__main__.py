@@ -1,7 +1,7 @@
 """
 `python -m dcformer.serving FOLDER serve MODEL ...`: the command `transformers` in FOLDER, with our models registered.
 
-The server of Transformers calls a model by its path, which for a bundled one in its folder is its name.
+Transformers' server calls a model by its path; started in the folder of a bundled model, that is the model's name.
 """
 
 import os

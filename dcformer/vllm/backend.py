@@ -3,8 +3,8 @@
 A cached row holds, per key/value head, the key states and the factors of the composition before the softmax, then the
 value states and the factors of that after it. Window layers are a group whose blocks vLLM frees behind the window.
 
-The sequences of a step are sorted into few padded batches. Each batch is gathered from its blocks and handed to
-`composed_attention`; where the operator would choose its Triton kernels, on a GPU, decoding reads the blocks in place.
+The sequences of a step are sorted into few padded batches. Each batch is gathered from its blocks and passed to
+`composed_attention`; on a GPU, where the operator would choose its Triton kernels, decoding reads the blocks directly.
 """
 
 import itertools
@@ -40,7 +40,7 @@ _BYTES_AT_ONCE_ON_CPU = 16 * 2**20
 
 
 class ComposedAttentionBackend(AttentionBackend):
-    """The backend `DCMHA`, which layers that compose heads name themselves."""
+    """The backend `DCMHA`, which layers that compose heads ask for by name."""
 
     @staticmethod
     def get_name() -> str:
@@ -69,8 +69,8 @@ class PaddedBatch:
     """Sequences of one step that are computed together."""
 
     queries: int
-    tokens: Tensor  # (sequences x queries,) their tokens in the step; padding repeats one
-    real: Tensor  # which of these are no padding
+    tokens: Tensor  # (sequences x queries,) indices of their tokens in the step; padding repeats one
+    real: Tensor  # indices of those in `tokens` that are not padding
     mask: Visibility
     rows: Tensor  # (sequences, key/value heads, keys) of the cache as a table of rows
     block_table: Tensor  # (sequences, blocks)
@@ -99,30 +99,30 @@ class ComposedAttentionMetadata(AttentionMetadata):
             length if window is None else min(length, queries + window - 1)
             for queries, length in zip(self.query_lengths, self.sequence_lengths)
         ]
-        for own in batches_of_similar_length(self.query_lengths, spans):
-            size = len(own)
+        for batch in batches_of_similar_length(self.query_lengths, spans):
+            size = len(batch)
             if cache.device.type == "cpu":
-                size = max(1, _BYTES_AT_ONCE_ON_CPU // (cache[0, :, 0].nbytes * max(spans[i] for i in own)))
-            for first in range(0, len(own), size):
-                yield self._padded(own[first : first + size], spans, window, cache)
+                size = max(1, _BYTES_AT_ONCE_ON_CPU // (cache[0, :, 0].nbytes * max(spans[i] for i in batch)))
+            for first in range(0, len(batch), size):
+                yield self._padded(batch[first : first + size], spans, window, cache)
 
-    def _padded(self, own: list[int], spans: list[int], window: int | None, cache: Tensor) -> PaddedBatch:
+    def _padded(self, sequences: list[int], spans: list[int], window: int | None, cache: Tensor) -> PaddedBatch:
         """Queries and keys aligned at their last, as in a left-padded batch of `generate`."""
-        queries, keys = max(self.query_lengths[i] for i in own), max(spans[i] for i in own)
+        queries, keys = max(self.query_lengths[i] for i in sequences), max(spans[i] for i in sequences)
         stops = list(itertools.accumulate(self.query_lengths))
         tokens, real = [], []
-        for place, i in enumerate(own, start=1):
+        for number, i in enumerate(sequences, start=1):
             length = self.query_lengths[i]
             tokens += [stops[i] - min(back, length) for back in range(queries, 0, -1)]
-            real += range(place * queries - length, place * queries)
-        ends, lengths = (self._tensor([values[i] for i in own]) for values in (self.sequence_lengths, spans))
+            real += range(number * queries - length, number * queries)
+        ends, lengths = (self._tensor([values[i] for i in sequences]) for values in (self.sequence_lengths, spans))
         back = torch.arange(keys, 0, -1, device=ends.device)
-        padding = None if min(spans[i] for i in own) == keys else back <= lengths[:, None]  # (sequences, keys)
+        padding = None if min(spans[i] for i in sequences) == keys else back <= lengths[:, None]  # (sequences, keys)
         mask = Visibility(queries, keys, sliding_window=window, padding=padding)
         heads, block_size = cache.shape[1:3]
         # Padding repeats a key of the sequence: what is hidden must still be a number.
         positions = ends[:, None] - torch.minimum(back, lengths[:, None])
-        table = self.block_table[self._tensor(own)]
+        table = self.block_table[self._tensor(sequences)]
         blocks = table.long().gather(1, positions // block_size)
         rows = blocks[:, None] * heads + torch.arange(heads, device=ends.device)[:, None]
         rows = rows * block_size + (positions % block_size)[:, None]
@@ -204,7 +204,10 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         self.compose = compose
         self.query_channels = query_factor_channels(compose)
         channels = factor_channels(compose) if 1 in compose.sides else 0
-        self.like_a_key = ComposeSide(factors=torch.empty(1, 1, 0, channels)) if channels > 0 else None
+        self.like_a_key, self.like_a_row = (
+            ComposeSide(factors=torch.empty(1, 1, 0, width)) if channels > 0 else None
+            for width in (channels, self.num_heads // self.num_kv_heads * channels)
+        )
         self._chosen: dict[int, bool] = {}  # number of queries -> whether the operator would choose its Triton kernels
 
     def forward(
@@ -220,8 +223,8 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """
-        Store keys and values (tokens, key/value heads, channels + factors) in the cache (blocks, key/value heads, block
-        size, channels of both), attend by queries (tokens, heads, channels + factors), and write the output.
+        Store keys and values (tokens, key/value heads, head_dim + factors) in the cache (blocks, key/value heads, block
+        size, those of both), attend by queries (tokens, heads, head_dim + factors), and write the output.
         """
         if attn_metadata is None:  # vLLM measures how much memory a step takes
             return output.zero_()
@@ -231,36 +234,38 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         kv_cache[blocks, :, offsets, key_width:] = value[:tokens].to(kv_cache.dtype)
         table = kv_cache.view(-1, kv_cache.shape[3])
         for batch in attn_metadata.batches(self.sliding_window, kv_cache):
-            # (sequences x queries, heads, channels) -> (sequences, heads, queries, channels)
-            own_query = query[batch.tokens].unflatten(0, (-1, batch.queries)).transpose(1, 2)
-            if self._reads_blocks(own_query, kv_cache, key_width, batch):
-                attended = self._attend_in_blocks(own_query, kv_cache, key_width, batch)
+            # (sequences x queries, heads, width) -> (sequences, heads, queries, width)
+            queries = query[batch.tokens].unflatten(0, (-1, batch.queries)).transpose(1, 2)
+            if self._reads_blocks(queries, kv_cache, key_width, batch):
+                attended = self._attend_in_blocks(queries, kv_cache, key_width, batch)
             else:
                 cached = table.index_select(0, batch.rows.flatten()).view(*batch.rows.shape, -1)
-                operands = self._operands(own_query, cached[..., :key_width], cached[..., key_width:])
+                operands = self._operands(queries, cached, key_width)
                 attended = composed_attention(*operands, scaling=self.scale, attention_mask=batch.mask)
-            attended = attended.transpose(1, 2).flatten(0, 1)  # (sequences x queries, heads, channels)
+            attended = attended.transpose(1, 2).flatten(0, 1)  # (sequences x queries, heads, head_dim)
             output[batch.tokens[batch.real]] = attended[batch.real].to(output.dtype)
         output[tokens:].zero_()
         return output
 
     def _operands(
-        self, query: Tensor, key: Tensor, value: Tensor
+        self, query: Tensor, cached: Tensor, key_width: int, in_blocks: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Query, key and value (sequences, heads, length, channels), and the compose weights that rode beside them."""
+        """
+        Query, key and value (sequences, heads, length, head_dim), and the compose weights stored beside them; with
+        `in_blocks` key-wise factors stay as they are cached, those of all query heads of a key/value head in one row.
+        """
         query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
+        states = [cached[..., :key_width], cached[..., key_width:]]
         stages: list[ComposeWeights | None] = [None, None]
-        states = [key, value]
+        like, heads = (self.like_a_row, self.num_kv_heads) if in_blocks else (self.like_a_key, self.num_heads)
         for stage in (0, 1):
-            like_a_key = self.like_a_key if stage in self.compose.stages else None
-            states[stage], key_side = unpack(states[stage], self.head_dim, like_a_key, self.num_heads)
-            if stage in self.compose.stages:
-                query_side = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
-                stages[stage] = ComposeWeights(query_side, key_side, self._static(stage), self.compose.groups)
+            is_composed = stage in self.compose.stages
+            states[stage], key_wise = unpack(states[stage], self.head_dim, like if is_composed else None, heads)
+            if is_composed:
+                query_wise = ComposeSide(factors=query_factors[stage]) if self.query_channels[stage] > 0 else None
+                static = None if self.compose.static_weight is None else self.compose.static_weight[stage]
+                stages[stage] = ComposeWeights(query_wise, key_wise, static, self.compose.groups)
         return query, *states, *stages
-
-    def _static(self, stage: int) -> Tensor | None:
-        return None if self.compose.static_weight is None else self.compose.static_weight[stage]
 
     def _reads_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> bool:
         """Whether the Triton kernels of decoding take these queries."""
@@ -268,40 +273,25 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         if query.device.type != "cuda" or is_padded or queries > MOST_DECODE_QUERIES or query.dtype != cache.dtype:
             return False
         if queries not in self._chosen:
-            rows = cache[:1]
-            operands = self._operands(query[:1], rows[..., :key_width], rows[..., key_width:])
+            operands = self._operands(query[:1], cache[:1], key_width)
             mask = Visibility(queries, cache.shape[2], sliding_window=self.sliding_window)
             self._chosen[queries] = why_not_automatic(*operands, mask=mask) is None
         return self._chosen[queries]
 
     def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
-        """(sequences, heads, queries, channels), from keys and values that stay in the cache."""
-        query, *query_factors = query.split([self.head_dim, *self.query_channels], dim=-1)
-        rows = cache[..., :key_width], cache[..., key_width:]
-        served = self.num_heads // self.num_kv_heads
-        factors: list[Tensor | None] = []
-        for stage in (0, 1):
-            of_query = of_key = static = None
-            if stage in self.compose.stages:
-                of_query = query_factors[stage] if self.query_channels[stage] > 0 else None
-                if self.like_a_key is not None:
-                    stop = self.head_dim + served * self.like_a_key.factors.shape[-1]
-                    of_key = rows[stage][..., self.head_dim : stop]
-                static = self._static(stage)
-            factors += [of_query, of_key, static]
-        key, value = (states[..., : self.head_dim] for states in rows)
-        numbers = (self.compose.groups, True, self.sliding_window, 0, self.scale)
-        call = Call(query, key, value, *factors, None, None, None, *numbers)
+        """(sequences, heads, queries, head_dim), from keys and values that stay in the cache."""
+        mask = Visibility(batch.queries, cache.shape[2], sliding_window=self.sliding_window, query_offset=0)
+        call = Call.of(*self._operands(query, cache, key_width, in_blocks=True), mask, self.scale)
         return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table, ring_size=None)
 
 
 def factor_channels(compose: DCFormerCompose) -> int:
-    """Channels of w1 and w2 of every rank and of the gate, on one side of one composition."""
+    """Channels of the query-wise or key-wise factors of one stage: w1 and w2 of every rank, and the gate."""
     return (compose.hidden_weight is not None) * 2 * compose.rank + (compose.gate_weight is not None)
 
 
 def query_factor_channels(compose: DCFormerCompose) -> list[int]:
-    """The same for queries, before and after the softmax; 0 where they do not compose."""
+    """Channels of the query-wise factors before and after the softmax; 0 where there are none."""
     is_composed = [0 in compose.sides and stage in compose.stages for stage in (0, 1)]
     return [factor_channels(compose) * composed for composed in is_composed]
 
@@ -324,7 +314,7 @@ class ComposedAttention(Attention):
         self.head_dim = head_dim
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(tokens, heads or key/value heads, channels + factors) -> (tokens, heads x channels)."""
+        """(tokens, heads or key/value heads, head_dim + factors) -> (tokens, heads x head_dim)."""
         output = query.new_empty(query.shape[0], self.num_heads, self.head_dim)
         if self.use_direct_call:
             unified_attention_with_output(query, key, value, output, self.layer_name)

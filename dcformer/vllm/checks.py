@@ -54,7 +54,7 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
             bool((config.mlp_gate_dim or 0) % ranks),
             f"tensor_parallel_size={ranks} must divide mlp_gate_dim={config.mlp_gate_dim}; choose another size.",
         ),
-        (not getattr(config, "is_causal", True), "is_causal=False is not served; leave it out of config.json."),
+        (not getattr(config, "is_causal", True), "is_causal=False is not supported; leave it out of config.json."),
         (by_length, f"rope_type={rope_type!r} depends on the length of a sequence; use another type, or generate()."),
     ]
     of_composed_heads = [
@@ -63,7 +63,10 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
             cache_dtype not in _CACHE_DTYPES,
             f"kv_cache_dtype={cache_dtype!r} would quantise the factors of composition too; use 'auto'.",
         ),
-        (config.compose_layers is not None, f"compose_layers={config.compose_layers} is not served; use generate()."),
+        (
+            config.compose_layers is not None,
+            f"compose_layers={config.compose_layers} is not supported; use generate().",
+        ),
         (vllm_config.speculative_config is not None, "speculative_config is not supported with composed attention."),
         (vllm_config.kv_transfer_config is not None, "kv_transfer_config is not supported with composed attention."),
         *((size > 1, f"{name}={size} would part the heads' scores; use 1.") for name, size in context_ranks.items()),
@@ -72,7 +75,7 @@ def _refusals(config: Any, vllm_config: Any) -> list[tuple[bool, str]]:
 
 
 class CheckedRenderer(HfRenderer):
-    """vLLM's own check admits every id of a tokenizer that is larger than the embedding; this one does not."""
+    """vLLM checks ids by the tokenizer, which may be larger than the embedding; this checks them by the embedding."""
 
     def validate_token_ids(self, token_ids: Sequence[int], *, parameter: str | None = None) -> None:
         """VLLMValidationError for an id without an embedding row, unless `oov_policy="clamp"`."""

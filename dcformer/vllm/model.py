@@ -65,7 +65,7 @@ class DCFormerAttention(nn.Module):
         if self.compose is None:
             self.attn: nn.Module = Attention(self.num_heads, self.head_dim, self.head_dim**-0.5, **options)
         else:
-            _load_own_groups(self.compose)
+            _load_groups_of_this_rank(self.compose)
             channels = config.compose_cache_channels
             self.attn = ComposedAttention(self.num_heads, self.head_dim, *channels, self.compose, **options)
 
@@ -75,10 +75,10 @@ class DCFormerAttention(nn.Module):
         projected, _ = self.qkv_proj(hidden_states)
         query, key, value = (
             states.reshape(tokens, -1, self.head_dim) for states in projected.split(self.qkv_sizes, dim=-1)
-        )  # (tokens, heads, channels)
+        )  # (tokens, heads, head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
-        # From here on every token is a sequence: (tokens, heads, 1, channels).
+        # From here on every token is a sequence: (tokens, heads, 1, head_dim).
         query, key, value = query.unsqueeze(2), key.unsqueeze(2), value.unsqueeze(2)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
@@ -88,14 +88,15 @@ class DCFormerAttention(nn.Module):
             pre, post = self.compose(hidden_states.unsqueeze(1))
             query_factors = [stage.query.factors for stage in (pre, post) if stage is not None and stage.query]
             query = torch.cat((query, *query_factors), dim=-1)
-            key_sides = [None if stage is None else stage.key for stage in (pre, post)]
-            key, value = pack(key, key_sides[0]), pack(value, key_sides[1])
+            key, value = (
+                pack(states, None if stage is None else stage.key) for states, stage in ((key, pre), (value, post))
+            )
             output = self.attn(query.squeeze(2), key.squeeze(2), value.squeeze(2))
         return self.o_proj(output)[0]
 
 
-def _load_own_groups(compose: DCFormerCompose) -> None:
-    """Let every process load its own groups of heads."""
+def _load_groups_of_this_rank(compose: DCFormerCompose) -> None:
+    """Load only the groups of heads that this process computes."""
     ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
     def load(parameter: nn.Parameter, loaded: Tensor, dimension: int) -> None:

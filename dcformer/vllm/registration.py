@@ -5,7 +5,7 @@ import logging
 from packaging.specifiers import SpecifierSet
 
 
-# Ours, and those in the authors' own config.json.
+# Ours, and those in the authors' config.json.
 ARCHITECTURES = ("DCFormerForCausalLM", "DCPythiaForCausalLM", "DCFormer", "DCPythia")
 # vLLM promises no stable interface to models and attention backends from outside.
 TESTED_VERSIONS = ">=0.32,<0.34"

@@ -29,7 +29,7 @@ BASELINE = "Transformer++, sdpa, same windows"
 
 @pytest.fixture(autouse=True)
 def small_probes(monkeypatch):
-    """The machine's own rates are of no interest here, and take seconds."""
+    """The rates of the machine do not matter here, and take seconds to measure."""
     monkeypatch.setitem(roofline._MATMUL_SIZES, "cpu", 64)
     monkeypatch.setitem(roofline._MEMORY_BYTES, "cpu", 2**20)
 
@@ -49,19 +49,16 @@ def only_plain(monkeypatch):
 def command(tmp_path, *arguments):
     path = tmp_path / "out.json"
     done = CliRunner().invoke(app, ["bench", *arguments, "--quick", "--device", "cpu", "--json", str(path)])
+    assert done.exit_code == 0, done.output
     content = json.loads(path.read_text(encoding="utf-8"))
-    return done, content, {(row["group"], row["name"]): row for row in content["rows"]}
+    return content, {(row["group"], row["name"]): row for row in content["rows"]}
 
 
 def test_attention_times_everything_beside_its_baselines(tmp_path, only_plain, monkeypatch):
     monkeypatch.setattr(attention, "shapes", lambda is_quick: [TINY, WINDOW])
-
-    done, content, rows = command(tmp_path, "attention")
-
-    assert done.exit_code == 0, done.output
-    for way, (shape, base) in itertools.product(
-        ("forward", "forward and backward"), ((TINY, "sdpa"), (WINDOW, "sdpa, same window"))
-    ):
+    content, rows = command(tmp_path, "attention")
+    bases = {TINY: "sdpa", WINDOW: "sdpa, same window"}
+    for way, (shape, base) in itertools.product(("forward", "forward and backward"), bases.items()):
         group = f"{way}: {shape}"
         for name in ("plain", "authors", base):
             timing, figures = rows[group, name]["timing"], rows[group, name]["figures"]
@@ -73,18 +70,12 @@ def test_attention_times_everything_beside_its_baselines(tmp_path, only_plain, m
     assert content["environment"]["torch"] == torch.__version__ and content["rates"]["flops"] > 0
 
 
-@pytest.mark.parametrize(
-    "what, setting, figure",
-    [
-        ("decode", "batch 1, prompt 24", "GB/s at least"),
-        ("train", "1 rows of 48 tokens", "TFLOP/s"),
-        ("model", "1 rows of 48 tokens", "TFLOP/s"),
-    ],
-)
-def test_models_are_timed_beside_transformer_plus_plus(tmp_path, only_plain, what, setting, figure):
-    done, _, rows = command(tmp_path, what)
-
-    assert done.exit_code == 0, done.output
+@pytest.mark.parametrize("what", ["decode", "train", "model"])
+def test_models_are_timed_beside_transformer_plus_plus(tmp_path, only_plain, what):
+    _, rows = command(tmp_path, what)
+    setting, figure = "1 rows of 48 tokens", "TFLOP/s"
+    if what == "decode":
+        setting, figure = "batch 1, prompt 24", "GB/s at least"
     group = f"{'forward' if what == 'model' else what}: 4 layers of tiny, {setting}"
     for name in ("DCFormer++, plain", "DCFormer++, plain, query-wise", "Transformer++, sdpa, all global"):
         timing, figures = rows[group, name]["timing"], rows[group, name]["figures"]
@@ -95,17 +86,12 @@ def test_models_are_timed_beside_transformer_plus_plus(tmp_path, only_plain, wha
         assert rows["Table 2: what composition adds, in %", "dcformer-6.9b, 2048 tokens"]["figures"]["parameters"] > 0
 
 
-def test_nothing_is_begun_after_the_time_is_over(only_plain):
-    run = Run("attention", CPU, is_quick=True, seconds=1e-9)
-    attention.run(run)
-    assert run.rows and not any(row.has_failed or row.timing for row in run.rows)
-
-
-def test_what_matters_most_is_measured_first(only_plain):
+def test_after_the_time_is_over_all_is_listed_what_matters_most_first_and_nothing_measured(only_plain):
     run = Run("test", CPU, seconds=1e-9)
     attention.run(run)
     models.decode(run)
     models.train(run)
+    assert not any(row.has_failed or row.timing for row in run.rows)
     groups = list(dict.fromkeys(row.group for row in run.rows))
     assert groups[:4:2] == [f"forward: H 32, D 128, T 2048, {mask}, batch 1" for mask in ("global", "window 256")]
     seen = [(row.group, row.name) for row in run.rows if row.group.startswith("forward and backward")]
@@ -119,7 +105,7 @@ def test_what_matters_most_is_measured_first(only_plain):
 
 
 class CallsOf(TorchDispatchMode):
-    """Takes down the calls of operators whose name contains some text."""
+    """Records the calls of operators with a text in their name."""
 
     def __init__(self, text):
         super().__init__()
@@ -132,7 +118,7 @@ class CallsOf(TorchDispatchMode):
 
 
 def window_of(call):
-    """The window that FlashAttention was asked for, and whether it is causal; its sizes leave out a query's own key."""
+    """The window that FlashAttention was asked for, from sizes without key t of query t, and whether it is causal."""
     _, args, kwargs = call
     left, right = kwargs.get("window_size_left"), kwargs.get("window_size_right")
     return None if left is None else left + 1 + right, args[8]
@@ -189,86 +175,70 @@ def test_the_gate_holds_the_baseline_to_the_window_too(monkeypatch):
     assert of_all.problem(4, 8, CPU, torch.float32, is_step=True) is None
     sdpa = candidates.plain_candidates(CPU, False, 48)[0]
     assert sdpa.problem(4, 8, CPU, torch.float32, **options) is None
-    assert [each.name for each in candidates.plain_candidates(CUDA, True, None)] == ["FlashAttention 2", "cuDNN"]
-
-
-class Recording:
-    """Stands for a CUDA graph: it keeps what is called in its recording, which breaks off as on a GPU."""
-
-    is_broken, waits = False, False
-
-    @contextlib.contextmanager
-    def record(self, graph, stream):
-        assert stream == "a stream"
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.waits = False
-            if self.is_broken:
-                raise RuntimeError("the recording was invalidated")
-
-    def replay(self):
-        time.sleep(0.001)
+    assert [entry.name for entry in candidates.plain_candidates(CUDA, True, None)] == ["FlashAttention 2", "cuDNN"]
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_on_a_gpu_calls_are_timed_as_a_graph_and_as_they_are(waits, run, monkeypatch):
-    recording, generator = Recording(), torch.Generator()
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recording)
-    monkeypatch.setattr(torch.cuda, "graph", recording.record)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    states = []
-    own = SimpleNamespace(clone_state=lambda: generator, graphsafe_set_state=states.append)
-    monkeypatch.setattr(torch.cuda, "default_generators", [own])
-    run.device = CUDA
+    recording, states, generator = set(), [], torch.Generator()
+
+    @contextlib.contextmanager
+    def record(graph, stream):
+        recording.add(stream)
+        try:
+            yield
+        except RuntimeError as error:  # as on a GPU
+            raise RuntimeError("the recording was invalidated") from error
+        finally:
+            recording.clear()
 
     def call():
-        if waits and recording.waits:
-            recording.is_broken = True
+        if waits and recording:
             raise RuntimeError("it waits for the device")
+        assert recording <= {"a stream"}
         time.sleep(0.02)
+
+    default = SimpleNamespace(clone_state=lambda: generator, graphsafe_set_state=states.append)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: time.sleep(0.001)))
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", [default])
+    run.device = CUDA
 
     row = run.measured("group", "name", lambda: Case(call, parts=2))
     assert 10 <= row.figures[AS_CALLED] < 1000 and not row.has_failed
     if waits:
         assert row.timing is None and row.note == "no CUDA graph: RuntimeError: it waits for the device"
-        assert states == [generator]  # random numbers can be drawn again
+        assert states == [generator]  # random numbers can be sampled again
     else:
         assert 0.0005 <= row.timing.minimum < 0.01 and not states and not row.note
 
 
-def _wrong(error):
-    """The plain implementation with a fault."""
-
+@pytest.mark.parametrize("error", ["no key-wise gate", "one value is not a number", "gradient"])
+def test_an_implementation_that_is_wrong_has_no_time(error, only_plain, run):
     def attend(query, key, value, pre, post, **options):
-        if error == "no gate of the keys":
-            side = post.key.factors.clone()
-            side[..., -1] = 0
-            post = post._replace(key=type(post.key)(factors=side))
+        if error == "no key-wise gate":
+            factors = post.key.factors.clone()
+            factors[..., -1] = 0
+            post = post._replace(key=type(post.key)(factors=factors))
         output = dcmha.plain_attention(query, key, value, pre, post, **options)
         if error == "one value is not a number":
             output = output.clone()
             output[0, 0, 0, 0] = torch.nan
         return output if error != "gradient" else output.detach() + 0.5 * (output - output.detach())
 
-    return attend
-
-
-@pytest.mark.parametrize("error", ["no gate of the keys", "one value is not a number", "gradient"])
-def test_an_implementation_that_is_wrong_has_no_time(error, only_plain, run):
-    register_implementation("wrong", _wrong(error))
+    register_implementation("wrong", attend)
     rows = {
         entry.name: attention.timed(run, "group", entry, TINY, with_gradients=error == "gradient")
-        for entry in candidates.own_candidates()
+        for entry in candidates.our_candidates()
     }
     assert rows["wrong"].has_failed and rows["wrong"].timing is None and "is wrong" in rows["wrong"].note
     assert rows["plain"].timing.median > 0
 
 
 def test_the_gate_sees_a_window_that_is_one_key_too_wide_and_lets_others_pass():
-    plain, authors = candidates._own("plain"), candidates.authors_candidates(False)[0]
+    plain, authors = candidates._implementation("plain"), candidates.authors_candidates(False)[0]
 
     def too_wide(operands, window, mask):
         return lambda: operands.composed(sliding_window=window + 1, implementation="plain")
@@ -289,7 +259,7 @@ def test_branches_change_what_is_computed():
 
 def test_the_step_reads_factors_from_rows_of_a_cache():
     of = step_operands(4, 8, 40, CPU, torch.float32)
-    factors = {side.factors.untyped_storage().data_ptr() for side in (of.pre.key, of.post.key)}
+    factors = {key_wise.factors.untyped_storage().data_ptr() for key_wise in (of.pre.key, of.post.key)}
     assert factors == {states.untyped_storage().data_ptr() for states in (of.key, of.value)}
 
 
@@ -330,17 +300,24 @@ def test_nothing_in_a_compiled_step_waits_for_the_device(values, name, run, monk
     assert [-1] in [tensor.tolist() for tensor in constants] and {tensor.numel() for tensor in constants} == {1}
 
 
-def test_calls_are_timed_in_turns_at_the_threads_asked_for():
-    before, seen = torch.get_num_threads(), []
-
-    def case(name, threads):
-        return Case(lambda given: seen.append((name, torch.get_num_threads(), given)), lambda: "made", threads)
-
-    timings = Timer(CPU, seconds=0, most=3)({name: case(name, place + 1) for place, name in enumerate("ab")})
+def test_on_a_cpu_calls_are_timed_in_turns_at_the_threads_asked_for():
+    before, seen, timer = torch.get_num_threads(), [], Timer(CPU, seconds=0, most=3)
+    record = lambda prepared: seen.append((*prepared, torch.get_num_threads()))  # noqa: E731
+    timings = timer({name: Case(record, lambda name=name: name, ord(name) - ord("a") + 1) for name in "ab"})
     assert torch.get_num_threads() == before and timings["a"].samples == 3
-    assert seen[-4:] == [("a", 1, "made"), ("b", 2, "made")] * 2
-    slow = Timer(CPU, seconds=0, most=3).time(Case(lambda _: time.sleep(0.02), prepare=lambda: None, parts=2))
+    assert seen[-4:] == [("a", 1), ("b", 2)] * 2
+    slow = timer.time(Case(lambda _: time.sleep(0.02), prepare=lambda: None, parts=2))
     assert 0.01 <= slow.minimum < 0.2
+
+
+def test_on_a_gpu_do_bench_times_them_and_shares_the_seconds(monkeypatch):
+    def do_bench(call, rep, return_mode):
+        assert rep == 150 and return_mode == "all"
+        return call()  # milliseconds
+
+    monkeypatch.setattr(pytest.importorskip("triton.testing"), "do_bench", do_bench)
+    timings = Timer(CUDA, seconds=0.3)({"a": Case(lambda: [8.0, 2.0, 4.0], parts=2), "b": lambda: [5.0]})
+    assert timings == {"a": (0.001, 0.002, 3), "b": (0.005, 0.005, 1)}
 
 
 def test_explain_says_of_every_implementation_whether_it_is_chosen():

@@ -1,4 +1,4 @@
-"""The server that is taken, and what it is started with."""
+"""Which server is used, and how it is started."""
 
 import os
 import sys
@@ -20,11 +20,11 @@ ADDRESS = ["--host", "127.0.0.1", "--port", "8000"]
 @pytest.fixture
 def started(monkeypatch):
     """Commands and environments that a process becomes."""
-    found = []
-    monkeypatch.setattr("os.execve", lambda program, command, environment: found.append((command, environment)))
+    calls = []
+    monkeypatch.setattr("os.execve", lambda program, command, environment: calls.append((command, environment)))
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)
-    return found
+    return calls
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def vllm(tmp_path, monkeypatch):
     return tmp_path / "vllm" / "__init__.py"
 
 
-def test_vllm_is_taken_where_it_is_installed(vllm):
+def test_vllm_is_used_where_it_is_installed(vllm):
     assert choose_engine("auto") == "transformers"  # a folder without code
     with pytest.raises(ImportError, match="pip install"):
         choose_engine("vllm")
@@ -50,16 +50,16 @@ def test_vllm_gets_the_model_and_all_further_options(vllm, started):
     assert done.exit_code == 0 and "http://127.0.0.1:8000/v1" in done.stdout, done.output
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    own = ["--dtype", "float16", "--served-model-name", "dcformer-tiny", "--model", BUNDLED]
-    assert command[3:] == [BUNDLED, *ADDRESS, *own, "-tp", "1", "--max-num-seqs=4"]
+    options = ["--dtype", "float16", "--served-model-name", "dcformer-tiny", "--model", BUNDLED]
+    assert command[3:] == [BUNDLED, *ADDRESS, *options, "-tp", "1", "--max-num-seqs=4"]
     assert {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "4"}.items() <= environment.items()
 
 
 def test_vllm_keeps_float32_and_what_the_environment_says(started, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    found = find_model("dcformer-tiny")
-    found.config.dtype = torch.float32
-    serve(found, "vllm")
+    model = find_model("dcformer-tiny")
+    model.config.dtype = torch.float32
+    serve(model, "vllm")
     command, environment = started[0]
     assert command[command.index("--dtype") + 1] == "float32" and environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
@@ -77,7 +77,7 @@ def test_what_would_be_ignored_is_refused(started):
     with pytest.raises(ValueError, match="tokenizer="):
         serve(find_model("dcformer-tiny"), "transformers", tokenizer=BUNDLED)
     for another in (["--model", "transformer-tiny"], ["-tp", "1", "--model=transformer-tiny"]):
-        with pytest.raises(ValueError, match="MODEL names what is served"):
+        with pytest.raises(ValueError, match="MODEL already names the model"):
             serve(find_model("dcformer-tiny"), "vllm", arguments=another)
     assert CliRunner().invoke(app, ["serve", "--max-model-len", "512"]).exit_code == 2
     assert CliRunner().invoke(app, ["serve", "no/such/folder"]).exit_code == 1 and not started

@@ -7,16 +7,12 @@ import pytest
 import torch
 from tiny_models import ANSWERS
 from transformers import AutoModelForCausalLM
-
-
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
-
 from vllm_engines import as_inputs, engine, greedy, greedy_of_generate, greedy_sampling, prompts_of, scheduler_of
 
 from dcformer.vllm.backend import batches_of_similar_length
 
 
-# One process has the engine that these tests share.
+# One process runs the engine that these tests share.
 pytestmark = pytest.mark.xdist_group("cache")
 REQUESTS, BLOCKS = 120, 400
 
@@ -38,10 +34,10 @@ def test_prompts_around_and_past_the_window_serve_as_generate(llm, model):
     assert greedy(llm, prompts) == greedy_of_generate(model, prompts)
 
 
-def test_a_common_beginning_is_computed_once(llm, model):
-    beginning, *endings = prompts_of(model.config.vocab_size, (100, 5, 20, 40), seed=1)
-    prompts = [beginning + ending for ending in endings]
-    llm.generate(as_inputs([beginning]), greedy_sampling(1), use_tqdm=False)
+def test_a_common_prefix_is_computed_once(llm, model):
+    prefix, *endings = prompts_of(model.config.vocab_size, (100, 5, 20, 40), seed=1)
+    prompts = [prefix + ending for ending in endings]
+    llm.generate(as_inputs([prefix]), greedy_sampling(1), use_tqdm=False)
     outputs = llm.generate(as_inputs(prompts), greedy_sampling(), use_tqdm=False)
     assert [output.num_cached_tokens for output in outputs] == [96, 96, 96]  # whole blocks of 16
     assert [list(output.outputs[0].token_ids) for output in outputs] == greedy_of_generate(model, prompts)
@@ -71,7 +67,7 @@ def test_many_requests_with_cancellations_lose_neither_tokens_nor_blocks(llm, mo
     for _ in range(5):
         answers = _run(llm.llm_engine, prompts, new_tokens, cancelled_after)
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
-        assert pool.get_num_free_blocks() == BLOCKS - 1  # one is never lent
+        assert pool.get_num_free_blocks() == BLOCKS - 1  # vLLM keeps one back
         assert not scheduler_of(llm).requests
     assert set(range(REQUESTS)) - set(cancelled_after) <= set(answers)
     for i, tokens in answers.items():
@@ -99,6 +95,6 @@ def _run(llm_engine, prompts, new_tokens, cancelled_after):
 
 def test_sequences_are_padded_only_to_similar_ones():
     assert batches_of_similar_length([1] * 8, [100] * 8) == [list(range(8))]
-    # A long prompt beside short continuations would make each of them as long.
+    # A long prompt beside short continuations would make all of them as long.
     assert batches_of_similar_length([1, 1, 2000, 1], [500, 510, 2000, 505]) == [[2], [0, 1, 3]]
     assert batches_of_similar_length([1, 0, 1], [90_000, 70, 10]) == [[0], [2]]

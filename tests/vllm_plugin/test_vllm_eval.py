@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
 pytest.importorskip("lm_eval")
 
 import torch
@@ -18,7 +18,7 @@ from dcformer.eval import DCFormerLM, evaluate, read_samples, vllm_model
 from dcformer.eval.vllm_model import VLLMLM, check_device_of_vllm
 
 
-# One process has the engine that these tests share.
+# One process runs the engine that these tests share.
 pytestmark = pytest.mark.xdist_group("eval")
 
 # Both compute in float32, in another order, and sums of up to 512 tokens are near -3,000.
@@ -43,9 +43,8 @@ def transformers(folder, **options):
 @pytest.fixture(scope="module")
 def tiny():
     """A model of 512 positions, in vLLM and in Transformers."""
-    folder = ANSWERS
-    with engine(folder) as ours:
-        yield ours, transformers(folder)
+    with engine(ANSWERS) as ours:
+        yield ours, transformers(ANSWERS)
 
 
 def words(model, count, generator):
@@ -53,7 +52,7 @@ def words(model, count, generator):
 
 
 def five_shot(model, questions, generator):
-    """Questions of four choices of 1 to 7 tokens, each after examples of its own."""
+    """Questions of four choices of 1 to 7 tokens, after different examples for every question."""
     requests = []
     for question in range(questions):
         context = words(model, 330 + 11 * question, generator)
@@ -83,10 +82,10 @@ def test_every_request_has_the_score_that_transformers_gives(tiny):
         requests += [(None, context, words(ours, count, generator)) for count in (1, 2, 30)]
     # More choices than vLLM takes at once, one of which is greedy.
     requests += [(None, words(ours, 20, generator), [token]) for token in range(2, 302)]
-    # Continuations that begin alike: the cache would hold tokens whose log-probability is asked for.
-    context, beginning = words(ours, 90, generator), words(ours, 40, generator)
-    requests += [(None, context, beginning + words(ours, count, generator)) for count in (0, 1, 3)]
-    requests += [(None, context + beginning, words(ours, 2, generator))]
+    # Continuations that begin alike: the cache would hold tokens that are to be scored.
+    context, prefix = words(ours, 90, generator), words(ours, 40, generator)
+    requests += [(None, context, prefix + words(ours, count, generator)) for count in (0, 1, 3)]
+    requests += [(None, context + prefix, words(ours, 2, generator))]
     assert_same(*(model._loglikelihood_tokens(requests) for model in (ours, theirs)))
 
 

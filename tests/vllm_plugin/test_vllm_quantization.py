@@ -2,14 +2,9 @@
 
 import json
 
-import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
-
-
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
-
 from torchao.core.config import config_to_dict
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, quantize_
 from vllm_engines import engine, log_probabilities_of_model, prompt_log_probabilities, prompts_of
@@ -21,8 +16,8 @@ def test_linear_layers_of_8_bits_serve_as_in_transformers(tmp_path):
     prompts = prompts_of(model.config.vocab_size)
     options = {"quantization_config_dict_json": json.dumps(config_to_dict(Int8WeightOnlyConfig()))}
     with engine(tmp_path, quantization="torchao", hf_overrides=options) as llm:
-        served = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-        quantised = {name for name, weight in served.named_parameters() if isinstance(weight.data, Int8Tensor)}
+        loaded = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+        quantised = {name for name, weight in loaded.named_parameters() if isinstance(weight.data, Int8Tensor)}
         log_probabilities = prompt_log_probabilities(llm, prompts)
     layer = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert quantised >= {f"model.layers.{i}.{name}.weight" for i in (0, 1) for name in layer}

@@ -1,4 +1,4 @@
-"""Options that cannot be served are refused, and no way to vLLM leaves the composition out."""
+"""Options that are not supported are refused, and vLLM never leaves the composition out."""
 
 import subprocess
 import sys
@@ -7,17 +7,12 @@ import pytest
 from tiny_models import tiny_model
 
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
 
 import vllm
 from vllm import ModelRegistry, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm_engines import (
-    as_inputs,
-    engine,
-    greedy,
-    greedy_of_generate,
-)
+from vllm_engines import as_inputs, engine, greedy, greedy_of_generate
 
 from dcformer.vllm import registration
 
@@ -30,10 +25,7 @@ def folder(tmp_path_factory):
 
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-OF_THE_MODEL = {
-    "is_causal": ({"is_causal": False}, "is_causal=False"),
-    "rope_type": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-}
+DYNAMIC_ROPE = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 REFUSED = {
     "tensor_parallel": ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must divide compose_groups=1"),
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
@@ -42,13 +34,13 @@ REFUSED = {
     "model_impl": ({"model_impl": "transformers"}, "attn_implementation='vllm'"),
     "lora": ({"enable_lora": True}, "does not support LoRA|LoRA is not supported"),
     "pipeline": ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported"),
-    **{name: ({"hf_overrides": values}, message) for name, (values, message) in OF_THE_MODEL.items()},
+    "is_causal": ({"hf_overrides": {"is_causal": False}}, "is_causal=False"),
+    "rope_type": ({"hf_overrides": DYNAMIC_ROPE}, "rope_type='dynamic'"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused(name, folder):
-    options, message = REFUSED[name]
+@pytest.mark.parametrize("options, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_supported_is_refused(options, message, folder):
     with pytest.raises((ValueError, NotImplementedError), match=message), engine(folder, **options):
         pass
 
@@ -66,7 +58,7 @@ if __name__ == "__main__":
 
 
 def test_without_the_plugin_nothing_is_served(tmp_path, monkeypatch):
-    """Neither by vLLM's own models, nor by code that comes with the folder."""
+    """Neither by the models that vLLM has, nor by code in the folder."""
     model = tiny_model()
     monkeypatch.setattr(type(model.config), "_auto_class", "AutoConfig")
     monkeypatch.setattr(type(model), "_auto_class", "AutoModelForCausalLM")

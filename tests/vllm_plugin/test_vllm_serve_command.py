@@ -1,4 +1,5 @@
-"""`dcformer serve` with both real servers, asked by the `openai` client: what they answer is what `generate` writes."""
+"""`dcformer serve` with both real servers, asked by the `openai` client: they answer what `generate` writes; and the
+examples of docs/serving.md."""
 
 import os
 import re
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-serving")
+pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
 
 from openai import OpenAI
 
@@ -23,10 +24,11 @@ from dcformer.generation import TextGenerator
 from dcformer.loading import load_model
 
 
-# One process has the engine that these tests share.
+# One process runs the engine that these tests share.
 pytestmark = pytest.mark.xdist_group("serve_command")
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 PROMPTS = (
     "static int device_open(struct device *device)\n{\n    if (!",
     "#include <stdio.h>\n\nint main(void)\n{\n    ",
@@ -39,15 +41,15 @@ OPTIONS = {"vllm": ["--enforce-eager", "--max-model-len", "256"], "transformers"
 
 
 @pytest.fixture(scope="module", params=OPTIONS)
-def served(request, tmp_path_factory):
-    """A server that answers, in a session of its own."""
+def server(request, tmp_path_factory):
+    """A running server, the leader of a new session."""
     log = tmp_path_factory.mktemp(request.param) / "log.txt"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "dcformer.cli", "serve", "dcformer-tiny", "--engine", request.param]
     command += ["--port", str(port), "--dtype", "float32", *OPTIONS[request.param]]
-    # As for users: engines are processes of their own.
+    # As for users: engines are separate processes.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment["PYTHONPATH"] = str(ROOT)
     with log.open("w") as stream:
@@ -79,45 +81,52 @@ def loaded():
     return load_model("dcformer-tiny", dtype="float32", device="cpu")
 
 
-def ask(served, prompt, **options):
-    return served.client.completions.create(
+def ask(server, prompt, **options):
+    return server.client.completions.create(
         model="dcformer-tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, **options
     )
 
 
-def test_a_completion_is_what_generate_writes_streamed_or_not(served, loaded):
+def test_a_completion_is_what_generate_writes_streamed_or_not(server, loaded):
     for prompt, expected in zip(PROMPTS, TextGenerator(loaded, max_new_tokens=NEW_TOKENS).generate(PROMPTS)):
         # Servers differ in whether a text ends with the token that ends it.
-        assert ask(served, prompt).choices[0].text.strip() == expected.text.strip() != ""
-        pieces = [chunk.choices[0].text or "" for chunk in ask(served, prompt, stream=True) if chunk.choices]
+        assert ask(server, prompt).choices[0].text.strip() == expected.text.strip() != ""
+        pieces = [chunk.choices[0].text or "" for chunk in ask(server, prompt, stream=True) if chunk.choices]
         assert "".join(pieces).strip() == expected.text.strip()
 
 
-def test_the_address_is_said_and_the_example_of_the_page_answered(served, loaded, capsys):
+def test_the_address_is_shown_and_the_example_of_the_page_answered(server, loaded, capsys):
     assert (
-        f"Starting {served.engine}: dcformer-tiny will be at http://127.0.0.1:{served.port}/v1"
-        in served.log.read_text()
+        f"Starting {server.engine}: dcformer-tiny will be at http://127.0.0.1:{server.port}/v1"
+        in server.log.read_text()
     )
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python server\n(.*?)^```", page, re.S | re.M)
-    exec(example.replace(":8000", f":{served.port}"), {})
+    (example,) = re.findall(r"^```python server\n(.*?)^```", PAGE, re.S | re.M)
+    exec(example.replace(":8000", f":{server.port}"), {})
     (expected,) = TextGenerator(loaded, max_new_tokens=8).generate([PROMPTS[0]])
     assert capsys.readouterr().out == f"{expected.text.strip()}\n"
 
 
-def test_sigterm_ends_the_server_and_leaves_no_process(served):
-    """The last one: it ends what the others ask."""
-    assert len(of_session(served.process.pid)) >= (2 if served.engine == "vllm" else 1)
-    served.process.send_signal(signal.SIGTERM)
-    served.process.wait(SECONDS_TO_END)
+def test_sigterm_ends_the_server_and_leaves_no_process(server):
+    """The last test: it ends the server that the others ask."""
+    assert len(of_session(server.process.pid)) >= (2 if server.engine == "vllm" else 1)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(SECONDS_TO_END)
     until = time.monotonic() + SECONDS_TO_END
-    while of_session(served.process.pid) and time.monotonic() < until:
+    while of_session(server.process.pid) and time.monotonic() < until:
         time.sleep(0.1)
-    assert of_session(served.process.pid) == []
+    assert of_session(server.process.pid) == []
+
+
+def test_the_example_without_a_server_prints_what_the_page_shows(capsys):
+    code, expected = re.search(r"^```python vllm\n(.*?)^```\s+^```text vllm\n(.*?)^```", PAGE, re.S | re.M).groups()
+    namespace = {}
+    exec(compile(code, "serving.md", "exec"), namespace)
+    namespace["llm"].llm_engine.engine_core.shutdown()
+    assert capsys.readouterr().out.endswith(expected)
 
 
 def of_session(number):
-    """Processes of a session that run."""
+    """Running processes of a session."""
     command = ["ps", "-o", "pid=,stat=", "--sid", str(number)]
     lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
     return [line for line in lines if not line.split()[1].startswith("Z")]
