@@ -36,8 +36,9 @@ PROMPTS = [
 void buffer_free(struct buffer *buffer)
 {
     free(buffer->""",
-    """static int device_open(struct device *device)
+    """static struct buffer *buffer_create(size_t size)
 {
+    struct buffer *buffer = malloc(sizeof(*buffer));
     if (!""",
 ]
 LENGTH = 256  # tokens that the models read at once
@@ -66,18 +67,19 @@ def read(model, rows: torch.Tensor) -> tuple[float, float, float]:
     return loss / predicted, right / predicted, rows.numel() / seconds
 
 
-def write(model, tokenizer, prompt: str) -> tuple[str, float]:
+def write(model, tokenizer, prompt: str, **options) -> tuple[str, float]:
     """The greedy continuation of a prompt, and tokens per second."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     started = time.perf_counter()
-    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    sequences = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options)
+    tokens = sequences[0, inputs.input_ids.shape[1] :]
     return tokenizer.decode(tokens, skip_special_tokens=True), len(tokens) / (time.perf_counter() - started)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Let the bundled models write and read, side by side.")
     parser.add_argument("folder", nargs="?", help="Folder of another model to write with; nothing is compared then.")
-    parser.add_argument("prompts", nargs="*", help="Prompts to use in place of those of the demo.")
+    parser.add_argument("prompts", nargs="*", help="Prompts to use instead of those of the demo.")
     arguments = parser.parse_args()
     disable_progress_bar()
     console = Console(highlight=False)
@@ -87,12 +89,15 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())))
 
     speeds = {}
+    ends = (
+        {} if arguments.folder else {"stop_strings": ["\n\n"], "tokenizer": tokenizer}
+    )  # a blank line ends a function
     for prompt in arguments.prompts or PROMPTS:
         console.rule("prompt", align="left")
         console.print(prompt, markup=False)
         for name, model in models.items():
             console.rule(MODELS.get(name, name), align="left", style="blue")
-            text, speeds[name] = write(model, tokenizer, prompt)
+            text, speeds[name] = write(model, tokenizer, prompt, **ends)
             console.print(text, markup=False)
     if arguments.folder is not None:
         return
@@ -105,7 +110,10 @@ def main() -> None:
         losses.append(loss)
         table.add_row(name, f"{loss:.3f}", f"{100 * right:.1f} %", f"{speed:,.0f}", f"{speeds[name]:.0f}")
     console.print(table)
-    console.print(f"Composition lowers the loss by {losses[0] - losses[1]:.3f} nats per token.")
+    console.print(
+        f"One pair of models, one text: with composition the loss is {losses[0] - losses[1]:.3f} nats per token lower. "
+        "research/language_modelling compares more."
+    )
 
 
 if __name__ == "__main__":
