@@ -21,12 +21,12 @@ from transformers import (
 from . import public as public  # registers the models with the Auto classes
 from .common.files import json_digest
 from .configuration_dcformer import DCFormerConfig
-from .pretrained import find_model_folder, pretrained_names
+from .pretrained import pretrained_names, pretrained_path
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A causal language model whose weights have not been read yet, and what they will be read with."""
+    """A causal language model before its weights are read, and how they will be read."""
 
     name: str  # as it was given
     path: str  # its folder, or its name on the Hub
@@ -37,7 +37,7 @@ class FoundModel:
 
     @property
     def has_ids_without_embedding(self) -> bool:
-        """Whether the tokenizer makes ids beyond the embedding, as that of the published checkpoints does."""
+        """Whether the tokenizer has ids beyond the embedding, as that of the published checkpoints does."""
         return len(self.tokenizer) > self.config.get_text_config().vocab_size
 
     def load(
@@ -59,7 +59,7 @@ class FoundModel:
                 f"oov_policy={oov_policy!r} is for DCFormer and DCPythia, and {self.name!r} is a "
                 f"{self.config.model_type} model; leave it out."
             )
-        place = choose_device(device)
+        device = choose_device(device)
         given = {"attn_implementation": attn_implementation, "oov_policy": oov_policy}
         model, info = AutoModelForCausalLM.from_pretrained(
             self.path,
@@ -69,12 +69,12 @@ class FoundModel:
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
-        # Transformers draws missing parameters at random, clears missing buffers, learned ones too, leaves out layers
-        # that the configuration does not count, and only warns.
+        # Transformers only warns when it initialises missing parameters at random, zeroes missing buffers (also learned
+        # ones), and leaves out layers beyond those of the configuration.
         for what, keys in (("lack", info["missing_keys"]), ("hold, unlike config.json,", info["unexpected_keys"])):
             if names := sorted(keys):
                 raise ValueError(f"The weights of {self.name!r} {what} {names[0]} and {len(names) - 1} more.")
-        return model.to(place).eval()
+        return model.to(device).eval()
 
 
 def find_model(
@@ -104,16 +104,19 @@ def find_model(
     if revision not in (None, "main") and looks_like_path(path):
         raise ValueError(f"revision={revision!r} is of a name on the Hub, and {name!r} is a folder; leave it out.")
     config = AutoConfig.from_pretrained(path, **options)
-    own_classes = getattr(config, "auto_map", None) or {}
-    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in own_classes:
+    classes = getattr(config, "auto_map", None) or {}  # of remote code
+    if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in classes:
         raise ValueError(f"{name!r} is a {config.model_type} model, not a causal language model.")
-    own = options if tokenizer is None else {"trust_remote_code": trust_remote_code}  # the revision is the model's
-    return FoundModel(name, path, config, load_tokenizer(path if tokenizer is None else tokenizer, **own), **options)
+    if tokenizer is None:
+        loaded = load_tokenizer(path, **options)
+    else:  # the revision is the model's
+        loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    return FoundModel(name, path, config, loaded, **options)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model to compute with, in evaluation mode and on its device."""
+    """A model in evaluation mode on its device, and its tokenizer."""
 
     name: str  # as it was given
     model: PreTrainedModel
@@ -130,7 +133,7 @@ def load_model(
     **source: Any,
 ) -> LoadedModel:
     """
-    Load a causal language model, ours or another of Transformers, and its tokenizer.
+    Load a causal language model, a DCFormer or any other of Transformers, and its tokenizer.
 
     Args:
         name, source: Arguments of [`find_model`].
@@ -142,9 +145,9 @@ def load_model(
     Raises:
         OSError, ValueError: of [`find_model`]; ValueError: if parameters are missing too.
     """
-    found = find_model(name, **source)
-    model = found.load(device=device, dtype=dtype, attn_implementation=attn_implementation, oov_policy=oov_policy)
-    return LoadedModel(found.name, model, found.tokenizer)
+    unread = find_model(name, **source)
+    model = unread.load(device=device, dtype=dtype, attn_implementation=attn_implementation, oov_policy=oov_policy)
+    return LoadedModel(unread.name, model, unread.tokenizer)
 
 
 def choose_device(device: str | torch.device | None = None) -> torch.device:
@@ -156,7 +159,7 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
             else the CPU.
 
     Raises:
-        RuntimeError, AssertionError: of torch, if there is no such device; another is never taken in its place.
+        RuntimeError, AssertionError: of torch, if there is no such device; another is never used instead.
     """
     if device is None or str(device) == "auto":
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -166,35 +169,36 @@ def choose_device(device: str | torch.device | None = None) -> torch.device:
 
 def find_folder(name: str) -> str:
     """
-    The folder of a bundled model; any other path or name as it is.
+    The folder of a bundled model; any other name, and that of a folder in the working directory, as it is.
 
     Raises:
         FileNotFoundError: for a misspelt bundled model, so that the Hub is not asked for it.
     """
-    folder, bundled = find_model_folder(name), pretrained_names()
-    could_be_another = "/" in name or Path(name).exists()
-    if folder == name and not could_be_another and difflib.get_close_matches(name.lower(), bundled):
+    bundled = pretrained_names()
+    if name in bundled and not Path(name).is_dir():
+        return pretrained_path(name)
+    if "/" not in name and not Path(name).exists() and difflib.get_close_matches(name.lower(), bundled):
         raise FileNotFoundError(
             f"There is no folder and no bundled model {name!r}; the bundled models are {' and '.join(bundled)}, and "
             "names on the Hub have a slash."
         )
-    return folder
+    return name
 
 
 def refuse_without_model(path: str, file: str = "config.json") -> None:
-    """Raise FileNotFoundError if this is a path, not a name on the Hub, and no folder that holds the file."""
+    """Raise FileNotFoundError for a path (not a name on the Hub) that is no folder with the file."""
     if looks_like_path(path) and not Path(path, file).is_file():
         raise FileNotFoundError(f"{path!r} is not the folder of a model: there is no {file} in it.")
 
 
 def looks_like_path(name: str | os.PathLike) -> bool:
-    """Whether a name can only be a path: names on the Hub have one slash at most, and begin with none of these."""
+    """Whether this must be a path: names on the Hub have at most one slash and do not start with `/`, `.` or `~`."""
     return not isinstance(name, str) or name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedTokenizerBase:
     """
-    A tokenizer, by wherever it is.
+    Load a tokenizer.
 
     Args:
         source: A bundled model, a folder, a `tokenizer.json`, a folder that holds one under another name (such as the
@@ -202,38 +206,38 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
         options: Further arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Raises:
-        OSError: if there is no tokenizer, or no name says which of several is meant.
-        ValueError: for a file that is none.
+        OSError: if there is no tokenizer, or a folder holds several and none is named `tokenizer.json`.
+        ValueError: for a file that is no tokenizer.
     """
     source = find_folder(os.fspath(source))
     path = Path(source)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        found = [file for file in sorted(path.glob("*.json")) if _is_tokenizer(file)]
-        if len(found) == 1:
-            path = found[0]
+        files = [file for file in sorted(path.glob("*.json")) if _is_tokenizer(file)]
+        if len(files) == 1:
+            path = files[0]
         elif not any(file for pattern in ("tokenizer*", "vocab.*", "*.model") for file in path.glob(pattern)):
-            names = ", ".join(file.name for file in found) or "none"
+            names = ", ".join(file.name for file in files) or "none"
             raise FileNotFoundError(f"A folder must hold one tokenizer, and {source!r} holds {names}.")
     if not path.is_file():
         loaded = AutoTokenizer.from_pretrained(source, **options)
-        if len(loaded) <= len(set(loaded.all_special_ids)):  # Transformers makes some without a file to read
+        if len(loaded) <= len(set(loaded.all_special_ids)):  # Transformers makes some without reading a file
             raise FileNotFoundError(f"The tokenizer of {source!r} has no words; get all of its files.")
         return loaded
     if not _is_tokenizer(path):
         raise ValueError(f"{str(path)!r} holds no tokenizer; give a tokenizer.json.")
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    # Nothing is said of special tokens in a bare tokenizer.json.
+    # A tokenizer.json alone does not name the special tokens.
     if tokenizer.eos_token is None and "<|endoftext|>" in tokenizer.get_vocab():
         tokenizer.eos_token = "<|endoftext|>"
     return tokenizer
 
 
 def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """`"sha256:..."` of all that turns text into ids, and of the ids that begin, end and pad it."""
+    """`"sha256:..."` of everything that turns text into ids, and of the ids that begin, end and pad it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # calls leave these two behind, and every call sets them anew
+    if backend is not None:  # every call sets padding and truncation, and leaves them set
         rules: Any = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
-    else:  # one in Python does not tell its rules; its vocabulary and what it makes of a text stand for them
+    else:  # the rules of a tokenizer in Python cannot be read; its vocabulary and the ids of a text represent them
         rules = [sorted(tokenizer.get_vocab().items()), tokenizer("The 2: İt's\n\n  naïve, 東京!")["input_ids"]]
     return f"sha256:{json_digest([rules, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id])}"
 

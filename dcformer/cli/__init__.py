@@ -1,4 +1,4 @@
-"""The `dcformer` command: its subcommands call the work in the rest of the package."""
+"""The `dcformer` command: its subcommands call functions of the rest of the package."""
 
 from typing import Annotated
 
@@ -39,7 +39,7 @@ def _root(
     pass
 
 
-# In the order in which the help lists them.
+# In the order of the help.
 app.command("generate")(generate_command)
 app.command("demo")(demo_command)
 app.command("serve", context_settings=PASS_OPTIONS_ON)(serve_command)

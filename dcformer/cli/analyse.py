@@ -1,4 +1,4 @@
-"""`dcformer analyse`: a page of what the heads of a model do before and after composition."""
+"""`dcformer analyse`: a web page that shows what the heads of a model do before and after composition."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,15 +12,13 @@ from .running import running_quietly, status
 
 def analyse_command(
     model: Model,
-    text: Annotated[str | None, typer.Option(help="Text to look at.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help="File of text to look at, in UTF-8.")] = None,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the page and the pictures.")] = Path(
-        "analysis"
-    ),
-    length: Annotated[int, typer.Option(help="Most tokens of a window of text.", min=2)] = 256,
-    windows: Annotated[int, typer.Option(help="Most windows of FILE.", min=1)] = 4,
+    text: Annotated[str | None, typer.Option(help="Text to analyse.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="Text file to analyse, in UTF-8.")] = None,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the page and its images.")] = Path("analysis"),
+    length: Annotated[int, typer.Option(help="Maximum tokens of a window of text.", min=2)] = 256,
+    windows: Annotated[int, typer.Option(help="Maximum number of windows.", min=1)] = 4,
     layer: Annotated[
-        list[int] | None, typer.Option(help="Layer whose heads are drawn; repeatable.", show_default="up to 64 heads")
+        list[int] | None, typer.Option(help="Plot the heads of this layer; repeatable.", show_default="up to 64 heads")
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -28,7 +26,7 @@ def analyse_command(
     revision: Revision = None,
     debug: Debug = False,
 ) -> None:
-    """Write a page of a model's inside: maps of every head, diversity, branches, and what breaks without them."""
+    """Write a web page: attention maps of all heads, their diversity, and the effect of every branch."""
     if (text is None) == (data is None):
         raise typer.BadParameter("Give either --text or --data.")
     with running_quietly(debug):
@@ -47,7 +45,7 @@ def analyse_command(
             row = bar.add_task("Loading", total=None)
             path = analyse(
                 loaded.model,
-                [each for each in texts if len(each) > 1],  # one token predicts none
+                [window for window in texts if len(window) > 1],  # one token predicts none
                 output,
                 loaded.tokenizer,
                 name=model.rstrip("/").split("/")[-1],

@@ -1,4 +1,4 @@
-"""`dcformer bench`: how fast attention, decoding and training are here, and which implementation is chosen."""
+"""`dcformer bench`: speed of attention, decoding and training, and which implementation is chosen."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,19 +22,19 @@ def bench_command(
         typer.Option(help="Number type to explain.", show_default="bfloat16 on a GPU, else float32"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that everything runs.")] = False,
-    seconds: Annotated[float, typer.Option(help="Begin nothing new after so many seconds.", min=1)] = 300.0,
+    seconds: Annotated[float, typer.Option(help="Start no new measurement after this many seconds.", min=1)] = 300.0,
     json: Annotated[
         Path | None,
-        typer.Option(help="File for all figures.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if there"),
+        typer.Option(help="File for all results.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if there"),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the choice for the shape below.")] = False,
     heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,
     key_value_heads: Annotated[
-        int | None, typer.Option(help="Heads of keys.", min=1, show_default="as --heads")
+        int | None, typer.Option(help="Key/value heads.", min=1, show_default="as --heads")
     ] = None,
-    channels: Annotated[int, typer.Option(help="Channels of a head.", min=1)] = 128,
+    channels: Annotated[int, typer.Option(help="Head dimension.", min=1)] = 128,
     queries: Annotated[int, typer.Option(help="Number of queries.", min=1)] = 4096,
-    keys: Annotated[int | None, typer.Option(help="Number of keys.", min=1, show_default="as many as queries")] = None,
+    keys: Annotated[int | None, typer.Option(help="Number of keys.", min=1, show_default="as --queries")] = None,
     window: Annotated[int | None, typer.Option(help="Sliding window.", min=1, show_default="all keys")] = None,
     gradient: Annotated[bool, typer.Option("--gradient", help="Explain the choice for training.")] = False,
     debug: Debug = False,

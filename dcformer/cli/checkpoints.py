@@ -24,17 +24,17 @@ Source = Annotated[str, typer.Argument(metavar="SRC", help=_CHECKPOINT)]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to create.")]
 Dtype = Annotated[
     Literal["keep", "float32", "bfloat16", "float16"],
-    typer.Option(help="Number type of the written parameters; keep leaves each as it is in the source."),
+    typer.Option(help="Number type of the written parameters; keep: as in SRC."),
 ]
-Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save beside the model.")]
-WithCode = Annotated[bool, typer.Option("--with-code", help="Write the model's code too, for trust_remote_code.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Tokenizer folder or tokenizer.json to save with the model.")]
+WithCode = Annotated[bool, typer.Option("--with-code", help="Also write the model's code, for trust_remote_code.")]
 ShardSize = Annotated[str, typer.Option(help="Largest size of a weights file, such as 4GB; memory grows with it.")]
-Verify = Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward.")]
+Verify = Annotated[bool, typer.Option(help="Refuse NaN and infinity, and run a short forward pass.")]
 Reference = Annotated[
     str | None, typer.Option(help="An .npz file with tokens and logits, which the model must reproduce in float32.")
 ]
 Tolerance = Annotated[float, typer.Option(help="Largest absolute difference from the reference logits.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace DST if it holds a converted model and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace DST if it holds only a converted model.")]
 
 
 @convert_app.command("maxtext")
@@ -61,7 +61,9 @@ def convert_maxtext(
 def convert_pax(
     source: Source,
     destination: Target,
-    config: Annotated[str, typer.Option(help="The model's config.json, in the authors' keys or ours.")],
+    config: Annotated[
+        str, typer.Option(help="The model's config.json, with the authors' keys or those of this package.")
+    ],
     step: Step = None,
     dtype: Dtype = "keep",
     tokenizer: Tokenizer = None,
@@ -91,12 +93,12 @@ def convert_torch(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder in our layout."""
+    """Convert the authors' torch files, in a folder or on the Hub, into a Transformers folder of this package."""
     _convert("convert_torch", **locals())
 
 
 def _numbers(text: str) -> list[int]:
-    """0,2-5 as 0, 2, 3, 4, 5; ValueError, from which the command makes a sentence, for anything else."""
+    """0,2-5 as 0, 2, 3, 4, 5; for anything else ValueError, which typer turns into a sentence."""
     ends = [part.partition("-") for part in text.split(",")]
     return [number for first, _, last in ends for number in range(int(first), int(last or first) + 1)]
 
@@ -105,23 +107,27 @@ def _numbers(text: str) -> list[int]:
 def upcycle(
     source: Source,
     destination: Target,
-    rank: Annotated[int | None, typer.Option(help="Rank of the composition.", show_default="2")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of composition.", show_default="2")] = None,
     groups: Annotated[int | None, typer.Option(help="Groups of heads that compose.", show_default="1")] = None,
     layers: Annotated[
         Any, typer.Option(parser=_numbers, metavar="0,2-5", help="Layers that compose.", show_default="all")
     ] = None,
-    composition: Annotated[str | None, typer.Option(help="A trained composition, a file of save_composition.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the drawn parameters.")] = 0,
+    composition: Annotated[
+        str | None, typer.Option(help="File of a trained composition, from save_composition.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the new parameters.")] = 0,
     dtype: Dtype = "keep",
     tokenizer: Tokenizer = None,
     with_code: WithCode = False,
     max_shard_size: ShardSize = "2GB",
     verify: Annotated[bool, typer.Option(help="Refuse NaN and infinity, and compare logits with SRC's.")] = True,
-    tolerance: Annotated[float, typer.Option(help="Largest difference of a logit, as a share of the largest.")] = 1e-5,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest difference of logits, relative to the largest logit.")
+    ] = 1e-5,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf) as a DCFormer that learns on."""
+    """Add composition to a pretrained Llama, Mistral, Qwen, SmolLM or GPT-NeoX model (also .gguf), for training."""
     _convert("upcycle", **locals())
 
 
@@ -182,27 +188,28 @@ def inspect_command(
 ) -> None:
     """Show the format, arrays and architecture of a checkpoint, without reading its weights."""
     with running_quietly(debug):
-        from ..conversion import dtype_name, inspect_checkpoint
+        from ..common.dtypes import dtype_name
+        from ..conversion import inspect_checkpoint
         from ..loading import find_folder
 
-        found = inspect_checkpoint(find_folder(path), step=step, train_config=train_config, config=config)
+        inspection = inspect_checkpoint(find_folder(path), step=step, train_config=train_config, config=config)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(), indent=2, default=str))
+        typer.echo(json.dumps(inspection.to_dict(), indent=2, default=str))
         return
-    _print_location(found.format, found.location, found.step, found.skipped_steps)
+    _print_location(inspection.format, inspection.location, inspection.step, inspection.skipped_steps)
     rows = [
-        (each.name, _shape(each.shape), dtype_name(each.dtype), _shape(each.chunk_shape), f"{each.nbytes:,}")
-        for each in found.tensors
+        (array.name, _shape(array.shape), dtype_name(array.dtype), _shape(array.chunk_shape), f"{array.nbytes:,}")
+        for array in inspection.tensors
     ]
     print_table("Arrays", ("name", "shape", "dtype", "chunk", "bytes"), rows)
-    if found.architecture:
-        _print_origins("Architecture", found.architecture)
+    if inspection.architecture:
+        _print_origins("Architecture", inspection.architecture)
     else:
-        print_line(f"Architecture unknown: {found.note}")
-    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
-    print_line(f"{found.total_parameters:,} parameters, {found.total_bytes:,} bytes, arrays: {dtypes}")
-    if found.optimizer_arrays:
-        print_line(f"{found.optimizer_arrays} arrays of the optimizer, not opened")
+        print_line(f"Architecture unknown: {inspection.note}")
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in inspection.dtypes.items())
+    print_line(f"{inspection.total_parameters:,} parameters, {inspection.total_bytes:,} bytes, arrays: {dtypes}")
+    if inspection.optimizer_arrays:
+        print_line(f"{inspection.optimizer_arrays} arrays of the optimizer, not opened")
 
 
 def _print_location(format: str, location: str, step: int | None, skipped_steps: dict[str, str]) -> None:
@@ -213,7 +220,7 @@ def _print_location(format: str, location: str, step: int | None, skipped_steps:
 
 
 def _print_origins(title: str, origins: Iterable[Any]) -> None:
-    """Print the values of a configuration and where each was found."""
+    """Print the values of a configuration and their sources."""
     rows = [(o.field, _short(o.value), "default" if o.is_default else "", o.origin) for o in origins]
     print_table(title, ("field", "value", "", "from"), rows)
 
@@ -273,7 +280,7 @@ def verify_command(
 
 
 def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table of the first 20 rows, and how many there are besides; nothing without rows."""
+    """A table of the first 20 rows, and how many more there are; nothing without rows."""
     if rows:
         print_table(title, columns, rows[:20])
     if len(rows) > 20:
@@ -281,10 +288,11 @@ def _print_first(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
 
 
 def card_command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model, whose README.md is the card.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model; its README.md is the card.")],
     results: Annotated[Path, typer.Option(help="Folder with results of `dcformer eval`.")] = Path("results"),
     evaluated_as: Annotated[
-        str | None, typer.Option(help="Name of the model in them.", show_default="any, with the weights in MODEL")
+        str | None,
+        typer.Option(help="Name of the model in the results.", show_default="any, with the weights in MODEL"),
     ] = None,
     paper_row: Annotated[
         str | None, typer.Option(help="Row of Table 4 to add: DCFormer++2.8B, or none.", show_default="by MODEL's name")
@@ -294,7 +302,7 @@ def card_command(
     """
     Write the scores of `dcformer eval` into a model card.
 
-    They go into the card's metadata (model-index), a table in its text, and .eval_results/*.yaml for the Hub. Your own
+    They go into the card's metadata (model-index), a table in its text, and .eval_results/*.yaml for the Hub. Other
     text stays, and repeating the command changes nothing.
     """
     with running_quietly(debug):

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..common.terminal import is_first_process, leaving_process_group, make_console, progress_bar
+from ..common.processes import is_first_process, leaving_process_group
+from ..common.terminal import make_console, progress_bar
 from .options import Debug, Device, Revision, Tokenizer
 from .running import print_table, running_command
 
@@ -22,22 +23,22 @@ def eval_command(
         str,
         typer.Option(
             help="Suites, separated by commas: table4, head_tasks, head_tasks_authors, perplexity, wikitext2, all of "
-            "these (all), or lm_eval_0_4_13, four columns of table4 in the words of that version."
+            "these (all), or lm_eval_0_4_13, four columns of table4 as that version words them."
         ),
     ] = "table4",
     tasks: Annotated[
         str | None, typer.Option(help="Tasks or suites instead of --suite: piqa,pile_ppl; see `dcformer tasks`.")
     ] = None,
     num_fewshot: Annotated[str, typer.Option(help="Examples before each question, one number or several: 0,5.")] = "0",
-    output: Annotated[str, typer.Option(help="Folder of results; finished ones in it are reused.")] = "results",
+    output: Annotated[str, typer.Option(help="Folder of results; finished ones are reused.")] = "results",
     limit: Annotated[
         int | None, typer.Option(help="Documents, windows or texts per task, evenly spread.", show_default="all")
     ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of the tasks' data.", show_default="the Hub")] = None,
     data_hash: Annotated[
-        list[str] | None, typer.Option(help="Hash that a task's data must have: TASK=sha256:..., or TASK=any.")
+        list[str] | None, typer.Option(help="Required hash of a task's data: TASK=sha256:..., or TASK=any.")
     ] = None,
-    batch_size: Annotated[str, typer.Option(help="Inputs in a forward pass (vllm: at most), or auto.")] = "auto",
+    batch_size: Annotated[str, typer.Option(help="Inputs per forward pass (vllm: at most), or auto.")] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(help="Number type of the parameters.", show_default="bfloat16; float32 for head tasks alone"),
@@ -45,7 +46,7 @@ def eval_command(
     baseline: Baseline = None,
     max_length: Annotated[
         int | None,
-        typer.Option(help="Most tokens of an input, and of a window.", show_default="as the model; windows of 2048"),
+        typer.Option(help="Maximum tokens of an input or window.", show_default="as the model; windows of 2048"),
     ] = None,
     device: Device = None,
     oov_policy: Annotated[
@@ -61,9 +62,9 @@ def eval_command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the models.")
     ] = False,
-    authors: Annotated[bool, typer.Option(help="With head_tasks: the paper's 888 published texts too.")] = True,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What computes.")] = "transformers",
-    shared_prefixes: Annotated[bool, typer.Option(help="Compute once what several prompts begin with.")] = True,
+    authors: Annotated[bool, typer.Option(help="With head_tasks: also the paper's 888 published texts.")] = True,
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What runs the models.")] = "transformers",
+    shared_prefixes: Annotated[bool, typer.Option(help="Compute prefixes that prompts share only once.")] = True,
     debug: Debug = False,
 ) -> None:
     """Evaluate models on the tasks of the paper, and print its tables."""
@@ -77,7 +78,7 @@ def eval_command(
         options["data_hash"] = _pairs("--data-hash", data_hash or [])
         with _progress() as on_progress:
             records = evaluate(**options, on_progress=on_progress)
-        if records:  # which the first of several processes has
+        if records:  # empty in all processes except the first
             build_report(output, baseline=baseline).print(make_console())
 
 
@@ -87,7 +88,7 @@ def report_command(
         Literal["terminal", "markdown", "csv", "json", "html"], typer.Option("--format", help="Format of the tables.")
     ] = "terminal",
     plot: Annotated[
-        str | None, typer.Option(help="Picture to write, of each task's difference from the baseline.")
+        str | None, typer.Option(help="File for a plot of every task's difference from the baseline.")
     ] = None,
     baseline: Baseline = None,
     paper_row: Annotated[
@@ -95,7 +96,7 @@ def report_command(
     ] = None,
     correction: Annotated[
         Literal["none", "holm"],
-        typer.Option(help="How to correct p-values for the number of differences in a table: not, or by Holm's rule."),
+        typer.Option(help="Correction of p-values for the number of differences in a table: none, or Holm's method."),
     ] = "none",
     debug: Debug = False,
 ) -> None:
@@ -120,7 +121,7 @@ def tasks_command(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """List the tasks that models can be evaluated on."""
+    """List the evaluation tasks."""
     with running_command(debug, loads_models=False):
         from ..eval import list_tasks, tasks_folder
 
@@ -129,7 +130,7 @@ def tasks_command(
             return
         rows = [(t.name, t.suite, t.asks, " and ".join(map(str, t.paper_shots)) or "-") for t in list_tasks()]
         print_table("", ("task", "suite", "what it asks", "examples in the paper"), rows)
-        typer.echo("Run a task by `dcformer eval MODEL --tasks TASK`, a suite by --suite.")
+        typer.echo("Run a task with `dcformer eval MODEL --tasks TASK`, a suite with --suite.")
         typer.echo("`dcformer tasks --folder` prints the folder of the definitions, for lm-eval's --include_path.")
 
 
@@ -142,7 +143,7 @@ def _pairs(option: str, pairs: list[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr; where that is no terminal, a line for every task that begins."""
+    """A bar on stderr; if that is no terminal, a line for every task that starts."""
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, console):

@@ -1,4 +1,4 @@
-"""`dcformer generate`: text after a prompt, in a conversation, or for a file of prompts."""
+"""`dcformer generate`: continue a prompt, chat, or answer a file of prompts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ..generation import Generated, TextGenerator, VLLMGenerator
 
 _OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
-_OWN = "generation_config.json"
-# Options that nothing reads without another.
+_CONFIG = "generation_config.json"
+# Options that have no effect without another.
 _ONLY_WITH = {
     "prompts": "--output",
     **dict.fromkeys(["output", "field", "batch_size"], "--prompts"),
@@ -37,24 +37,30 @@ def generate_command(
     chat: Annotated[bool | None, typer.Option("--chat", help="Answer every line of stdin as a message.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, for --chat.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens to write.", show_default=f"{_OWN}, else 256")
+        int | None, typer.Option(min=1, help="Maximum of new tokens.", show_default=f"{_CONFIG}, else 256")
     ] = None,
     do_sample: Annotated[
-        bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_OWN)
+        bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from so many likeliest tokens; 0 for all.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Draw from the top of this probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(min=0, max=1, help="Least probability, over the likeliest's.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this total.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Least probability, relative to the highest.")
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
-    num_beams: Annotated[int | None, typer.Option(min=1, help="Follow so many texts; print the best.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed, to draw the same text again.")] = None,
+    num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
     field: Annotated[str | None, typer.Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at once.", show_default="8; vllm 1024")] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What computes answers.")] = "transformers",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts per batch.", show_default="8; vllm 1024")
+    ] = None,
+    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What runs the model.")] = "transformers",
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
@@ -72,9 +78,9 @@ def generate_command(
     debug: Debug = False,
 ) -> None:
     """
-    Continue a prompt and print the text as it comes.
+    Continue a prompt and print the text as it is generated.
 
-    Only generated text goes to stdout, messages go to stderr.
+    Only generated text goes to stdout; messages go to stderr.
     """
     given = dict(locals())
     with running_quietly(debug, "Interrupted; repeat the command to resume." if output else "Interrupted."):
@@ -106,12 +112,12 @@ def _load(given: dict[str, Any]) -> TextGenerator:
     from ..loading import load_model
 
     shared = {name: given[name] for name in ("dtype", "device")}
-    own = {name: given[name] for name in ("tokenizer", "revision", "attn_implementation", "oov_policy")}
+    options = {name: given[name] for name in ("tokenizer", "revision", "attn_implementation", "oov_policy")}
     with status("Loading"):
-        loaded = load_model(given["model"], **shared, **own)
+        loaded = load_model(given["model"], **shared, **options)
         assistant = load_model(given["assistant_model"], **shared) if given["assistant_model"] else None
     beams = given["num_beams"] or loaded.model.generation_config.num_beams or 1
-    if assistant is not None and beams > 1:  # Transformers would not ask it
+    if assistant is not None and beams > 1:  # Transformers would silently not use it
         raise ValueError(f"assistant_model={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
     if given["chat_template"] is not None:
         loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8")
@@ -127,7 +133,7 @@ def _load(given: dict[str, Any]) -> TextGenerator:
 
 
 def _converse(generator: TextGenerator, first: str) -> None:
-    """Answer messages, each after all before it, until stdin ends."""
+    """Answer a conversation, message by message, until stdin ends."""
     from transformers import DynamicCache
 
     from ..modeling_dcformer import CACHE_NAME
@@ -136,7 +142,7 @@ def _converse(generator: TextGenerator, first: str) -> None:
     messages: list[dict[str, str]] = []
     read: list[int] = []
     # Other caches than this one, and those of beams and drafts, cannot be continued.
-    goes_on = generator.options.keys().isdisjoint({"num_beams", "cache_implementation", "assistant_model"})
+    keeps_cache = generator.options.keys().isdisjoint({"num_beams", "cache_implementation", "assistant_model"})
     options: dict[str, Any] = {}
     for line in itertools.chain([] if first == "-" else [first], sys.stdin):
         if not line.strip():
@@ -147,7 +153,7 @@ def _converse(generator: TextGenerator, first: str) -> None:
         except ValueError as error:  # the tokenizer has no template, or several
             raise ValueError(f"{error}; or give a file with one by --chat-template.") from error
         ids = generator.encode(text, "The conversation", add_special_tokens=False)
-        if goes_on and (not read or ids[: len(read)] != read):
+        if keeps_cache and (not read or ids[: len(read)] != read):
             options[CACHE_NAME] = DynamicCache(config=loaded.model.config)
         answer = _print(generator.stream(ids, **options))
         read = answer.sequence[:-1]
@@ -170,39 +176,45 @@ def _answer_file(given: dict[str, Any]) -> None:
     def answer(start: int, end: int) -> list[str]:
         if given["engine"] == "vllm":
             return generator.generate(prompts[start:end], None if seed is None else seed + start)
-        if seed is not None:  # so that a run that goes on draws what one without a break does
+        if seed is not None:  # so that a resumed run samples what an uninterrupted one does
             set_seed(seed + start)
         return [answer.text for answer in generator.generate(prompts[start:end])]
 
-    # All that answers depend on, for a run that goes on.
+    # Everything that answers depend on; a resumed run must have the same.
     settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
     settings["prompts"] = file_digest(given["prompts"])
     sources = (given[name] for name in ("model", "tokenizer", "assistant_model"))
     folders = [Path(find_folder(source)) for source in sources if source]
     for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
         if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
-            settings[str(file)] = [file.stat().st_size, file.stat().st_ctime_ns]  # copies keep the other time
+            settings[str(file)] = [
+                file.stat().st_size,
+                file.stat().st_ctime_ns,
+            ]  # a copy may keep the modification time
     size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
-
-        def show(done: int) -> None:
-            bar.update(row, completed=done)
-
-        write_answers(records, answer, given["output"], batch_size=size, settings=settings, on_progress=show)
+        write_answers(
+            records,
+            answer,
+            given["output"],
+            batch_size=size,
+            settings=settings,
+            on_progress=lambda done: bar.update(row, completed=done),
+        )
 
 
 def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
     from ..generation import VLLMGenerator
     from ..loading import find_model
 
-    found = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
+    model = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
     options = {name: given[name] for name in (*_OF_GENERATE, "dtype", "tokenizer")}
-    return VLLMGenerator(found, stop_strings=given["stop"] or (), **options)
+    return VLLMGenerator(model, stop_strings=given["stop"] or (), **options)
 
 
 def _print(pieces: Generator[str, None, Generated]) -> Generated:
-    """Write text as it comes, and end its line if the text itself does not."""
+    """Print text as it is generated, with a line feed at the end if the text has none."""
     text = ""
     with contextlib.closing(pieces):
         while True:

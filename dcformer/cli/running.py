@@ -1,4 +1,4 @@
-"""How commands run and print: models registered, errors in one line, without the noise of other libraries."""
+"""How commands run and print: models registered, errors in one line, other libraries silent."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ def running_command(
     """Run the body of a command as `one_line_errors` does, with the models registered if it loads any."""
     with one_line_errors(debug, interrupted, is_first):
         if loads_models:
-            # What they say at their import concerns nobody who runs a command.
+            # They log at import, which does not concern users of a command.
             for name in ("torchao", "torch.utils._pytree"):
                 logging.getLogger(name).setLevel(logging.ERROR)
             from .. import public  # noqa: F401
@@ -25,14 +25,14 @@ def running_command(
 
 @contextlib.contextmanager
 def running_quietly(debug: bool, interrupted: str = "Interrupted.") -> Iterator[None]:
-    """Run the body of a command whose own output others would tear."""
+    """Run the body of a command without messages of libraries in its output."""
     with running_command(debug, interrupted), quiet_libraries():
         yield
 
 
 @contextlib.contextmanager
 def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A progress bar on stderr, as conversions take it."""
+    """A progress bar of bytes on stderr, for conversions."""
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     with progress_bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as (bar, _):
@@ -41,7 +41,7 @@ def byte_progress(task: str) -> Iterator[Callable[[int], Callable[[int], None]]]
 
 @contextlib.contextmanager
 def status(task: str) -> Iterator[None]:
-    """A sign of life on stderr, where that is a terminal."""
+    """A spinner on stderr, if that is a terminal."""
     from rich.console import Console
 
     with Console(stderr=True).status(task):

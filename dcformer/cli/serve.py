@@ -1,4 +1,4 @@
-"""`dcformer serve`, OpenAI's API for a model, and `dcformer demo`, a page in the browser."""
+"""`dcformer serve`, an OpenAI-compatible API for a model, and `dcformer demo`, a web demo."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from .options import Debug, Device, Dtype, Host, Model, Revision, Tokenizer
 from .running import running_quietly, status
 
 
-# Options that `dcformer serve` lacks are the engine's.
+# Other options than those of `dcformer serve` are passed to the engine.
 PASS_OPTIONS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -16,7 +16,7 @@ def serve_command(
     context: typer.Context,
     model: Model,
     engine: Annotated[
-        Literal["auto", "vllm", "transformers"], typer.Option(help="Server; auto is vllm where it is installed.")
+        Literal["auto", "vllm", "transformers"], typer.Option(help="Server; auto: vllm if it is installed.")
     ] = "auto",
     host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
@@ -26,9 +26,9 @@ def serve_command(
     debug: Debug = False,
 ) -> None:
     """
-    Serve a model by OpenAI's API.
+    Serve a model with an OpenAI-compatible API.
 
-    The engine takes all other options after MODEL as they are.
+    All other options after MODEL are passed to the engine.
     """
     if model.startswith("-"):
         raise typer.BadParameter(f"Give MODEL before options of the engine, got {model!r}.")
@@ -38,24 +38,24 @@ def serve_command(
 
         trusts = "--trust-remote-code" in context.args
         tokenizer = tokenizer and find_folder(tokenizer)
-        found = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
+        unread = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
         chosen = choose_engine(engine)
         typer.echo(f"Starting {chosen}: {model} will be at http://{host}:{port}/v1 (OpenAI's API); Ctrl-C ends it.")
-        serve(found, chosen, host=host, port=port, dtype=dtype, tokenizer=tokenizer, arguments=context.args)
+        serve(unread, chosen, host=host, port=port, dtype=dtype, tokenizer=tokenizer, arguments=context.args)
 
 
 def demo_command(
     model: Model = "dcformer-tiny",
     host: Host = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="Port.", show_default="the first free one from 7860")] = None,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    browser: Annotated[bool, typer.Option(help="Open the demo in a browser.")] = True,
     dtype: Dtype = None,
     device: Device = None,
     tokenizer: Tokenizer = None,
     revision: Revision = None,
     debug: Debug = False,
 ) -> None:
-    """Open a page to try a model on: streamed text, and attention before and after composition."""
+    """Open a web demo of a model: streamed text, and attention before and after composition."""
     with running_quietly(debug, interrupted="Stopped."):
         from ..demo import serve_page
 

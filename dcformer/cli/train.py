@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..common.processes import is_first_process, leaving_process_group
 from ..common.quiet import quiet_libraries
-from ..common.terminal import is_first_process, leaving_process_group, progress_bar
+from ..common.terminal import progress_bar
 from .options import Debug
 from .running import print_line, running_command
 
@@ -18,15 +19,15 @@ _INTERRUPTED = "Interrupted; checkpoints are kept, run the same command to resum
 
 def train_command(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="The YAML file of a recipe, or the name of one that is bundled.")
+        str, typer.Argument(metavar="RECIPE", help="YAML file of a recipe, or the name of a packaged recipe.")
     ],
     output: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="as the recipe says")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, as training.max_steps=20; repeatable."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value: training.max_steps=20; repeatable."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option(help="Resume from the last complete checkpoint, or remove what is there and start over.")
+        bool, typer.Option(help="Resume from the last complete checkpoint, or remove checkpoints and start over.")
     ] = True,
     debug: Debug = False,
 ) -> None:
@@ -60,7 +61,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[Callable[[int, int, dict], None]]:
-    """A bar on stderr; where that is no terminal, a line for every record of the log."""
+    """A bar on stderr; if that is no terminal, a line for every record of the log."""
     from rich.progress import MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
     counters = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -6,9 +6,9 @@ from types import ModuleType
 
 
 def add_to_transformers(classes: Iterable[type]) -> None:
-    """Make classes attributes of the module `transformers`, under their own names."""
-    # Transformers executes its own __init__.py a second time when it imports its processors. Whoever imported it before
-    # then holds another module than those who come after.
+    """Make classes attributes of the module `transformers`, under their names."""
+    # Transformers executes its __init__.py a second time when it imports its processors: modules that imported it
+    # before then hold another module object than those that import it later.
     held = [getattr(holder, "__dict__", {}).get("transformers") for holder in list(sys.modules.values())]
     modules = [module for module in held if isinstance(module, ModuleType) and module.__name__ == "transformers"]
     for module in (sys.modules["transformers"], *modules):

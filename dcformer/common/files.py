@@ -32,8 +32,10 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write or replace a file in one step, text as UTF-8; if that fails, what was there stays and nothing else."""
-    unfinished = path.with_name(f"{path.name}.partial")  # what a killed process leaves there is replaced later
+    """Write or replace a file in one step, text as UTF-8; if that fails, the old file stays and no other is left."""
+    unfinished = path.with_name(
+        f"{path.name}.partial"
+    )  # a killed process may leave it behind; the next one replaces it
     try:
         with unfinished.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -46,7 +48,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
-    """The SHA-256 of a file in hexadecimal digits; `advance` is told of the bytes of every part that is read."""
+    """The SHA-256 of a file in hexadecimal digits; `advance` is called with the bytes of every part that is read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -57,9 +59,9 @@ def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: No
 
 def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest:
     """
-    Sizes and SHA-256 of files below a folder, all of them or these, sorted by name.
+    Sizes and SHA-256 of files below a folder, of all or of `paths`, sorted by name.
 
-    The files are on the disk afterwards, so that a manifest that survives a power cut describes files that did.
+    The files are flushed to the disk first, so that a manifest that survives a power cut describes files that did.
     """
     manifest: Manifest = {}
     for path in sorted(folder.rglob("*") if paths is None else paths):
@@ -73,7 +75,7 @@ def make_manifest(folder: Path, paths: Iterable[Path] | None = None) -> Manifest
 def find_damage(
     folder: Path, manifest: Mapping[str, Any], advance: Callable[[int], object] = lambda nbytes: None
 ) -> str | None:
-    """What is wrong with the first file that is not as its manifest says, as a sentence; None if all are."""
+    """What is wrong with the first file that differs from the manifest, as a sentence; None if none does."""
     for name, expected in manifest.items():
         check_relative(name)
         path = folder / name
@@ -87,7 +89,7 @@ def find_damage(
 
 
 def check_relative(name: Any) -> str:
-    """A path read from a file, if it stays below the folder that it is relative to; else ValueError."""
+    """A path that was read from a file, if it stays inside the folder that it is relative to; else ValueError."""
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not parts or parts[0] == "/" or ".." in parts or "\\" in name or ":" in name:
         raise ValueError(f"A path that is read from a file must stay inside its folder, got {name!r}.")
@@ -95,7 +97,7 @@ def check_relative(name: Any) -> str:
 
 
 def seal(values: dict[str, Any]) -> str:
-    """JSON text with a hash of itself, by which `read_sealed` sees damage."""
+    """JSON text with a hash of itself, by which `read_sealed` detects damage."""
     return json.dumps({**values, "sha256": json_digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,18 +1,26 @@
 """Packages of the extras, imported where they are used."""
 
 import importlib
+import os
 from types import ModuleType
 
 
 def install_hint(extra: str) -> str:
-    """How an extra is installed, as the end of a sentence."""
+    """How to install an extra, as the end of a sentence."""
     return f'pip install ".[{extra}]" in a clone of the repository of dcformer'
 
 
 def import_optional(name: str, what: str, extra: str) -> ModuleType:
-    """A module that may not be installed; ImportError if it is not: what needs it, and how its extra is installed."""
+    """A module of an extra; the ImportError for a missing one says what needs it, and how to install the extra."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = (error.name or name).partition(".")[0]
         raise ImportError(f"{what} needs {missing}: {install_hint(extra)}.", name=missing) from error
+
+
+def import_vllm(what: str, **environment: str) -> ModuleType:
+    """vLLM without usage statistics, its log on stderr; `environment` has further variables that are not set yet."""
+    defaults = {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1", **environment}
+    os.environ.update(defaults | os.environ)
+    return import_optional("vllm", what, "vllm")

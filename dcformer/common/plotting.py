@@ -1,4 +1,4 @@
-"""One look of all plots, which needs no colour, and the same file for the same data."""
+"""The style of all plots, readable without colour; the same data give the same file."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Fi
 
 def draw_rows(axis: Axes, names: Sequence[str]) -> None:
     """Name the rows 0, 1, ... of an axis from top to bottom, every other one shaded."""
-    for place in range(1, len(names), 2):
-        axis.axhspan(place - 0.5, place + 0.5, color="0.94", zorder=0)
+    for row in range(1, len(names), 2):
+        axis.axhspan(row - 0.5, row + 0.5, color="0.94", zorder=0)
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
@@ -49,6 +49,6 @@ def draw_rows(axis: Axes, names: Sequence[str]) -> None:
 
 
 def draw_grid(axis: Axes, which: Literal["both", "x", "y"] = "both") -> None:
-    """Draw pale lines behind the data."""
+    """Draw grid lines behind the data."""
     axis.grid(axis=which, color="0.85", linewidth=0.6, zorder=0)
     axis.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Silence for the libraries below, whose messages and progress bars would tear those of a command."""
+"""Silence for libraries, so that their messages and progress bars do not mix with those of a command."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterator[None]:
-    """Switch off progress bars of Transformers, the Hub and, if asked, datasets; with `messages` those below errors."""
+    """Switch off the progress bars of Transformers, the Hub and optionally datasets, and with `messages` warnings."""
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging
 
@@ -18,7 +18,7 @@ def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterato
 
         libraries.append(datasets_logging)
     with contextlib.ExitStack() as before:
-        # Put back last: Transformers switches the Hub's bars together with its own.
+        # Restored last: Transformers also switches the Hub's bars.
         before.callback(hub.disable_progress_bars if hub.are_progress_bars_disabled() else hub.enable_progress_bars)
         hub.disable_progress_bars()
         for library in libraries:
@@ -29,7 +29,7 @@ def quiet_libraries(*, messages: bool = True, datasets: bool = False) -> Iterato
             for library in (*libraries, hub.logging):
                 before.callback(library.set_verbosity, library.get_verbosity())
                 library.set_verbosity_error()
-            # On some processors it says at its import, which is none of ours, that an optional package is missing.
+            # On some processors it warns at import that an optional package is missing.
             quantization = logging.getLogger("bitsandbytes")
             before.callback(quantization.setLevel, quantization.level)
             quantization.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""For the commands: a console that fits pipes, errors of one line, signals, and the end of several processes."""
+"""For the commands: a console that fits pipes, progress bars, errors of one line, and signals."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from .processes import is_first_process
+
 
 # Imported where it is used: the help of a command waits for all that is imported here.
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
-
-
-def is_first_process() -> bool:
-    """Whether this is the only process, or the first of those that `torchrun` or `accelerate launch` started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def make_console(pipe_width: int = 200) -> Console:
@@ -37,9 +34,9 @@ def make_console(pipe_width: int = 200) -> Console:
 @contextlib.contextmanager
 def progress_bar(*counters: ProgressColumn) -> Iterator[tuple[Progress, Console | None]]:
     """
-    A bar with counters behind it on stderr, shown by the first process if that is a terminal.
+    A bar with counters on stderr, shown by the first process if stderr is a terminal.
 
-    Beside it comes a console for lines in its place, `None` where none are due.
+    If it is none, the first process also gets a console on stderr, for lines instead of the bar; otherwise `None`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -65,7 +62,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
             typer.echo(interrupted, err=True)
         number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
         raise typer.Exit(128 + number) from None
-    except BrokenPipeError:  # the reader of stdout has seen enough, as `head` has; Python would complain at its end
+    except BrokenPipeError:  # the reader of stdout ended, as `head` does; Python would print an error when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:
         if debug:
@@ -77,16 +74,16 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
 
 @contextlib.contextmanager
 def _signals_as_interruptions() -> Iterator[None]:
-    """Raise KeyboardInterrupt with its number on SIGTERM and SIGHUP, so that what is done is kept as after Ctrl-C."""
+    """Raise KeyboardInterrupt with its number on SIGTERM and SIGHUP, so that results are kept as after Ctrl-C."""
     chosen = []
-    # Processes of torchrun keep the default: one that waits for the others in a reduction would never raise.
+    # Processes of torchrun keep the default: one that waits for others in a collective would never raise.
     if threading.current_thread() is threading.main_thread() and os.environ.get("WORLD_SIZE", "1") == "1":
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
         chosen = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores SIGHUP
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in chosen:  # a terminal that closes sends two; the second must not stop the end of the work
-            signal.signal(each, lambda *_: None)
+        for ignored in chosen:  # a closing terminal sends two; the second must not interrupt the clean-up
+            signal.signal(ignored, lambda *_: None)
         raise KeyboardInterrupt(number)
 
     try:
@@ -96,15 +93,3 @@ def _signals_as_interruptions() -> Iterator[None]:
     finally:
         for number in chosen:
             signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def leaving_process_group() -> Iterator[None]:
-    """Close the connections between processes, about which torch would complain at the end."""
-    try:
-        yield
-    finally:
-        import torch
-
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()

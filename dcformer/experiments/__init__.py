@@ -5,14 +5,5 @@ from .report import compare_variants, plot_sweep, print_report, summarise
 from .runner import finish_run, run_sweep
 
 
-__all__ = [
-    "Run",
-    "SweepRecipe",
-    "compare_variants",
-    "finish_run",
-    "plan_sweep",
-    "plot_sweep",
-    "print_report",
-    "run_sweep",
-    "summarise",
-]
+__all__ = ["Run", "SweepRecipe", "finish_run", "plan_sweep", "run_sweep"]
+__all__ += ["compare_variants", "plot_sweep", "print_report", "summarise"]

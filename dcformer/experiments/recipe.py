@@ -14,11 +14,11 @@ from ..training import Recipe, merge_recipes
 class SweepRecipe:
     """The `sweep:` mapping of a recipe."""
 
-    #: name -> what the variant changes in `model` and `training`; the first one is what the others are compared with
+    #: name -> changes to `model` and `training`; the others are compared with the first one
     variants: dict[str, Any]
     seeds: list[int]  #: seeds of the initialisation, the order of the data, and generated documents
     tasks: list[str] | None = None  #: tasks of `dcformer eval` that score every model; `None`: losses alone
-    limit: int | None = None  #: documents of each task; `None`: all
+    limit: int | None = None  #: documents per task; `None`: all
     only: list[str] | None = None  #: variants to run now
     published: dict[str, float] | None = None  #: variant -> published perplexity, a column of the table
 
@@ -27,21 +27,21 @@ class SweepRecipe:
             raise ValueError(f"sweep.seeds must be one or more different integers, got {self.seeds}.")
         for name, change in self.variants.items():
             if not re.fullmatch(r"\w[\w.+-]*", name):
-                raise ValueError(f"sweep.variants holds {name!r}; a name is of letters, digits and . _ + - alone.")
-            if not set(change or {}) <= {"model", "training"}:
-                raise ValueError(f"sweep.variants.{name} may change model and training alone, got {list(change)}.")
+                raise ValueError(f"sweep.variants holds {name!r}; a name consists of letters, digits and . _ + -.")
+            if not isinstance(change or {}, dict) or not {*(change or {})} <= {"model", "training"}:
+                raise ValueError(f"sweep.variants.{name} may change model and training only, got {change}.")
         for name in (*(self.only or ()), *(self.published or ())):
             if name not in self.variants:
                 raise ValueError(f"sweep names {name!r}; its variants are {', '.join(self.variants)}.")
 
     def chosen(self, runs: list[Run]) -> list[Run]:
-        """Those of its runs that are to be done now."""
+        """The runs to do now."""
         return [run for run in runs if self.only is None or run.variant in self.only]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One variant with one seed; `recipe` is all that `train` needs."""
+    """A variant with a seed; `recipe` is all that `train` needs."""
 
     variant: str
     seed: int
@@ -60,8 +60,8 @@ class Run:
 
 def plan_sweep(recipe: Recipe) -> tuple[SweepRecipe, list[Run]]:
     """
-    Read the sweep of a recipe and plan all of its runs, in the order in which they start: seeds are the outer loop, so
-    that a sweep which is stopped has comparable runs of every variant.
+    Read the sweep of a recipe and plan its runs, in the order in which they start: seeds are the outer loop, so that a
+    sweep that is stopped has comparable runs of every variant.
 
     Raises:
         ValueError: if the recipe has no sweep or no evaluation, or a variant makes no valid recipe or model.
@@ -77,13 +77,10 @@ def plan_sweep(recipe: Recipe) -> tuple[SweepRecipe, list[Run]]:
     variants = {
         name: Recipe.from_mapping(merge_recipes(shared, change or {})) for name, change in sweep.variants.items()
     }
-    return sweep, [
-        Run(variant, seed, _with_seed(own, recipe, variant, seed))
-        for seed in sweep.seeds
-        for variant, own in variants.items()
-    ]
-
-
-def _with_seed(own: Recipe, recipe: Recipe, variant: str, seed: int) -> Recipe:
-    output = str(Path(recipe.output) / variant / f"seed-{seed}")
-    return replace(own, name=f"{recipe.name}, {variant}, seed {seed}", output=output, seed=seed)
+    runs = []
+    for seed in sweep.seeds:
+        for name, variant in variants.items():
+            output = str(Path(recipe.output) / name / f"seed-{seed}")
+            changed = replace(variant, name=f"{recipe.name}, {name}, seed {seed}", output=output, seed=seed)
+            runs.append(Run(name, seed, changed))
+    return sweep, runs

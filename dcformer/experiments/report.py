@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..common.optional import import_optional
 from ..common.plotting import check_plot_path, draw_rows, picture
@@ -44,18 +44,18 @@ def summarise(results: Mapping[str, Any]) -> pandas.DataFrame:
 
 def compare_variants(results: Mapping[str, Any], metric: str) -> pandas.DataFrame:
     """
-    Compare every variant with the first by t tests paired by seed, for variants with two seeds in common with it.
+    Compare variants with the first one by t tests paired by seed, where they have at least two seeds in common.
 
     Returns:
-        A row per variant: `difference`, `±` (half its own 95 % interval) and `p`, corrected by Holm's method.
+        A row per variant: `difference`, `±` (half its 95 % interval) and `p`, corrected by Holm's method.
     """
     pandas = import_optional("pandas", "A report of a sweep", "train")
     frame = _runs_frame(results).dropna(subset=metric)
     values = {name: dict(zip(rows["seed"], rows[metric])) for name, rows in frame.groupby("variant", sort=False)}
     first = next(iter(values))
     pairs = [(name, first) for name in values if name != first and len(values[name].keys() & values[first]) > 1]
-    found = compare_seeds(values, pairs) if pairs else []
-    rows = {item.first: (item.difference, item.half_width, item.corrected_p) for item in found}
+    compared = compare_seeds(values, pairs) if pairs else []
+    rows = {item.first: (item.difference, item.half_width, item.corrected_p) for item in compared}
     return pandas.DataFrame.from_dict(rows, orient="index", columns=["difference", "±", "p"])
 
 
@@ -63,25 +63,24 @@ def print_report(results: Mapping[str, Any], console: Console) -> None:
     """Print a row per variant, with published perplexities and ranks if there are any, differences, and failures."""
     table, metrics = summarise(results), _metrics(_runs_frame(results))
     published = results["recipe"]["sweep"].get("published") or {}
-    title = f"{results['recipe']['name']}: mean ± half a 95 % interval over the seeds"
-    shown = Table(title=title, title_justify="left")
-    headings = ["variant", "seeds", "parameters", *metrics]
+    columns: dict[str, Iterable[str]] = {
+        "variant": table.index,
+        "seeds": table["seeds"].map(str),
+        "parameters": table["parameters"].map("{:,}".format),
+    }
+    columns |= {metric: map(_with_interval, table[metric], table[f"{metric} ±"]) for metric in metrics}
     if "evaluation_loss" in table:
-        headings.append("perplexity")
+        columns["perplexity"] = [f"{math.exp(loss):.3f}" for loss in table["evaluation_loss"]]
     if published:
-        headings += ["published perplexity", "rank here / published"]
+        columns["published perplexity"] = [str(published.get(name, "-")) for name in table.index]
         here = table[metrics[0]].rank(method="min", ascending=_is_better_when_lower(metrics[0]))
         there = table.index.to_series().map(published).rank(method="min")
-    for place, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if place else "left")
-    for name, row in table.iterrows():
-        cells = [name, f"{row['seeds']:.0f}", f"{row['parameters']:,.0f}"]
-        cells += [_with_interval(row[metric], row[f"{metric} ±"]) for metric in metrics]
-        if "evaluation_loss" in table:
-            cells.append(f"{math.exp(row['evaluation_loss']):.3f}")
-        if published:
-            cells += [str(published.get(name, "-")), f"{here[name]:.0f} / {there[name]:.0f}".replace("nan", "-")]
-        shown.add_row(*cells)
+        columns["rank here / published"] = [f"{a:.0f} / {b:.0f}".replace("nan", "-") for a, b in zip(here, there)]
+    title = f"{results['recipe']['name']}: mean ± half a 95 % interval over the seeds"
+    headings = (Column(name, justify="left" if name == "variant" else "right") for name in columns)
+    shown = Table(*headings, title=title, title_justify="left")
+    for row in zip(*columns.values()):
+        shown.add_row(*row)
     console.print(shown)
     for metric in metrics:
         differences = compare_variants(results, metric)
@@ -109,8 +108,8 @@ def plot_sweep(results: Mapping[str, Any], path: str | os.PathLike) -> None:
         panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
         for axis, metric in zip(panels, metrics):
             draw_rows(axis, names)
-            places = frame["variant"].map(names.index)
-            axis.plot(frame[metric], places, "o", color="0.45", markerfacecolor="none", markersize=4)
+            rows = frame["variant"].map(names.index)
+            axis.plot(frame[metric], rows, "o", color="0.45", markerfacecolor="none", markersize=4)
             axis.errorbar(
                 table[metric], range(len(names)), xerr=table[f"{metric} ±"], fmt="D", color="black", label="mean"
             )

@@ -1,13 +1,13 @@
 """
-Sweeps: every variant of a recipe with every seed, each a run of `train`, with results that a stopped sweep keeps.
+Sweeps: a run of `train` for every variant of a recipe with every seed; a stopped sweep keeps its results.
 
     <output>/<variant>/seed-<seed>/               as `train` leaves it
     <output>/<variant>/seed-<seed>/evaluation/    records of the tasks
     <output>/<variant>/seed-<seed>/result.json    figures of the run, written last
-    <output>/results.json                         all of these, written anew after every run
+    <output>/results.json                         all of these, replaced after every run
     <output>/sweep.png                            means and intervals over the seeds
 
-Runs follow one another in this process.
+Runs are trained one after another in this process.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from .report import plot_sweep, print_report
 
 
 RESULT, RESULTS, PLOT = "result.json", "results.json", "sweep.png"
-# Keys of a recipe that move no figure of a result; implementations and compiling move it by rounding alone.
+# Keys of a recipe that no result depends on, except by rounding for implementations and compiling.
 MOVES_NO_RESULT = ("name", "output", "sweep", "model.attn_implementation") + tuple(
     f"training.{key}"
     for key in ("tokens", "max_steps", "compile", "compile_mode", "save_steps", "keep_checkpoints", "tensorboard")
@@ -61,11 +61,11 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         `evaluation` (task -> metric -> value); `failures`, a list of `variant`, `seed`, `error`.
 
     Raises:
-        ValueError: for a wrong recipe, or a folder whose runs are of another one or that another process is writing.
+        ValueError: for a wrong recipe, a folder with runs of another recipe, or one that another process is writing.
         RuntimeError: if runs diverged; all others are finished first.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("The runs of a sweep follow one another in one process; run it without torchrun.")
+        raise ValueError("The runs of a sweep are trained one after another in one process; run it without torchrun.")
     sweep, runs = plan_sweep(recipe)
     output = Path(recipe.output)
     rows: dict[str, dict[str, Any]] = {}
@@ -89,7 +89,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         try:
             plot_sweep(results, output / PLOT)
         except ImportError as error:
-            logger.warning(f"No plot is drawn: {error}")
+            logger.warning(f"The results are not plotted: {error}")
         if on_progress is None:
             print_report(results, make_console(pipe_width=160))
     if failures:
@@ -99,7 +99,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
 
 
 def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
-    """The figures of a run that is done; `None` if it must be trained or scored."""
+    """The results of a finished run; `None` if it must be trained or scored."""
     file = run.folder / RESULT
     if not file.is_file():
         return None
@@ -109,7 +109,7 @@ def _finished(run: Run, sweep: SweepRecipe) -> dict[str, Any] | None:
         logger.warning(f"{error} The run {run.name!r} counts as not finished.")
         return None
     differs = first_difference(Recipe.from_mapping(result["recipe"]), run.recipe, MOVES_NO_RESULT)
-    for key, fingerprint in fingerprint_inputs(run.recipe, only_here=True).items():
+    for key, fingerprint in fingerprint_inputs(run.recipe, local_only=True).items():
         if fingerprint != result["fingerprints"].get(key):
             differs = differs or f"the content of {key} has changed"
     if differs:
@@ -124,12 +124,12 @@ def finish_run(
     run: Run, sweep: SweepRecipe, resume: bool = True, on_progress: OnProgress | None = None
 ) -> dict[str, Any]:
     """
-    Train and score one run of those that `plan_sweep` gives, unless it is finished; arguments as of `run_sweep`.
+    Train and score one run from `plan_sweep`, unless it is finished; arguments as of `run_sweep`. There is no bar.
 
-    Several processes may do so for different runs of a sweep; `run_sweep` then finds these finished. There is no bar.
+    Several processes may call this for different runs of a sweep; `run_sweep` then reuses their results.
 
     Returns:
-        An item of `runs` of `run_sweep`, which is on the disk by then.
+        The item of `runs` that `run_sweep` returns for it.
 
     Raises:
         ValueError: as `run_sweep`.
@@ -141,12 +141,12 @@ def finish_run(
 
 def _finish(run: Run, sweep: SweepRecipe, resume: bool, on_progress: OnProgress) -> dict[str, Any]:
     recipe = run.recipe
-    tell = functools.partial(on_progress, run.name)
-    tell(0, recipe.training.steps, {})
+    report = functools.partial(on_progress, run.name)
+    report(0, recipe.training.steps, {})
     if not resume:
         (run.folder / RESULT).unlink(missing_ok=True)
     with quiet_libraries(messages=False, datasets=True):
-        trained = train(recipe, resume=resume, on_progress=tell)
+        trained = train(recipe, resume=resume, on_progress=report)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(trained["folder"]))
         scores: dict[str, dict[str, float]] | None = None
@@ -197,7 +197,7 @@ def _write_results(recipe: Recipe, runs: list[Run], rows: dict[str, dict], failu
 
 @contextlib.contextmanager
 def _progress(runs: int) -> Iterator[OnProgress]:
-    """One bar on stderr for all runs; where that is no terminal, a line for every run that begins."""
+    """One bar on stderr for all runs; if that is no terminal, a line for every run that starts."""
     with progress_bar(TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as (bar, console):
         row = bar.add_task("Sweep", total=runs)
         done: dict[str, float] = {}

@@ -1,8 +1,7 @@
-"""Transformers' generate() for texts: streamed or in batches, with stop strings and limits from the model; or vLLM."""
+"""Text generation by Transformers' generate(), streamed or in batches, or by vLLM."""
 
 import contextvars
 import math
-import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -14,18 +13,12 @@ from torch import Tensor
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from ..common.contexts import encode_context
-from ..common.optional import import_optional
+from ..common.dtypes import dtype_name
+from ..common.optional import import_vllm
 from ..loading import FoundModel, LoadedModel, find_folder
 
 
 _NEW_TOKENS = 256
-# For vLLM: stdout is for answers; on a CPU the cache would take nine tenths of the memory (in GiB).
-_VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "4",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -33,22 +26,22 @@ class Generated:
     """A continuation of a prompt."""
 
     ids: list[int]  # new token ids, with the one that ended the text
-    text: str  # theirs up to the first stop string, without special tokens
+    text: str  # the new text up to the first stop string, without special tokens
     sequence: list[int]  # ids of the prompt and the continuation
 
 
 class TextGenerator:
     """
-    A loaded model with options of generate().
+    Generates texts with a loaded model and options of generate().
 
     Args:
         loaded: From [`dcformer.loading.load_model`].
-        stop_strings (defaults to none): A text ends before the first of them, whatever the tokenizer's vocabulary.
+        stop_strings (defaults to none): A text ends before the first of them, however it is tokenized.
         assistant (*optional*): A small model that drafts tokens, for one prompt at a time.
-        warn (defaults to `warnings.warn`): Called once with a sentence if texts leave the model's context.
-        options: Arguments of generate(); `None` leaves one to generation_config.json. A `temperature`, `top_k`,
-            `top_p` or `min_p` asks for sampling, and `temperature=0` for greedy decoding, whatever the others. Where
-            nothing limits the text, 256 tokens or the context do.
+        warn (defaults to `warnings.warn`): Called once with a sentence if texts exceed the model's context.
+        options: Arguments of generate(); for those that are `None` generation_config.json holds. A `temperature`,
+            `top_k`, `top_p` or `min_p` turns sampling on, and `temperature=0` off, whatever the others. Without a limit
+            there are at most 256 new tokens, within the context.
 
     Raises:
         ValueError: if a stop string is empty, or an option of sampling comes with `do_sample=False`.
@@ -79,7 +72,8 @@ class TextGenerator:
         self, prompt: str | Sequence[int], what: str = "The prompt", *, add_special_tokens: bool = True
     ) -> list[int]:
         """
-        Token ids of a prompt, a text or ids; `what` names it in errors. Texts of a chat template have special tokens.
+        Token ids of a prompt, a text or ids; `what` names it in errors. Texts from a chat template already have special
+        tokens.
 
         Raises:
             ValueError: if it is empty, or an id has no embedding and `oov_policy` does not clamp it.
@@ -93,15 +87,15 @@ class TextGenerator:
         if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
             raise ValueError(
                 f"{what} has token id {max(ids)} at position {ids.index(max(ids))}, and {self.loaded.name!r} has "
-                f"embeddings for ids below {rows}; use its own tokenizer, or oov_policy clamp."
+                f"embeddings for ids below {rows}; use the model's tokenizer, or oov_policy clamp."
             )
         return ids
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Generator[str, None, Generated]:
         """
-        Continue a prompt, text or token ids, with further options of generate(), and return the continuation.
+        Continue a prompt, text or token ids, with further options of generate(); return the continuation.
 
-        The new text is yielded in pieces as it comes, with beams at the end. Closing the iterator ends the text.
+        Pieces of the new text are yielded as they are generated, with beams at the end. Closing the iterator stops.
         """
         ids = self.encode(prompt)
         if (self.options.get("num_beams") or self.loaded.model.generation_config.num_beams or 1) > 1:
@@ -120,7 +114,7 @@ class TextGenerator:
             finally:
                 streamer.text_queue.put(streamer.stop_signal)
 
-        # In the caller's context, by which a web page knows whom a warning is for.
+        # In the caller's context, by which a web demo knows which visitor a warning is for.
         thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
         thread.start()
         try:
@@ -147,7 +141,7 @@ class TextGenerator:
         if self._warn is not None and context is not None and length + (limit or 0) > context:
             self._warn(f"{length} tokens and {limit or 0} new ones exceed the {context} that the model was made for.")
             self._warn = None
-        # A token of a stop string has at least one byte of it; the first tokens decoded may read otherwise than inside.
+        # Tokens have at least one byte; the first ones of a decoded slice may give other characters than in their text.
         seen = max((len(string.encode()) for string in self.stop_strings), default=0) + 4
 
         def is_done(sequences: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -167,92 +161,93 @@ class TextGenerator:
             raise ValueError(sentence) from error
         answers = []
         for prompt, row in zip(prompts, sequences[:, length:].tolist()):
-            ends = [place + 1 for place, number in enumerate(row) if number in self._eos]
+            ends = [index + 1 for index, token in enumerate(row) if token in self._eos]
             new = row[: ends[0]] if ends else row  # padding of the batch follows
             text = "".join(text_before(self.stop_strings, [tokenizer.decode(new, skip_special_tokens=True)]))
             answers.append(Generated(new, text, [*prompt, *new]))
         return answers
 
 
-# Fields of generation_config.json that vLLM is told, or that change no text.
+# Fields of generation_config.json that are passed to vLLM, or that change no text.
 _READ_BY_VLLM = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
 _READ_BY_VLLM |= {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "use_cache", "cache_implementation"}
 _READ_BY_VLLM |= {"transformers_version", "_from_model_config"}
-_NEUTRAL = (None, False, 1, [], {})  # of all others, such as one beam; False is 0 too
+_NEUTRAL = (None, False, 1, [], {})  # values of other fields without effect, such as one beam; False equals 0
 
 
 class VLLMGenerator:
     """
-    vLLM with a model and options of generate().
+    Generates texts with vLLM and options of generate().
 
     Args:
-        found: From [`dcformer.loading.find_model`].
+        model: From [`dcformer.loading.find_model`].
         stop_strings (defaults to none), options: As of [`TextGenerator`], without beams and drafts.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        tokenizer (*optional*): Bundled model, folder or name on the Hub, in place of the model's.
+        tokenizer (*optional*): Bundled model, folder or name on the Hub, instead of the model's.
 
     Raises:
         ImportError: without vLLM.
-        ValueError: if generation_config.json asks for what vLLM is not told.
+        ValueError: if generation_config.json has an option that is not passed to vLLM.
     """
 
     def __init__(
         self,
-        found: FoundModel,
+        model: FoundModel,
         *,
         stop_strings: Sequence[str] = (),
         dtype: str | None = None,
         tokenizer: str | None = None,
         **options: Any,
     ):
-        os.environ |= _VLLM_ENVIRONMENT | os.environ
-        self._vllm: Any = import_optional("vllm", "--engine vllm", "vllm")
-        self.found, self.stop_strings, self.options = found, tuple(stop_strings), _sampling_options(options)
+        # On a CPU the cache would take nine tenths of the memory; this is in GiB.
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_LOGGING_LEVEL": "WARNING"}
+        self._vllm: Any = import_vllm("--engine vllm", **settings)
+        self.model, self.stop_strings, self.options = model, tuple(stop_strings), _sampling_options(options)
         try:
-            self._own = GenerationConfig.from_pretrained(found.path, revision=found.revision)
+            self._config = GenerationConfig.from_pretrained(model.path, revision=model.revision)
         except OSError:  # a model without the file
-            self._own = GenerationConfig.from_model_config(found.config)
-        for name, value in self._own.to_diff_dict().items():
+            self._config = GenerationConfig.from_model_config(model.config)
+        for name, value in self._config.to_diff_dict().items():
             if name not in _READ_BY_VLLM and value not in _NEUTRAL:
                 raise ValueError(
-                    f"generation_config.json of {found.name!r} has {name}={value!r}, which --engine vllm does not "
-                    "obey; remove it there, or take --engine transformers."
+                    f"generation_config.json of {model.name!r} has {name}={value!r}, which --engine vllm ignores; "
+                    "remove it there, or use --engine transformers."
                 )
-        stored = found.config.get_text_config().dtype  # by itself vLLM rounds weights in float32 to 16 bits
-        dtype = dtype or ("auto" if stored is None else str(stored).removeprefix("torch."))
+        stored = model.config.get_text_config().dtype  # by default vLLM rounds float32 weights to 16 bits
+        dtype = dtype or ("auto" if stored is None else dtype_name(stored))
         tokenizer = tokenizer and find_folder(tokenizer)
-        self._llm = self._vllm.LLM(found.path, dtype=dtype, tokenizer=tokenizer, revision=found.revision)
+        self._llm = self._vllm.LLM(model.path, dtype=dtype, tokenizer=tokenizer, revision=model.revision)
 
     def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
         """Token ids of a prompt; vLLM refuses those without an embedding."""
-        return encode_context(self.found.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        return encode_context(self.model.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
-        """The texts after prompts, which are token ids; the seed is of sampled tokens."""
-        given = {**self._own.to_dict(), **self.options}
+        """The texts that continue prompts, which are token ids; `seed` makes sampling repeatable."""
+        given = {**self._config.to_dict(), **self.options}
         defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
         values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
         values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
-        limits = [_new_tokens(self.options, self._own, self.found.config, len(ids)) for ids in prompts]
+        limits = [_new_tokens(self.options, self._config, self.model.config, len(ids)) for ids in prompts]
         params = [
             self._vllm.SamplingParams(
                 **values,
-                max_tokens=self._own.max_length - len(ids) if limits[place] is None else limits[place],
-                seed=None if seed is None else seed + place,
+                max_tokens=self._config.max_length - len(ids) if limit is None else limit,
+                seed=None if seed is None else seed + index,
                 stop=list(self.stop_strings),
-                stop_token_ids=_eos_token_ids(self._own, self.found.tokenizer),
+                stop_token_ids=_eos_token_ids(self._config, self.model.tokenizer),
             )
-            for place, ids in enumerate(prompts)
+            for index, (ids, limit) in enumerate(zip(prompts, limits))
         ]
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        # vLLM's own text lacks the token that ended it, which generate() keeps.
+        # The text of vLLM lacks the token that ended it, which generate() keeps.
         rows = [output.outputs[0].token_ids for output in outputs]
-        texts = self.found.tokenizer.batch_decode(rows, skip_special_tokens=True)
+        texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
         return ["".join(text_before(self.stop_strings, [text])) for text in texts]
 
 
 def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that are given, with `do_sample` where one of them says whether to sample."""
+    """Options that are not None, with `do_sample` if they imply it."""
     sampling = ("temperature", "top_k", "top_p", "min_p")
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("temperature") == 0:  # greedy, as for other engines and APIs; generate() refuses it
@@ -265,7 +260,7 @@ def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fitting_group_size(model: Any, cache_config: dict[str, Any]) -> int:
-    """The largest `q_group_size` up to the one asked for that divides what a quantised cache holds of any token."""
+    """The largest `q_group_size`, up to the one asked for, that divides what a quantised cache holds per token."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -278,12 +273,12 @@ def _fitting_group_size(model: Any, cache_config: dict[str, Any]) -> int:
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
     """Ids that end a text: those of generation_config.json, else the tokenizer's."""
-    found = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ids = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
 def _new_tokens(options: dict[str, Any], config: Any, model_config: Any, length: int) -> int | None:
-    """New tokens at most; `None` if generation_config.json limits the length with the prompt."""
+    """Maximum of new tokens; `None` if generation_config.json limits the length including the prompt."""
     given = options.get("max_new_tokens") or config.max_new_tokens
     if given is not None or config.max_length is not None:
         return given
@@ -292,17 +287,17 @@ def _new_tokens(options: dict[str, Any], config: Any, model_config: Any, length:
 
 
 def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Pieces of a text up to the first of the strings in it; an end that may begin one is held back."""
+    """Pieces of a text up to the first of the strings; an end that may be the start of one is held back."""
     held = ""
     longest = max(map(len, strings), default=1)
     for piece in pieces:
         held += piece
-        places = [held.index(string) for string in strings if string in held]
-        sure = min(places) if places else max(0, len(held) - longest + 1)
-        if sure:
-            yield held[:sure]
-        if places:
+        starts = [held.index(string) for string in strings if string in held]
+        end = min(starts) if starts else max(0, len(held) - longest + 1)
+        if end:
+            yield held[:end]
+        if starts:
             return
-        held = held[sure:]
+        held = held[end:]
     if held:
         yield held

@@ -1,4 +1,4 @@
-"""Files of prompts, and their answers as JSONL: a run that is killed goes on where it stopped."""
+"""Files of prompts, and their answers as JSONL: a run that was killed can be resumed."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ _SEAL = 65  # bytes before a line: the digits of its SHA-256 and a space
 
 def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[str, Any]]:
     """
-    Records of a file in UTF-8, whose lines are prompts, or in `.jsonl` files records with one.
+    Read prompts from a file in UTF-8, a prompt a line, or a record with a prompt a line in `.jsonl` files.
 
     Args:
         path: The file.
@@ -53,14 +53,15 @@ def write_answers(
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> None:
     """
-    Write each record with its answer, `generated_text`, to a JSONL file, which appears when all are there.
+    Write every record with its answer, `generated_text`, to a JSONL file, which appears when all are answered.
 
-    Until then they are in `OUTPUT.unfinished`, below the settings; answers that were damaged there are made again.
+    Until then answers are in `OUTPUT.unfinished`, after the settings; those that are damaged there are made again.
 
     Args:
         records: From [`read_prompts`].
-        answer: Called with the first record of a batch and the one after its last; returns their answers.
-        settings: All that answers depend on, as JSON.
+        answer: Called with the range of a batch, the index of its first record and that after its last; returns their
+            answers.
+        settings: Everything that answers depend on, as JSON.
         on_progress (*optional*): Called with the number of records answered.
 
     Raises:
@@ -71,19 +72,20 @@ def write_answers(
     lock = output.with_name(f"{output.name}.lock")
     with file_lock(lock):
         sealed = unfinished.read_bytes().splitlines(keepends=True) if unfinished.exists() else []
-        are_whole = (line == _sealed(place, line[_SEAL:]) for place, line in enumerate(sealed))
+        are_whole = (line == _sealed(index, line[_SEAL:]) for index, line in enumerate(sealed))
         lines = [line[_SEAL:] for line, _ in zip(sealed, itertools.takewhile(bool, are_whole))]
-        # A line that a killed run cut has no end, and is no damage.
+        # A line without an end was cut when the run was killed, and is no damage.
         if lost := sum(line.endswith(b"\n") for line in sealed[len(lines) :]):
             logger.warning("%r is damaged; its last %d lines are answered again.", str(unfinished), lost)
-        begun = json.loads(lines[0])["settings"] if len(lines) > 1 else settings
-        if changed := [name for name in {**begun, **settings} if begun.get(name) != settings.get(name)]:
-            raise ValueError(
-                f"The answers in {str(unfinished)!r} were made with another {changed[0]}: {begun.get(changed[0])!r}, "
-                f"got {settings.get(changed[0])!r}; give the same, or move them away."
-            )
+        earlier = json.loads(lines[0])["settings"] if len(lines) > 1 else settings
+        for name in {**earlier, **settings}:
+            if earlier.get(name) != settings.get(name):
+                raise ValueError(
+                    f"The answers in {str(unfinished)!r} were made with another {name}: {earlier.get(name)!r}, got "
+                    f"{settings.get(name)!r}; give the same, or move them away."
+                )
         done = max(len(lines) - 1, 0)
-        if done < len(records):  # whole batches alone: a sampled answer depends on those beside it
+        if done < len(records):  # only whole batches: a sampled answer depends on the others in its batch
             done -= done % batch_size
         lines = [json.dumps({"settings": settings}).encode() + b"\n", *lines[1 : 1 + done]]
         write_atomically(unfinished, b"".join(itertools.starmap(_sealed, enumerate(lines))))
@@ -101,6 +103,6 @@ def write_answers(
             lock.unlink()
 
 
-def _sealed(place: int, line: bytes) -> bytes:
-    """A line behind the SHA-256 of it and its place, by which damage is found."""
-    return hashlib.sha256(b"%d %s" % (place, line)).hexdigest().encode() + b" " + line
+def _sealed(index: int, line: bytes) -> bytes:
+    """A line after the SHA-256 of its index and itself, by which damage is detected."""
+    return hashlib.sha256(b"%d %s" % (index, line)).hexdigest().encode() + b" " + line

@@ -1,4 +1,4 @@
-"""The bundled models: small language models of C code, a folder each."""
+"""The bundled models: small language models of C code, with a folder for each."""
 
 from pathlib import Path
 
@@ -24,8 +24,3 @@ def pretrained_path(name: str) -> str:
     if name not in pretrained_names():
         raise ValueError(f"name must be one of {', '.join(pretrained_names())}, got {name!r}.")
     return str(_FOLDER / name)
-
-
-def find_model_folder(name: str) -> str:
-    """The folder of a bundled model; the name itself if it is none, or if there is a folder of that name."""
-    return pretrained_path(name) if name in pretrained_names() and not Path(name).is_dir() else name

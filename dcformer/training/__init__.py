@@ -11,23 +11,9 @@ from .recipe import (
     packaged_recipes,
 )
 from .run import fingerprint_inputs, train
-from .throughput import flops_per_token, gpu_peak_flops, peak_flops, resolve_precision, visible_pairs
+from .throughput import flops_per_token, peak_flops, resolve_precision, visible_pairs
 
 
-__all__ = [
-    "DataRecipe",
-    "Recipe",
-    "StageRecipe",
-    "TrainingRecipe",
-    "fingerprint_inputs",
-    "first_difference",
-    "flops_per_token",
-    "gpu_peak_flops",
-    "load_recipe",
-    "merge_recipes",
-    "packaged_recipes",
-    "peak_flops",
-    "resolve_precision",
-    "train",
-    "visible_pairs",
-]
+__all__ = ["DataRecipe", "Recipe", "StageRecipe", "TrainingRecipe"]
+__all__ += ["fingerprint_inputs", "first_difference", "load_recipe", "merge_recipes", "packaged_recipes", "train"]
+__all__ += ["flops_per_token", "peak_flops", "resolve_precision", "visible_pairs"]

@@ -6,7 +6,7 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/checkpoint-<step>/...              as transformers.Trainer writes them
     <output>/checkpoint-<step>/complete.json    step, loss, recipe, hashes of files and data; written last
     <output>/log.jsonl                          a record per line: loss, learning rate, throughput, evaluation
-    <output>/composition.safetensors            what was trained, of a run with training.trainable: compose
+    <output>/composition.safetensors            the trained parameters, with training.trainable: compose
     <output>/losses.png                         curves
     <output>/final/                             the trained model, with its tokenizer
 """
@@ -42,12 +42,12 @@ def checkpoint_folders(output: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end; a run that is killed while it saves leaves one that was not."""
+    """Whether a checkpoint was written completely, unlike one of a run that was killed while it saved."""
     return (checkpoint / MARKER).is_file()
 
 
 def find_newest(output: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, and what is wrong with the later ones that were written to their end."""
+    """The newest undamaged checkpoint of a run, and what is wrong with later ones that were written completely."""
     flaws: list[str] = []
     for checkpoint in filter(is_complete, reversed(checkpoint_folders(output))):
         try:
@@ -68,15 +68,15 @@ def mark_complete(checkpoint: Path, values: dict[str, Any]) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, which is incomplete from the first moment on."""
+    """Remove a checkpoint; it counts as incomplete at once, should the removal be interrupted."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
 
 def write_final(checkpoint: Path, folder: Path) -> None:
-    """Copy the model of a whole checkpoint, or what of it is damaged there; `folder` never holds half of it."""
+    """Copy the model of a checkpoint to `folder`, or only the files that are damaged there, never half of the model."""
     marker = read_sealed(checkpoint / MARKER)
-    del marker["recipe"]  # which has paths of this machine; the folder is meant for others
+    del marker["recipe"]  # it has paths of this machine, and the folder is meant to be shared
     files = {name: entry for name, entry in marker["files"].items() if _MODEL_FILE.fullmatch(name)}
     sealed, target = seal({**marker, "files": files}), folder
     if is_complete(folder) and (folder / MARKER).read_bytes() == sealed.encode():
@@ -95,11 +95,6 @@ def write_final(checkpoint: Path, folder: Path) -> None:
         target.rename(folder)
 
 
-def read_records(checkpoint: Path) -> list[dict[str, Any]]:
-    """The log of a run up to a checkpoint."""
-    return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-
-
 def write_log(output: Path, records: list[dict[str, Any]]) -> None:
-    """Write the log of a run anew, a record a line."""
+    """Replace the log of a run, a record a line."""
     write_atomically(output / LOG_FILE, "".join(json.dumps(record) + "\n" for record in records))

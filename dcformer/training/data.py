@@ -1,9 +1,9 @@
 """
 Documents from files, the Hub or the generator of head tasks, tokenised and packed into rows of one length.
 
-A row holds documents, or parts of them, one behind the other. Position ids restart at 0 with each, so that Transformers
-and our own masks let a token see its own document only. The label of the first token of each is -100: nothing is
-predicted across documents either. Padding comes last, with positions of its own and without labels.
+A row holds documents, or parts of them, one after another. Position ids restart at 0 with every document, by which
+Transformers and our masks let a token see its document only. The label of a document's first token is -100, so that
+nothing is predicted across documents either. Padding comes last; its positions restart too, and its labels are -100.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def build_datasets(
             return train, None
         return train, _build_rows(recipe.evaluation, tokenizer, EVALUATION_SEED, shuffle=False)
     except datasets.exceptions.DatasetGenerationError as error:
-        # Its own message says only that there was an error.
+        # The message of datasets says only that there was an error.
         raise error.__cause__ or error from error
 
 
-def fingerprint_documents(recipe: DataRecipe, only_here: bool = False) -> str | None:
-    """A hash of the content of files; of data on the Hub of their revision, which `only_here` does not ask for."""
+def fingerprint_documents(recipe: DataRecipe, local_only: bool = False) -> str | None:
+    """A hash of the content of files, or of the revision of data on the Hub, for which `local_only` gives None."""
     if recipe.source == HEAD_TASKS:  # the same for the same recipe
         content = []
     elif Path(recipe.source).expanduser().exists():
         content = fingerprint_files(_files(recipe))
-    elif only_here:
+    elif local_only:
         return None
     else:
         content = [_open(recipe).hash]
@@ -74,7 +74,7 @@ def fingerprint_documents(recipe: DataRecipe, only_here: bool = False) -> str | 
 
 
 def fingerprint_files(files: Iterable[Path]) -> list[str]:
-    """The SHA-256 of each file."""
+    """The SHA-256 of files."""
     return [_digest(file, file.stat().st_size, file.stat().st_ctime_ns) for file in files]
 
 
@@ -85,9 +85,9 @@ def _digest(file: Path, size: int, changed: int) -> str:
 
 def collate(rows: Iterable[Mapping[str, list[int]]]) -> dict[str, Tensor]:
     """
-    Stack rows into `input_ids`, `labels` and `position_ids`, each a `LongTensor` (batch, sequence length).
+    Stack rows into `input_ids`, `labels` and `position_ids`, `LongTensor` (batch, sequence length).
 
-    There is no attention mask: Transformers finds packed documents by their position ids only without one.
+    There is no attention mask: beside one, Transformers would not separate packed documents by their position ids.
     """
     rows = list(rows)
     return {key: torch.tensor([row[key] for row in rows]) for key in _COLUMNS}
@@ -97,7 +97,8 @@ def pack(
     documents: Iterable[Document], sequence_length: int, packing: str, padding_token_id: int
 ) -> Iterator[dict[str, list[int]]]:
     """
-    Lay documents, each its token ids and labels, into rows of `sequence_length` tokens; `packing` as in [`DataRecipe`].
+    Pack documents, pairs of token ids and labels, into rows of `sequence_length` tokens; `packing` as in
+    [`DataRecipe`].
     """
     rows: list[dict[str, list[int]]] = []  # those that are not full yet
     most_rows = _OPEN_ROWS if packing == "whole" else 1
@@ -144,7 +145,7 @@ def _build_rows(
     kind = (documents.features or {}).get(recipe.text_column)
     if kind is not None and getattr(kind, "dtype", "") not in _TEXT_TYPES:
         raise ValueError(f"{recipe.source!r}: column {recipe.text_column!r} must hold strings, it holds {kind}.")
-    if recipe.source != HEAD_TASKS:  # that of datasets knows the time of a change of a file, and not its content
+    if recipe.source != HEAD_TASKS:  # the fingerprint of datasets is of a file's time of change, not of its content
         documents._fingerprint = fingerprint_documents(recipe)
     if recipe.documents is not None and recipe.streaming:
         documents = documents.take(recipe.documents)
@@ -159,7 +160,7 @@ def _build_rows(
     arguments = {"generator": _rows, "features": features, "gen_kwargs": {"documents": documents, "encoder": encoder}}
     if recipe.streaming:
         return datasets.IterableDataset.from_generator(**arguments)
-    # Under a name that tells all that they depend on, later runs and the other processes of this one find packed rows.
+    # Later runs and other processes reuse packed rows by this fingerprint, a hash of all that they depend on.
     return datasets.Dataset.from_generator(**arguments, fingerprint=encoder.fingerprint(documents._fingerprint))
 
 
@@ -170,7 +171,7 @@ def _check_columns(recipe: DataRecipe, columns: list[str], documents: Dataset | 
 
 
 def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[dict[str, list[int]]]:
-    """Rows of all documents; at the end an error if there was nothing to learn from."""
+    """Rows of all documents; at the end an error if none of their tokens has a loss."""
     recipe, scored = encoder.recipe, 0
     for row in pack(encoder.encode(documents), recipe.sequence_length, recipe.packing, encoder.padding_token_id):
         scored += recipe.sequence_length - row["labels"].count(IGNORED_LABEL)
@@ -183,14 +184,14 @@ def _rows(documents: Dataset | IterableDataset, encoder: _Encoder) -> Iterator[d
 
 
 def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
-    """Documents of head tasks, whose answers have the line feed behind them, so that generation learns to end there."""
+    """Documents of head tasks. Answers include the line feed after them, so that the model learns to end there."""
     documents, lines = [], tuple(recipe.lines or (1, 8))
     if recipe.stages is None:
         documents += generate_documents(recipe.documents, seed, recipe.split, lines)
-    for place, stage in enumerate(recipe.stages or ()):
+    for index, stage in enumerate(recipe.stages or ()):
         documents += iterate_practice(
             stage.documents,
-            f"{seed} {place}",
+            f"{seed} {index}",
             {kind: share for kind in _STAGE_DOCUMENTS if (share := getattr(stage, kind)) > 0},
             recipe.split,
             tuple(stage.lines or lines),
@@ -207,13 +208,13 @@ def _generate(recipe: DataRecipe, seed: int) -> Dataset | IterableDataset:
 
 
 def _read(recipe: DataRecipe, columns: list[str]) -> Dataset | IterableDataset:
-    """Documents of a file, a folder or the Hub, in their order; of files on this machine these columns, if it can."""
+    """Documents of a file, a folder or the Hub, in their order; of local files only these columns, where possible."""
     datasets = _import_datasets()
     if (documents := _load_saved(recipe)) is not None:
         return documents.to_iterable_dataset() if recipe.streaming else documents
     builder = _open(recipe)
     if Path(recipe.source).expanduser().exists():
-        # In the name of what datasets stores; the time of the last change would be all that tells files apart.
+        # Part of the name under which datasets caches files, which it would tell apart by their time of change alone.
         options: dict[str, Any] = {"description": fingerprint_documents(recipe)}
         ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
         features = datasets.Features(
@@ -244,7 +245,7 @@ def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
 
 
 def _load_saved(recipe: DataRecipe) -> Dataset | None:
-    """Documents of a folder of `Dataset.save_to_disk`, which stay there; `None` for other sources."""
+    """Documents of a folder of `Dataset.save_to_disk`, read from there; `None` for other sources."""
     path = Path(recipe.source).expanduser()
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return None
@@ -261,13 +262,13 @@ def _files(recipe: DataRecipe) -> list[Path]:
     """The files on this machine that documents come from."""
     if (documents := _load_saved(recipe)) is not None:
         return [Path(file["filename"]) for file in documents.cache_files]
-    found = _open(recipe).config.data_files
-    return [Path(file) for file in found.get(recipe.split) or itertools.chain(*found.values())]
+    splits = _open(recipe).config.data_files
+    return [Path(file) for file in splits.get(recipe.split) or itertools.chain(*splits.values())]
 
 
 class RowOrder(Sampler):
     """
-    `total` numbers of `rows` rows, pass after pass, each in an order of its own by the seed, or without one in theirs.
+    `total` indices of `rows` rows, pass after pass, every pass shuffled by the seed, or in order without a seed.
 
     The order depends neither on the number of processes nor on where a run stopped.
     """
@@ -289,7 +290,7 @@ class RowOrder(Sampler):
 
 
 class EndlessStream(TorchIterableDataset):
-    """Rows of a stream, from its beginning again whenever it ends; `set_epoch` shuffles every pass anew."""
+    """Rows of a stream, started again whenever it ends; `set_epoch` shuffles every pass anew."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -303,9 +304,9 @@ class EndlessStream(TorchIterableDataset):
 
 def fill_batches(rows: Sequence[dict[str, list[int]]], multiple: int) -> list[dict[str, list[int]]]:
     """
-    Append rows without loss until evaluation rows divide into batches of `multiple`, the rows of all processes.
+    Append rows without labels until evaluation rows divide into batches of `multiple`, the rows of all processes.
 
-    Otherwise processes would get rows twice to have as many batches as the others, and count them twice.
+    Otherwise accelerate would give some rows to two processes, which would count them twice.
     """
     rows = list(rows)
     empty = {**rows[0], "labels": [IGNORED_LABEL] * len(rows[0]["labels"])}
@@ -313,7 +314,7 @@ def fill_batches(rows: Sequence[dict[str, list[int]]], multiple: int) -> list[di
 
 
 class _Encoder:
-    """Token ids and labels of documents, as the recipe says."""
+    """Encodes documents as token ids and labels, by the recipe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe):
         self.tokenizer = tokenizer
@@ -342,14 +343,14 @@ class _Encoder:
                 yield input_ids, labels
 
     def fingerprint(self, documents: str) -> str:
-        """A name for the rows that this encoder makes of the documents of a fingerprint."""
+        """A name for the packed rows of documents, given the fingerprint of these."""
         recipe, layout = self.recipe, [_LAYOUT_VERSION, fingerprint_tokenizer(self.tokenizer), documents]
         settings = [recipe.text_column, recipe.sequence_length, recipe.packing, recipe.loss_on]
         return json_digest(layout + settings)[:32]
 
 
 def _answer_labels(input_ids: list[int], offsets: list[tuple[int, int]], answers: list[list[int]]) -> list[int]:
-    """The ids of tokens whose characters lie in an answer, -100 for others and for tokens without characters."""
+    """The ids of tokens that lie in an answer, -100 for others and for tokens without characters."""
     return [
         token if any(first <= start < end <= last for first, last in answers) else IGNORED_LABEL
         for token, (start, end) in zip(input_ids, offsets)

@@ -1,4 +1,4 @@
-"""Documents of JSON files for `datasets`, whose own builder fails where a column that nobody reads changes its type."""
+"""Documents of JSON files: the builder of `datasets` fails where a column that nobody reads changes its type."""
 
 import codecs
 import io
@@ -13,7 +13,7 @@ from datasets import DatasetInfo, GeneratorBasedBuilder, SplitGenerator
 
 
 class JsonColumns(GeneratorBasedBuilder):
-    """A builder of the columns of its features alone: documents, which are strings, and perhaps `answers`."""
+    """A builder that reads the columns of its features only: documents, which are strings, and perhaps `answers`."""
 
     def _info(self) -> DatasetInfo:
         return DatasetInfo()
@@ -23,14 +23,14 @@ class JsonColumns(GeneratorBasedBuilder):
 
     def _generate_examples(self, files: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         for file in files:
-            place, number = "line", 1
+            unit, number = "line", 1
             with fsspec.open(file, "rb", compression="infer") as opened:
                 lines = io.BufferedReader(opened)
                 try:
                     first = lines.readline()
                     rows: Iterable[Any] = itertools.chain([first], lines)
                     if first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # an array, read at once
-                        place, rows = "item", json.loads(first + lines.read())
+                        unit, rows = "item", json.loads(first + lines.read())
                     for number, row in enumerate(rows, start=1):
                         if not isinstance(row, bytes) or row.strip():
                             yield f"{file} {number}", _example(row, list(self.info.features))
@@ -38,7 +38,7 @@ class JsonColumns(GeneratorBasedBuilder):
                     line = f"line {number + error.lineno - 1}, column {error.colno}"
                     raise ValueError(f"{file!r} is not JSON in {line}: {error.msg}.") from error
                 except (ValueError, EOFError, zlib.error) as error:  # the last two of what was compressed
-                    raise ValueError(f"{file!r}, {place} {number}: {error}") from error
+                    raise ValueError(f"{file!r}, {unit} {number}: {error}") from error
 
 
 def _example(row: Any, columns: list[str]) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def _example(row: Any, columns: list[str]) -> dict[str, Any]:
     text, *answers = columns
     if not isinstance(row[text], str | None):
         raise ValueError(f"{text!r} must be a string, got {row[text]!r:.80}.")
-    (row[text] or "").encode()  # half of a surrogate pair, which JSON can spell, is no text
+    (row[text] or "").encode()  # raises for half of a surrogate pair, which JSON can hold
     for start_end in (answers and row["answers"]) or ():
-        if not isinstance(start_end, list) or [type(place) for place in start_end] != [int, int]:
+        if not isinstance(start_end, list) or [*map(type, start_end)] != [int, int]:
             raise ValueError(f"'answers' must be a list of [start, end], got {row['answers']!r:.80}.")
     return {column: row[column] for column in columns}

@@ -1,4 +1,4 @@
-"""The optimizers of a recipe: AdamW, with a rate of its own for composition, and Muon for matrices."""
+"""The optimizers of a recipe: AdamW, with a separate learning rate for composition, and Muon for matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .recipe import TrainingRecipe
 def build_optimizer(model: nn.Module, training: TrainingRecipe) -> Optimizer:
     """
     Build AdamW, or Muon for the matrices of layers and AdamW for embeddings, the output layer, compose weights, norms
-    and biases. The weights of dynamic composition have a learning rate of their own if the recipe gives one.
+    and biases. Dynamic composition has a separate learning rate if the recipe gives one.
 
     Matrices, embeddings and compose weights decay; norms and biases, which are vectors, do not. The authors' JAX code
     (`adam_pax` in jax/MaxText/optimizers.py) has no such exception: there the scales of norms decay towards 0 as well.
@@ -29,8 +29,8 @@ def build_optimizer(model: nn.Module, training: TrainingRecipe) -> Optimizer:
         if training.optimizer == "muon" and parameter.dim() == 2 and id(parameter) not in tables:
             matrices.append(parameter)
         else:
-            own_rate = training.compose_learning_rate if _is_dynamic(name) else None
-            groups.setdefault((own_rate or training.learning_rate, parameter.dim() > 1), []).append(parameter)
+            rate = training.compose_learning_rate if _is_dynamic(name) else None
+            groups.setdefault((rate or training.learning_rate, parameter.dim() > 1), []).append(parameter)
     adamw = torch.optim.AdamW(
         [
             {"params": parameters, "lr": rate, "weight_decay": training.weight_decay if decays else 0.0}
@@ -55,13 +55,13 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def _is_dynamic(name: str) -> bool:
-    """Whether a parameter makes compose weights of the input."""
+    """Whether a parameter computes compose weights from the input."""
     *_, module, parameter = ("", *name.split("."))
     return module == "compose" and parameter != "static_weight"
 
 
 class JoinedOptimizer(Optimizer):
-    """Several optimizers, each with parameters of its own, that schedules, checkpoints and Trainer see as one."""
+    """Optimizers of different parameters, which schedules, checkpoints and Trainer see as one."""
 
     def __init__(self, parts: list[Optimizer]):
         self.parts = parts

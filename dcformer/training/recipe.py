@@ -22,6 +22,8 @@ from ..loading import find_folder
 
 HEAD_TASKS = "head_tasks"  # the generated data, and their tokenizer
 _PACKAGED = Path(__file__).parent / "recipes"
+# Mappings of a recipe, with a key of each for messages.
+_SECTIONS = {"model": "preset", "data": "source", "training": "max_steps", "sweep": "seeds"}
 # Keys that exclude each other: a recipe that gives one removes the other from the recipe that it extends.
 _ALTERNATIVES = {"training": ("tokens", "max_steps"), "model": ("preset", "pretrained")}
 _CONFIG_CLASSES = {cls.model_type: cls for cls in (DCFormerConfig, DCPythiaConfig)}
@@ -32,15 +34,15 @@ _MODEL_KEYS = ("preset", "pretrained", "model_type", "attn_implementation", "out
 
 @dataclass(frozen=True)
 class StageRecipe:
-    """A stage of head-task documents, an item of `data.stages`; see [`~head_tasks.iterate_practice`]."""
+    """A stage of training on head tasks, an item of `data.stages`; see [`~head_tasks.iterate_practice`]."""
 
     documents: int  #: number of documents
     examples: float = 0.0  #: share of documents as the tasks have them
-    questions: float = 0.0  #: share of documents that ask for a few facts, each by its person and by its content
-    recurring_facts: float = 0.0  #: share of documents that say a few facts again and again
-    recurring_words: float = 0.0  #: share of documents with a few words over and over
+    questions: float = 0.0  #: share of documents that ask for a few facts, by the person and by the content of each
+    recurring_facts: float = 0.0  #: share of documents that repeat a few facts
+    recurring_words: float = 0.0  #: share of documents that repeat a few words
     lines: list[int] | None = None  #: least and most examples in a document; `None`: as `data.lines`
-    words: int | None = None  #: draw recurring words from the first so many; `None`: from all
+    words: int | None = None  #: recurring words are among the first so many; `None`: among all
     facts: int = 3  #: facts that questions are about, 1 to 3
 
 
@@ -54,14 +56,14 @@ class DataRecipe:
     text_column: str = "text"  #: column that holds the documents
     streaming: bool = False  #: read and pack while training, shuffled within a buffer of 10,000 documents
     sequence_length: int = 2048  #: tokens of a row, as in section 4.1 of the paper
-    #: `"split"` fills rows and continues a document in the next row, as a sequence of its own; `"whole"` puts every
-    #: document where it fits and pads the rest; `"none"` gives each a row. All cut documents longer than a row.
+    #: `"split"` fills rows and continues a document in the next row, as a new sequence; `"whole"` puts every document
+    #: where it fits and pads the rest; `"none"` gives every document a row. All cut documents longer than a row.
     packing: Literal["split", "whole", "none"] = "split"
     loss_on: Literal["all", "answers"] = "all"  #: tokens, or those in the character ranges of the column `answers`
     documents: int | None = None  #: number of head-task documents to generate, or the most to take of a source
     lines: list[int] | None = None  #: least and most examples in a document of head tasks; `None`: `[1, 8]`
     stages: list[StageRecipe] | None = None  #: head tasks in stages, read in this order, instead of `documents`
-    #: Data of the evaluation loss, read in order. Keys that it lacks are those of the training data, but for the split
+    #: Data of the evaluation loss, read in order. Keys that it lacks are those of the training data, except the split
     #: of head tasks, which is `"validation"`.
     evaluation: DataRecipe | None = None
 
@@ -73,15 +75,12 @@ class DataRecipe:
             raise ValueError(f"data.lines and data.stages are for source {HEAD_TASKS!r} alone, got {self.source!r}.")
         if generates and not self.stages and self.documents is None:
             raise ValueError(f"data.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
-        if self.evaluation is not None and self.evaluation._origin == self._origin:
+        origin, other = (data and (data.source, data.configuration, data.split) for data in (self, self.evaluation))
+        if origin == other:
             raise ValueError(
                 f"data.evaluation would read the training data, {self.source!r}, split {self.split!r}; give it "
                 "another source or split."
             )
-
-    @property
-    def _origin(self) -> tuple:
-        return self.source, self.configuration, self.split
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class TrainingRecipe:
     max_steps: int | None = None  #: length of the run in optimiser steps
     trainable: Literal["all", "compose"] = "all"  #: parameters that are trained: all, or those of composition alone
     per_device_batch_size: int = 1  #: rows in one forward pass on one device
-    optimizer: Literal["adamw", "muon"] = "adamw"  #: Muon is for the matrices of layers, AdamW for all else
+    optimizer: Literal["adamw", "muon"] = "adamw"  #: Muon is for the matrices of layers, AdamW for everything else
     muon_learning_rate: float | None = None  #: highest learning rate of Muon; 0.02 is usual
     learning_rate: float = 3e-4  #: highest learning rate of AdamW, right after the warm-up
     #: highest learning rate of the low-rank projections and gates of composition; `None`: `learning_rate`
@@ -124,7 +123,7 @@ class TrainingRecipe:
             raise ValueError(
                 f"Give exactly one of training.tokens and training.max_steps, got {self.tokens} and {self.max_steps}."
             )
-        # Trainer would take these for something else; other numbers are refused by torch.
+        # Trainer gives numbers below 1 another meaning; torch refuses other wrong numbers.
         counts = ("tokens", "max_steps", "batch_tokens", "per_device_batch_size", "save_steps", "keep_checkpoints")
         for name in counts:
             if (count := getattr(self, name)) is not None and count < 1:
@@ -163,15 +162,15 @@ class TrainingRecipe:
 class Recipe:
     """A checked recipe."""
 
-    tokenizer: str  #: folder or name on the Hub; `"head_tasks"` for that of the head tasks
+    tokenizer: str  #: folder, bundled model or name on the Hub; `"head_tasks"` for that of the head tasks
     data: DataRecipe
     training: TrainingRecipe
     #: `preset` or `pretrained` (or neither), `attn_implementation`, fields of the configuration, and
-    #: `output_initializer_range`: standard deviation of new weights whose results are added to the residual stream
-    #: (`o_proj`, `down_proj`), if it is not `initializer_range`
+    #: `output_initializer_range`: standard deviation of new `o_proj` and `down_proj` weights, which write to the
+    #: residual stream; default: `initializer_range`
     model: dict[str, Any] = field(default_factory=dict)
     name: str = "run"  #: of the run, for logs and plots
-    output: str = "runs/${name}"  #: folder of the run; OmegaConf fills in the name
+    output: str = "runs/${name}"  #: folder of the run
     seed: int = 0  #: seed of the initialisation and of the order of the data
     sweep: dict[str, Any] | None = None  #: variants and seeds to train, see [`~experiments.SweepRecipe`]
 
@@ -181,7 +180,7 @@ class Recipe:
             raise ValueError("output must name a folder, got ''.")
         attention = self.model.get("attn_implementation") or ""
         if "flash" in attention and self.data.packing != "none" and self.training.per_device_batch_size > 1:
-            # It finds documents by their position ids in a batch of one row alone, and would not complain.
+            # It finds documents by their position ids in batches of one row only, and silently ignores them in others.
             raise ValueError(
                 f"model.attn_implementation {attention!r} keeps packed documents apart only in batches of one row, got "
                 f"training.per_device_batch_size {self.training.per_device_batch_size}; set it to 1, or use sdpa."
@@ -197,7 +196,7 @@ class Recipe:
         try:
             return omegaconf.to_object(omegaconf.merge(omegaconf.structured(cls), values))
         except import_optional("omegaconf.errors", "Training by a recipe", "train").ConfigKeyError as error:
-            if "Did you mean" in str(error):  # which names keys of the same mapping
+            if "Did you mean" in str(error):  # OmegaConf suggests keys of the same mapping
                 raise
             sentence, _, details = str(error).partition("\n")
             raise type(error)(f"{sentence}.{_did_you_mean(error.full_key)}\n{details}") from error
@@ -209,7 +208,7 @@ class Recipe:
 
 def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = ()) -> Recipe:
     """
-    Read a recipe. OmegaConf raises its own errors for files that are not YAML, and for wrong keys and types.
+    Read a recipe. For files that are not YAML, and for wrong keys and types, OmegaConf raises its errors.
 
     Args:
         recipe: YAML file, or the name of a packaged recipe such as `"dcformer++-405m"`.
@@ -240,6 +239,8 @@ def merge_recipes(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[st
     `training.tokens` replaces `training.max_steps`, `model.preset` replaces `model.pretrained`, and vice versa.
     """
     omegaconf = _import_omegaconf()
+    for section, key in _SECTIONS.items():
+        _check_mapping(section, update.get(section), key)
     for section, names in _ALTERNATIVES.items():
         old, new = base.get(section) or {}, update.get(section) or {}
         given = [name for name in names if new.get(name) is not None]
@@ -252,8 +253,8 @@ def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
     """
     Build the configuration that the `model:` mapping of a recipe describes.
 
-    `defaults` are fields of a model without preset or weights, where the mapping leaves them out; the ids of special
-    tokens among them hold for presets as well.
+    `defaults` are fields for a model without preset or weights that the mapping may leave out; the ids of special
+    tokens among them are used with presets as well.
     """
     values = {key: value for key, value in model.items() if key not in _MODEL_KEYS}
     preset = model.get("preset")
@@ -267,13 +268,11 @@ def build_config(model: Mapping[str, Any], **defaults: Any) -> PreTrainedConfig:
 
 
 def first_difference(there: Recipe, here: Recipe, ignored: tuple[str, ...]) -> str | None:
-    """Name the first key in which two recipes differ, with its values; `ignored` has beginnings of keys that may."""
-    found, wanted = (
-        _flattened(recipe.to_mapping()) | {"training.steps": recipe.training.steps} for recipe in (there, here)
-    )
-    for key in sorted({*found, *wanted}):
-        if not key.startswith(ignored) and found.get(key) != wanted.get(key):
-            return f"{key} is {found.get(key)!r} there and {wanted.get(key)!r} here"
+    """Name the first key in which two recipes differ, with its values; `ignored` has prefixes of keys that may."""
+    old, new = (_flattened(recipe.to_mapping()) | {"training.steps": recipe.training.steps} for recipe in (there, here))
+    for key in sorted({*old, *new}):
+        if not key.startswith(ignored) and old.get(key) != new.get(key):
+            return f"{key} is {old.get(key)!r} there and {new.get(key)!r} here"
     return None
 
 
@@ -311,19 +310,27 @@ def _read_extended(recipe: str | os.PathLike) -> dict[str, Any]:
 
 def _find(recipe: str | os.PathLike, folder: Path) -> Path:
     """A file (beside the one that extends it), or else a packaged recipe."""
+    if not isinstance(recipe, str | os.PathLike):
+        raise ValueError(f"extends must name one recipe, got {recipe!r}.")
     file, packaged = folder / recipe, _PACKAGED / f"{str(recipe).removesuffix('.yaml')}.yaml"
-    found = next((path for path in (file, packaged) if path.is_file()), None)
-    if found is None:
-        raise FileNotFoundError(
-            f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
-        )
-    return found
+    for path in (file, packaged):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(
+        f"There is no recipe {str(file)!r}; give a YAML file or one of {', '.join(packaged_recipes())}."
+    )
+
+
+def _check_mapping(name: str, value: Any, key: str) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping with keys such as {name}.{key}, got {value!r}.")
 
 
 def _with_evaluation(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`data:` whose evaluation has the keys of the training data that it lacks."""
+    """`data:` with an evaluation that inherits the keys of the training data that it lacks."""
     evaluation = data.get("evaluation")
-    if not isinstance(evaluation, Mapping):
+    _check_mapping("data.evaluation", evaluation, "source")
+    if evaluation is None:
         return data
     inherited = {key: value for key, value in data.items() if key not in ("evaluation", "stages")}
     if evaluation.get("source", data.get("source")) == HEAD_TASKS:
@@ -338,7 +345,7 @@ def _model_keys() -> set[str]:
 
 
 def _did_you_mean(wrong: str) -> str:
-    """A question that names keys of a recipe whose last part is that of a wrong one, or nearly; or nothing."""
+    """A question that suggests keys of a recipe that end like a wrong one, or nearly; or nothing."""
     classes = {"data": DataRecipe, "training": TrainingRecipe}
     names = {section: {field.name for field in fields(cls)} for section, cls in classes.items()}
     names["model"] = _model_keys()
@@ -348,7 +355,7 @@ def _did_you_mean(wrong: str) -> str:
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    """Raise ValueError for keys and values that Transformers would ignore, or find only after reading data."""
+    """Raise ValueError for keys and values that Transformers would ignore, or refuse only after reading data."""
     allowed = _model_keys()
     for key in model:
         if key not in allowed:
@@ -365,5 +372,5 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise ValueError(f"model.output_initializer_range is for new weights, got model.pretrained {pretrained!r}.")
     if isinstance(layers := model.get("num_hidden_layers"), int) and layers > _MOST_LAYERS:
         raise ValueError(f"model.num_hidden_layers must be at most {_MOST_LAYERS:,}, got {layers:,}.")
-    if pretrained is None:  # weights bring a configuration of their own
+    if pretrained is None:  # else the configuration comes with the weights
         build_config(model)

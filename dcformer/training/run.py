@@ -1,20 +1,21 @@
 """A training run, from its recipe to a folder that Transformers loads; `checkpoints` lists the files."""
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
+from ..common.processes import in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
-from ..loading import fingerprint_tokenizer, load_tokenizer
+from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer
 from . import checkpoints
 from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
 from .data import build_datasets, fingerprint_documents, fingerprint_files
@@ -23,8 +24,8 @@ from .summary import plot_losses, write_training_card
 from .trainer import OnProgress, RecipeTrainer, training_arguments
 
 
-# Keys that may change between the parts of a run: none of them moves a loss. The steps are compared instead of the
-# two ways to give them.
+# Keys that may change when a run is resumed, since no loss depends on them; the steps are compared instead of `tokens`
+# and `max_steps`.
 _MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
     f"training.{key}"
     for key in (
@@ -35,8 +36,6 @@ _MAY_CHANGE = ("name", "output", "sweep", "data.evaluation") + tuple(
 
 _WAYS_OUT = "give another output, or start over with --no-resume (resume=False)"
 
-Outcome = TypeVar("Outcome")
-
 logger = logging.getLogger(__name__)
 
 
@@ -44,7 +43,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     """
     Train a model, or resume a run that was stopped.
 
-    Under `torchrun` or `accelerate launch` every process calls it, and only the first one writes.
+    Under `torchrun` or `accelerate launch` every process calls this, and only the first one writes.
 
     Args:
         resume: Resume from the newest complete checkpoint in `recipe.output`. Otherwise the run removes the
@@ -57,7 +56,8 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         see `fingerprint_inputs`.
 
     Raises:
-        ValueError: if the batch does not divide, data hold nothing, or the folder belongs to another recipe or process.
+        ValueError: if the batch does not divide among processes, the data hold no token to train on, or the folder is
+            that of another recipe or in use by another process.
         FloatingPointError: if a loss or the norm of gradients is no longer finite; checkpoints stay as they are.
     """
     started = time.monotonic()
@@ -73,13 +73,13 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
             stack.enter_context(file_lock(output / LOCK_FILE))
             return _find_checkpoint(recipe, output, resume)
 
-        checkpoint, fingerprints = _in_first_process(open_folder, arguments)
+        checkpoint, fingerprints = in_first_process(open_folder)
         trained = checkpoints.step_of(checkpoint)
         if trained < recipe.training.steps:
             tokenizer = build_tokenizer(recipe.tokenizer)
             with arguments.main_process_first(desc="preparing data"):
                 train_rows, evaluation_rows = build_datasets(recipe.data, tokenizer, recipe.seed)
-            _in_first_process(lambda: _prepare_folder(recipe, output, resume, trained), arguments)
+            in_first_process(lambda: _prepare_folder(recipe, output, resume, trained))
             model = _build_model(recipe, tokenizer)
             trainer = RecipeTrainer(recipe, model, arguments, tokenizer, train_rows, evaluation_rows, on_progress)
             _log_for_tensorboard(trainer, trained)
@@ -88,7 +88,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
             trainer.accelerator.wait_for_everyone()
             checkpoint = trainer.checkpoint
         assert checkpoint is not None  # there is one of the last step
-        records = checkpoints.read_records(checkpoint)
+        records = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
         if arguments.process_index == 0:
             _finish(recipe, checkpoint, records)
 
@@ -108,80 +108,62 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
 
 
 def build_tokenizer(name: str):
-    """The tokenizer of a recipe: a folder, a name on the Hub, or `"head_tasks"`."""
+    """The tokenizer of a recipe: as [`load_tokenizer`] finds it, or `"head_tasks"`."""
     return build_head_tasks_tokenizer() if name == HEAD_TASKS else load_tokenizer(name)
 
 
-def fingerprint_inputs(recipe: Recipe, only_here: bool = False) -> dict[str, str]:
+def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, str]:
     """
     Hash what a run reads, by keys of the recipe: data, tokenizer, and the folder that `model.pretrained` names.
 
-    `only_here` leaves out data and tokenizers that are not on this machine, or no more.
+    `local_only` leaves out data and tokenizers that are not on this machine (any more).
     """
     sources = {"data.source": recipe.data, "data.evaluation.source": recipe.data.evaluation}
-    found = {key: fingerprint_documents(source, only_here) for key, source in sources.items() if source is not None}
-    if not only_here or recipe.tokenizer == HEAD_TASKS or Path(recipe.tokenizer).exists():
-        found["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
+    hashes = {key: fingerprint_documents(source, local_only) for key, source in sources.items() if source is not None}
+    if not local_only or recipe.tokenizer == HEAD_TASKS or Path(find_folder(recipe.tokenizer)).exists():
+        hashes["tokenizer"] = fingerprint_tokenizer(build_tokenizer(recipe.tokenizer))
     pretrained = recipe.model.get("pretrained")
-    if pretrained is not None and (folder := Path(pretrained)).is_dir():
+    if pretrained is not None and (folder := Path(find_folder(pretrained))).is_dir():
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-        found["model.pretrained"] = json_digest(fingerprint_files([folder / "config.json", *weights]))
-    return {key: fingerprint for key, fingerprint in found.items() if fingerprint is not None}
-
-
-def _in_first_process(work: Callable[[], Outcome], arguments) -> Outcome:
-    """The result or error of the first process, in all processes, so that none waits for the others."""
-    if arguments.world_size == 1:
-        return work()
-    from accelerate.utils import broadcast_object_list
-
-    outcome: list = [None, None]
-    if arguments.process_index == 0:
-        try:
-            outcome[0] = work()
-        except (ValueError, OSError, ImportError) as error:
-            outcome[1] = error
-    broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+        hashes["model.pretrained"] = json_digest(fingerprint_files([folder / "config.json", *weights]))
+    return {key: value for key, value in hashes.items() if value is not None}
 
 
 def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path | None, dict[str, str]]:
     """
-    The checkpoint to resume from, and hashes of data and tokenizer, by their keys in the recipe. Of a run that is
-    finished, which reads nothing, the data may be gone.
+    The checkpoint to resume from, and the hashes of `fingerprint_inputs`. A finished run reads nothing, so its data may
+    be gone.
 
-    ValueError if the folder belongs to something else, or all of its checkpoints are damaged.
+    ValueError if the folder is that of something else, or all of its checkpoints are damaged.
     """
     folders, checkpoint, known = checkpoints.checkpoint_folders(output), None, {}
     if folders and not (output / RECIPE_FILE).is_file():
         raise ValueError(
-            f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}, and the run would remove what is not its "
-            "own; give another output."
+            f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}: checkpoints of something else, which this "
+            "run would remove; give another output."
         )
-    # A kill leaves a single checkpoint without a marker, or others beside it that have theirs.
+    # A run that is killed while it writes its first checkpoint leaves only that one, without a marker.
     if resume and (len(folders) > 1 or any(map(checkpoints.is_complete, folders))):
         checkpoint, flaws = checkpoints.find_newest(output)
         if checkpoint is None:
-            said = " ".join(flaws) or f"No checkpoint in {str(output)!r} has its {checkpoints.MARKER}."
-            raise ValueError(f"{said} None is whole, and nothing was removed; bring the files back, {_WAYS_OUT}.")
+            reasons = " ".join(flaws) or f"No checkpoint in {str(output)!r} has its {checkpoints.MARKER}."
+            raise ValueError(f"{reasons} None is whole, and nothing was removed; restore the files, {_WAYS_OUT}.")
         for flaw in flaws:
             logger.warning(f"{flaw} The run resumes from {checkpoint.name} instead.")
         known = read_sealed(checkpoint / checkpoints.MARKER)
         if differs := first_difference(Recipe.from_mapping(known["recipe"]), recipe, _MAY_CHANGE):
             raise ValueError(f"{str(output)!r} is of another recipe: {differs}; {_WAYS_OUT}.")
     finished = checkpoints.step_of(checkpoint) == recipe.training.steps
-    found = fingerprint_inputs(recipe, only_here=finished)
+    fingerprints = fingerprint_inputs(recipe, local_only=finished)
     names = {"data.source": recipe.data.source, "tokenizer": recipe.tokenizer}
-    # The weights come from the checkpoint by then, but the configuration from there.
+    # A resumed run takes its weights from the checkpoint, but its configuration from here.
     names["model.pretrained"] = recipe.model.get("pretrained")
     for key, name in names.items():
-        if known and key in found and found[key] != known["fingerprints"].get(key):
+        if known and key in fingerprints and fingerprints[key] != known["fingerprints"].get(key):
             raise ValueError(
-                f"{key} {name!r} has other content than {str(checkpoint)!r} was trained on; bring it back, {_WAYS_OUT}."
+                f"{key} {name!r} has other content than {str(checkpoint)!r} was trained on; restore it, {_WAYS_OUT}."
             )
-    return checkpoint, found
+    return checkpoint, fingerprints
 
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
@@ -217,7 +199,8 @@ def _build_model(recipe: Recipe, tokenizer) -> torch.nn.Module:
     if "attn_implementation" in recipe.model:
         options["attn_implementation"] = recipe.model["attn_implementation"]
     if recipe.model.get("pretrained") is not None:
-        model = AutoModelForCausalLM.from_pretrained(recipe.model["pretrained"], config=config, **options)
+        folder = find_folder(recipe.model["pretrained"])
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     else:
         set_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(config, **options)
@@ -257,4 +240,4 @@ def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> 
     try:
         plot_losses(records, output / "losses.png")
     except ImportError as error:
-        logger.warning(f"No curves are drawn: {error}")
+        logger.warning(f"The losses are not plotted: {error}")

@@ -1,4 +1,4 @@
-"""The figures of a finished run for people: curves of its losses, and the model card."""
+"""The results of a finished run: a plot of its losses, and the model card."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import write_atomically
 from ..common.plotting import check_plot_path, draw_grid, picture
+from ..loading import find_folder
 from ..model_card import CARD_FILE, known_origin, table, users_card, write_card
 from .recipe import Recipe
 
@@ -38,13 +39,13 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -
 
 
 def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the README.md of a trained model, unless somebody else has written or edited the one that is there."""
+    """Write the README.md of a trained model, unless there is one that a user has written or edited."""
     if users_card(folder) is not None:
         return
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained")
+    training, source, pretrained = recipe.training, recipe.data.source, recipe.model.get("pretrained") or ""
     rows = [
         ("started from", Path(pretrained).name if pretrained else "random weights"),
         ("data", Path(source).name if Path(source).exists() else source),
@@ -60,7 +61,7 @@ def write_training_card(folder: Path, recipe: Recipe, records: Sequence[Mapping[
         config,
         parameters=parameters,
         dtype="float32",
-        **known_origin(pretrained or "", recipe.name),
+        **known_origin(find_folder(pretrained), recipe.name),
         sections=[("Training", table(("", ""), rows))],
     )
     write_atomically(folder / CARD_FILE, text)

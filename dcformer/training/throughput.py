@@ -1,4 +1,4 @@
-"""Operations of training per token, and the share that training reaches of what the hardware could do (MFU)."""
+"""FLOPs of training per token, and the peak of the hardware that they are compared with (MFU)."""
 
 import time
 
@@ -9,7 +9,7 @@ from ..kernels import has_bfloat16_products
 
 
 # Dense matrix products in Tflop/s by the makers' data sheets: bfloat16 (with float32 sums), and TF32, which float32
-# training is measured against whether or not it uses it. The first entry whose words are all in a GPU's name counts.
+# training is measured against whether or not it uses it. The first entry with all its words in a GPU's name counts.
 _TERAFLOPS = {
     "B200": (2250.0, 1125.0),
     "H200 NVL": (835.0, 417.5),
@@ -31,17 +31,17 @@ _SLOWER_KINDS = ("Laptop", "MIG", "D")  # a slower GPU, or a part of one, under 
 
 def flops_per_token(config: DCFormerConfig, sequence_length: int) -> int:
     """
-    Count the floating-point operations of training on one token: forward, and twice as many backward.
+    Count the FLOPs of training on one token: forward, and twice as many backward.
 
-    Matrix products count two operations per multiplication. Scores and weighted values count the keys that a query
-    sees, causally and within the window of its layer, on average over a row. A composition counts making its weights
-    from the hidden states, and per pair of query and key 4 R operations per head for a low-rank projection and 2 for a
-    gate, for each of query-wise and key-wise and each of pre- and post-composition that is on. Not counted: the
-    embedding, norms, activations, the softmax, the optimiser. Packed documents count as one, and layers that gradient
-    checkpointing computes again count once, as is the custom for MFU.
+    Matrix products count two FLOPs per multiplication. Scores and weighted values count the keys that a query sees,
+    causally and within the window of its layer, on average over a row. Composition counts computing its weights from
+    the hidden states, and per pair of query and key 4 R FLOPs per head for a low-rank projection and 2 for a gate, in
+    every branch that is on: query-wise and key-wise, before and after the softmax. Not counted: the embedding, norms,
+    activations, the softmax, the optimiser. Packed documents count as one, and layers that gradient checkpointing
+    recomputes count once, as is usual for MFU.
 
-    Source: equation 11 of the paper, which counts a composition over all pairs but attention over causal ones; here
-    both are over the pairs that are seen.
+    Source: equation 11 of the paper, which counts composition over all pairs but attention over causal ones; here both
+    are over the pairs that are seen.
     """
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     query_size, key_value_size = heads * head_dim, config.num_key_value_heads * head_dim
@@ -64,26 +64,26 @@ def visible_pairs(length: int, sliding_window: int | None) -> int:
 
 
 def _compose_flops(config: DCFormerConfig) -> tuple[int, int]:
-    """Forward operations of a layer's compositions: per token, to make the weights; per pair, to mix all heads."""
+    """Forward FLOPs of composition in a layer: per token, to compute the weights; per pair, to mix all heads."""
     heads, rank = config.num_attention_heads, config.compose_rank
     group_heads = heads // config.compose_groups
-    places = config.compose_pre + config.compose_post
-    sides = places * (config.compose_query + config.compose_key)
+    stages = config.compose_pre + config.compose_post
+    branches = stages * (config.compose_query + config.compose_key)
     per_token = per_pair = 0
     if config.compose_low_rank:
         inner = 2 * rank * heads  # of all groups
-        per_token += sides * 2 * (config.hidden_size * inner + inner * 2 * rank * group_heads)
-        per_pair += sides * 4 * rank * heads
+        per_token += branches * 2 * (config.hidden_size * inner + inner * 2 * rank * group_heads)
+        per_pair += branches * 4 * rank * heads
     if config.compose_gate:
-        per_token += sides * 2 * config.hidden_size * heads
-        per_pair += sides * 2 * heads
+        per_token += branches * 2 * config.hidden_size * heads
+        per_pair += branches * 2 * heads
     if config.compose_static:
-        per_pair += places * 2 * heads * group_heads
+        per_pair += stages * 2 * heads * group_heads
     return per_token, per_pair
 
 
 def resolve_precision(precision: str) -> str:
-    """`"auto"` as it is on this process's device: `"bf16"` or `"fp32"`; others as they are."""
+    """`"auto"` resolved for this process's device, as `"bf16"` or `"fp32"`; any other precision as it is."""
     if precision != "auto":
         return precision
     if torch.cuda.is_available():
@@ -91,32 +91,27 @@ def resolve_precision(precision: str) -> str:
     return "bf16" if has_bfloat16_products() else "fp32"
 
 
-def peak_flops(precision: str) -> float | None:
-    """As `gpu_peak_flops`, of this process's GPU and with `"auto"` as another precision; `None` without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return gpu_peak_flops(torch.cuda.get_device_name(), resolve_precision(precision))
-
-
-def gpu_peak_flops(name: str, precision: str) -> float | None:
+def peak_flops(precision: str, gpu: str | None = None) -> float | None:
     """
-    Operations per second of a GPU at best, by its data sheet; `None` if that is not known.
+    Peak FLOPs per second of a GPU, by its data sheet; `None` if that is not known, or without a GPU.
 
     Args:
-        name: As `torch.cuda.get_device_name` gives it.
-        precision: `"bf16"`, or `"fp32"`, for which TF32 counts.
+        precision: `"bf16"`, `"fp32"`, for which TF32 counts, or `"auto"`.
+        gpu (*optional*): As `torch.cuda.get_device_name` gives it; `None`: this process's.
     """
-    words = name.replace("-", " ").split()
+    if gpu is None and not torch.cuda.is_available():
+        return None
+    words = (gpu or torch.cuda.get_device_name()).replace("-", " ").split()
     if any(kind in words for kind in _SLOWER_KINDS):
         return None
-    for gpu, (bfloat16, tf32) in _TERAFLOPS.items():
-        if all(word in words for word in gpu.split()):
-            return 1e12 * (bfloat16 if precision == "bf16" else tf32)
+    for name, (bfloat16, tf32) in _TERAFLOPS.items():
+        if all(word in words for word in name.split()):
+            return 1e12 * (bfloat16 if resolve_precision(precision) == "bf16" else tf32)
     return None
 
 
 class TrainingClock:
-    """Seconds of training, without evaluations and saving: `start` after these, `lap` before them."""
+    """Seconds of training, without evaluation and saving: call `lap` before these and `start` after them."""
 
     def __init__(self):
         self.seconds = 0.0

@@ -28,16 +28,16 @@ OnProgress = Callable[[int, int, dict[str, float]], None]
 
 def count_answers(predicted: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Count the answers, which are labels without a gap, and those of them that are predicted in all their tokens.
+    Count the answers, which are runs of labels without a gap, and those that are predicted in all their tokens.
 
     `predicted` has the most probable tokens, `labels` the right ones or -100: both (batch, tokens).
     """
     scored = labels != IGNORED_LABEL  # (batch, tokens)
-    begins = scored.clone()
-    begins[:, 1:] &= ~scored[:, :-1]
-    number = begins.flatten().cumsum(0).view_as(labels)  # of the answer that a token belongs to
-    wrong = number[scored & (predicted != labels)].unique()
-    return begins.sum(), begins.sum() - wrong.numel()
+    starts = scored.clone()
+    starts[:, 1:] &= ~scored[:, :-1]
+    answer = starts.flatten().cumsum(0).view_as(labels)  # number of the answer that a token belongs to
+    wrong = answer[scored & (predicted != labels)].unique()
+    return starts.sum(), starts.sum() - wrong.numel()
 
 
 def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
@@ -65,13 +65,11 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
         logging_nan_inf_filter=False,  # such a loss ends the run
         eval_strategy="steps" if recipe.data.evaluation is not None else "no",
         eval_steps=training.evaluation_steps,
-        save_strategy="steps",
-        save_steps=training.save_steps,
-        save_total_limit=None,  # Trainer would remove old checkpoints before the new one is complete
+        save_steps=training.save_steps,  # save_total_limit would remove old checkpoints too early
         remove_unused_columns=False,
         seed=recipe.seed,
         use_cache=True,  # in the configuration that is saved; training itself runs without
-        use_cpu=not torch.accelerator.is_available(),  # without it, several processes on CPUs do not find each other
+        use_cpu=not torch.accelerator.is_available(),  # or several processes on CPUs would not connect
         dataloader_pin_memory=torch.accelerator.is_available(),
         report_to="none",
         disable_tqdm=True,
@@ -125,11 +123,11 @@ class RecipeTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         if self.args.fsdp_plugin_args is None or self.is_fsdp_enabled:
             return
-        # accelerate takes sharding to be meant for GPUs and their like, and replicates on CPUs without a word.
+        # accelerate shards on accelerators only, and silently replicates on CPUs.
         from accelerate import FullyShardedDataParallelPlugin, PartialState
         from accelerate.utils import DistributedType
 
-        for state in (PartialState(), self.accelerator.state):  # the second is made from the first now and again
+        for state in (PartialState(), self.accelerator.state):  # accelerate may copy the first into the second again
             state.distributed_type = DistributedType.FSDP
         self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
         self.is_fsdp_enabled = True
@@ -141,19 +139,19 @@ class RecipeTrainer(Trainer):
         return self.optimizer
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args, **kwargs):
-        """As the base class; without a cache, beside which position ids would not separate documents."""
+        """As the base class; without a cache, since with one position ids would not separate documents."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def training_step(self, *args, **kwargs) -> Tensor:
-        """As the base class, and sums up the loss of the steps for the next record."""
+        """As the base class, and add the loss to the sum for the next record."""
         loss = super().training_step(*args, **kwargs)
         self.loss_since_log += loss
         return loss
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
         """
-        Mean loss per token of all rows, whatever the batches, and its exponential, the perplexity. Where the loss is on
-        answers, also the accuracy: the share of answers of which every token is the most probable one.
+        Mean loss per token over all rows, whatever the batches, and its exponential, the perplexity. Where the loss is
+        on answers, also the accuracy: the share of answers in which every token is the most probable one.
         """
         self.clock.lap()
         self.model.eval()
@@ -167,7 +165,7 @@ class RecipeTrainer(Trainer):
                 if self.recipe.data.loss_on == "answers":
                     totals[2:] += torch.stack(count_answers(outputs.logits[:, :-1].argmax(-1), labels))
         total, tokens, answers, right = self.accelerator.reduce(totals, "sum").tolist()
-        loss = total / tokens  # at least one has a loss, or the data would have been refused
+        loss = total / tokens  # at least one: other data are refused
         perplexity = math.exp(loss) if loss < 700 else math.inf
         metrics = {f"{metric_key_prefix}_loss": loss, f"{metric_key_prefix}_perplexity": perplexity}
         if answers:
@@ -176,10 +174,10 @@ class RecipeTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
-        Record what the base class does, the loss over all steps since the last record, the throughput, and what the
-        run has spent so far: `seconds` of training steps and `flops` of forward and backward passes.
+        Record what the base class does, the mean loss since the last record, the throughput, and the totals of the run:
+        `seconds` of training steps and `flops` of forward and backward passes.
         """
-        if "train_runtime" in logs:  # averages over the part of the run since it was last resumed
+        if "train_runtime" in logs:  # averages since the run was last resumed
             return
         logs = {key: value for key, value in logs.items() if not key.endswith("_per_second")}
         step, batch_tokens = self.state.global_step, self.recipe.training.batch_tokens
@@ -207,7 +205,7 @@ class RecipeTrainer(Trainer):
                 log.write(json.dumps(self.state.log_history[-1]) + "\n")
 
     def finish_checkpoint(self) -> None:
-        """Mark the checkpoint that was just written as complete, and remove the oldest ones."""
+        """Mark the checkpoint that was just written as complete, and remove old ones."""
         self.accelerator.wait_for_everyone()
         self.checkpoint = Path(self.recipe.output) / f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():
@@ -234,19 +232,20 @@ class _RunCallback(TrainerCallback):
         self.trainer, self.on_progress = trainer, on_progress
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A resumed run makes the records after its checkpoint again.
+        # A resumed run repeats the records after its checkpoint.
         if state.is_world_process_zero:
             write_log(Path(args.output_dir), state.log_history)
         self.trainer.clock.seconds = self.trainer._last_record()["seconds"]
         self.trainer.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # A record goes before every checkpoint, so that its losses are known and finite; the last step has both.
+        # There is a record before every checkpoint, so that its loss is known and finite; the last step has both.
         control.should_log |= control.should_save
-        self._tell(state)
+        self.on_log(args, state, control)
 
     def on_log(self, args, state, control, **kwargs):
-        self._tell(state)
+        if self.on_progress is not None and state.is_world_process_zero:
+            self.on_progress(state.global_step, state.max_steps, (state.log_history or [{}])[-1])
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.trainer.clock.start()
@@ -254,7 +253,3 @@ class _RunCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self.trainer.finish_checkpoint()
         self.trainer.clock.start()
-
-    def _tell(self, state) -> None:
-        if self.on_progress is not None and state.is_world_process_zero:
-            self.on_progress(state.global_step, state.max_steps, (state.log_history or [{}])[-1])

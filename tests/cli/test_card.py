@@ -111,12 +111,9 @@ def test_the_papers_figures_name_the_paper_and_a_second_run_changes_nothing(mode
     assert {path: path.read_bytes() for path in model.rglob("*") if path.is_file()} == before
 
 
-def test_what_others_wrote_stays_and_old_scores_go(model, results):
-    mine = {
-        "task": {"type": "text-generation"},
-        "dataset": {"name": "Mine", "type": "me/mine"},
-        "metrics": [{"type": "accuracy", "value": 1.0}],
-    }
+def test_other_text_and_files_stay_and_old_scores_are_removed(model, results):
+    mine = {"task": {"type": "text-generation"}, "dataset": {"name": "Mine", "type": "me/mine"}}
+    mine["metrics"] = [{"type": "accuracy", "value": 1.0}]
     metadata = {"license": "mit", "tags": ["mine"], "model-index": [{"name": "My model", "results": [mine]}]}
     (model / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Mine\n\nWhat I measured.\n")
     (model / ".eval_results").mkdir()
@@ -133,7 +130,7 @@ def test_what_others_wrote_stays_and_old_scores_go(model, results):
     assert "mine.yaml" in files and "piqa-0shot-dcformer.yaml" not in files and "piqa-5shot-dcformer.yaml" in files
 
 
-def test_results_of_other_weights_are_taken_by_name_alone(model, tmp_path):
+def test_results_of_other_weights_are_used_only_by_name(model, tmp_path):
     hub = tmp_path / "hub"
     record(hub, model, "piqa", {"acc": 0.5}, model="commit:1", name="Caiyun-AI/DCFormer-2.8B")
     ended = call(model, "--results", hub)
@@ -167,7 +164,7 @@ def test_the_catalogue_copies_the_papers_tables(fixtures):
         paper |= json.loads((fixtures / "paper" / file).read_text())
     cards = json.loads((ROOT / "scripts" / "model_cards" / "catalogue.json").read_text())["cards"]
     for name, size in {"dcformer-2.8b": "2.8B", "dcformer-6.9b": "6.9B", "dcformer-13b": "13B"}.items():
-        (speed,) = (each for each in cards[name]["tables"] if each["title"].startswith("Table 6"))
+        (speed,) = (table for table in cards[name]["tables"] if table["title"].startswith("Table 6"))
         stated = paper["table6_speed"][size]
         assert [row[1:3] for row in speed["rows"]] == [
             [stated["train_tfm"], stated["train_dcfm"]],

@@ -21,15 +21,9 @@ from dcformer.common.terminal import one_line_errors
 HEAVY = {"torch", "transformers", "datasets", "lm_eval", "numpy", "gradio", "matplotlib", "dcformer.public"}
 STATUS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 PACKAGE = Path(dcformer.__file__).parent
-GIT = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks"}
-OTHERS = {
-    *GIT,
-    "--help",
-    "--body-text-color",
-    "--metadata",
-    "--include",
-    "--model",
-}  # of every program, CSS, lm-eval and vLLM
+# Options of git, of all programs, and of CSS, lm-eval and vLLM.
+OTHERS = {"--abbrev", "--always", "--dirty", "--exclude", "--no-optional-locks", "--help"}
+OTHERS |= {"--body-text-color", "--metadata", "--include", "--model"}
 
 
 def call(*arguments, **options):
@@ -37,13 +31,13 @@ def call(*arguments, **options):
 
 
 def commands():
-    """Names of all commands, and what typer knows of them."""
-    found, waiting = {}, [((), typer.main.get_command(app))]
+    """All commands of typer by their names."""
+    named, waiting = {}, [((), typer.main.get_command(app))]
     while waiting:
         name, command = waiting.pop()
-        found[name] = command
+        named[name] = command
         waiting += [((*name, key), child) for key, child in getattr(command, "commands", {}).items()]
-    return found
+    return named
 
 
 @pytest.fixture
@@ -70,7 +64,8 @@ def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy()
 
 
 def test_options_that_messages_advise_exist():
-    known = OTHERS.union(*({*each.opts, *each.secondary_opts} for one in commands().values() for each in one.params))
+    parameters = [parameter for command in commands().values() for parameter in command.params]
+    known = OTHERS.union(*({*parameter.opts, *parameter.secondary_opts} for parameter in parameters))
     for file in PACKAGE.rglob("*.py"):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", file.read_text(encoding="utf-8")):
             assert option in known, f"{file} names {option}"
@@ -83,10 +78,10 @@ def test_version():
 @pytest.fixture
 def default_signals():
     """The handlers of a process that was started from a terminal; those in the background ignore some signals."""
-    defaults = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
-    before = {number: signal.getsignal(number) for number in (*defaults, signal.SIGINT)}
-    for number, handler in {**defaults, signal.SIGINT: signal.default_int_handler}.items():
-        signal.signal(number, handler)
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL) | {
+        signal.SIGINT: signal.default_int_handler
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -95,7 +90,7 @@ def default_signals():
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("name", STATUS)
 def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
-    before = [signal.getsignal(getattr(signal, each)) for each in STATUS]
+    before = [signal.getsignal(getattr(signal, other)) for other in STATUS]
     with pytest.raises(typer.Exit) as ended, one_line_errors(debug=False, interrupted="Stopped."):
         try:
             os.kill(os.getpid(), getattr(signal, name))
@@ -105,7 +100,7 @@ def test_a_signal_ends_a_command_with_its_status_and_a_message(name, capsys):
                 os.kill(os.getpid(), signal.SIGHUP)
             raise
     assert ended.value.exit_code == STATUS[name] and capsys.readouterr().err == "Stopped.\n"
-    assert [signal.getsignal(getattr(signal, each)) for each in STATUS] == before
+    assert [signal.getsignal(getattr(signal, other)) for other in STATUS] == before
 
 
 def test_an_ignored_signal_stays_ignored_and_torchrun_keeps_its_own(monkeypatch):
@@ -154,14 +149,10 @@ def test_a_misspelt_bundled_model_is_refused_with_their_names(command, tmp_path,
         assert "dcformer-tiny and transformer-tiny" in failed.stderr and failed.stderr.count("\n") == 1
 
 
-def test_a_folder_is_read_whatever_its_name(tmp_path, monkeypatch):
+def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_path, monkeypatch):
     shutil.copytree(dcformer.pretrained_path("dcformer-tiny"), tmp_path / "dcformer-tny")
     monkeypatch.chdir(tmp_path)
     assert call("verify", "dcformer-tny", "dcformer-tiny").exit_code == 0
-
-
-def test_checkpoints_may_be_bundled_models(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     assert json.loads(call("inspect", "dcformer-tiny", "--json").output)["total_parameters"] == 1_111_424
     assert call("convert", "torch", "dcformer-tiny", "new", "--tokenizer", "transformer-tiny").exit_code == 0
     assert call("verify", "new", "dcformer-tiny").exit_code == 0
@@ -174,8 +165,8 @@ def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):
     done = call("convert", "maxtext", maxtext, model, "--step", 14000)
     assert done.exit_code == 0 and "step 14000" in done.output.splitlines()[0], done.output
     assert call("verify", model).exit_code == call("verify", maxtext, model).exit_code == 0
-    found = json.loads(call("inspect", maxtext, "--json").output)
-    assert found["step"] == 14000 and found["total_bytes"] == sum(each["nbytes"] for each in found["tensors"])
+    shown = json.loads(call("inspect", maxtext, "--json").output)
+    assert shown["step"] == 14000 and shown["total_bytes"] == sum(array["nbytes"] for array in shown["tensors"])
     done = call("convert", "to-maxtext", model, tmp_path / "run", "--step", 7, "--approximate")
     assert done.exit_code == 0 and "step 7" in done.output
     different = call("verify", maxtext, torch_folder)
@@ -192,7 +183,7 @@ def test_pax_needs_its_configuration(fixtures, tmp_path):
     assert call("verify", weights, tmp_path / "model", *options).exit_code == 0
 
 
-def test_a_conversion_is_replaced_by_force_alone(torch_folder, tmp_path):
+def test_a_conversion_is_only_replaced_with_force(torch_folder, tmp_path):
     options = ("convert", "torch", torch_folder, tmp_path / "model", "--no-verify")
     assert call(*options, "--dtype", "bfloat16").exit_code == 0
     refused = call(*options)

@@ -1,4 +1,4 @@
-"""Files that are written whole, locks that end with their process, and silence that ends with its block."""
+"""Files that are written completely or not at all, locks that end with their process, and silent libraries."""
 
 import errno
 import multiprocessing

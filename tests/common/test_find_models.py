@@ -19,7 +19,7 @@ def folder(tmp_path):
     return shutil.copytree(pretrained_path("dcformer-tiny"), tmp_path / "dcformer-tiny")
 
 
-def test_a_folder_goes_before_a_bundled_model_of_its_name(tmp_path, monkeypatch):
+def test_a_folder_takes_precedence_over_the_bundled_model_of_its_name(tmp_path, monkeypatch):
     tiny_model(vocab_size=len(build_tokenizer())).save_pretrained(tmp_path / "dcformer-tiny")
     build_tokenizer().save_pretrained(tmp_path / "dcformer-tiny")
     loaded = load_model("dcformer-tiny", device="cpu", dtype="float32")
@@ -28,16 +28,22 @@ def test_a_folder_goes_before_a_bundled_model_of_its_name(tmp_path, monkeypatch)
     assert load_model("dcformer-tiny").model.config.hidden_size != loaded.model.config.hidden_size
 
 
-def test_missing_weights_are_refused(folder):
+def test_missing_and_unexpected_weights_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    fewer = config | {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
+    (folder / "config.json").write_text(json.dumps(fewer))
+    with pytest.raises(ValueError, match=r"hold, unlike config\.json, model\.layers\.2\."):
+        load_model(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if "compose" in name)
     del weights[name]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"lack {name}"):
         load_model(folder)
 
 
-def test_what_is_no_causal_language_model_is_refused(tmp_path):
+def test_only_causal_language_models_are_loaded(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/at/all"):
         find_model("nowhere/at/all")
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
@@ -45,22 +51,13 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path):
         find_model(tmp_path)
 
 
-def test_a_tokenizer_is_found_in_folders_and_files(folder, tmp_path):
-    (tmp_path / "other").mkdir()
-    shutil.copy(folder / "tokenizer.json", tmp_path / "other" / "words.json")
-    sources = (folder, folder / "tokenizer.json", tmp_path / "other")
-    assert len({tuple(sorted(load_tokenizer(source).get_vocab())) for source in sources}) == 1
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="empty' holds none"):
-        load_tokenizer(tmp_path / "empty")
-
-
-def test_a_tokenizer_of_another_name_is_found_among_the_files_of_a_model(folder, tmp_path):
+def test_a_tokenizer_is_loaded_from_folders_and_files_of_any_name(folder):
+    vocabulary = load_tokenizer(folder).get_vocab()
     tokenizer = (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     (folder / "tokens.json").write_text('["a", "b"]')
     for with_config in (True, False):
-        assert len(load_tokenizer(folder)) == len(load_tokenizer(tokenizer)) > 200
+        assert load_tokenizer(folder).get_vocab() == load_tokenizer(tokenizer).get_vocab() == vocabulary
         if with_config:
             (folder / "tokenizer_config.json").unlink()
     shutil.copy(tokenizer, folder / "copy.json")
@@ -80,14 +77,14 @@ def test_a_tokenizer_of_another_name_is_found_among_the_files_of_a_model(folder,
         load_model(folder)
 
 
-def test_a_device_that_is_not_there_is_not_replaced():
+def test_a_missing_device_is_not_replaced():
     assert choose_device("cpu") == torch.device("cpu") and choose_device() == choose_device("auto")
     if not torch.cuda.is_available():
         with pytest.raises((RuntimeError, AssertionError)):
             choose_device("cuda")
 
 
-def test_names_of_the_hub_are_told_from_paths(tmp_path):
+def test_names_of_the_hub_are_distinguished_from_paths(tmp_path):
     assert all(map(looks_like_path, ("/a", "./a", "~/a", "a/b/c", tmp_path, str(tmp_path))))
     assert not any(map(looks_like_path, ("no-such-model", "organisation/no-such-model")))
 
@@ -96,11 +93,3 @@ def test_a_folder_has_no_revision(folder):
     for name in (folder, "dcformer-tiny"):
         with pytest.raises(ValueError, match=r"revision='v1' .* is a folder"):
             load_model(name, revision="v1")
-
-
-def test_weights_that_the_configuration_does_not_count_are_refused(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"hold, unlike config\.json, model\.layers\.2\."):
-        load_model(folder)

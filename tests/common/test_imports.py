@@ -1,4 +1,4 @@
-"""Imports inside the package point one way, by the public names of its parts, and without circles."""
+"""Imports inside the package go in one direction, by public names, and without circles."""
 
 import ast
 import importlib
@@ -10,7 +10,7 @@ import dcformer
 
 
 PACKAGE = Path(dcformer.__file__).parent
-# Lower parts know nothing of higher ones; those of one floor nothing of each other. vLLM alone imports the plugin.
+# Parts import only those of lower floors. Only vLLM imports the plugin.
 FLOORS = (
     ("common", "pretrained"),
     ("model",),  # the files that travel with a checkpoint, and those beside them
@@ -33,7 +33,7 @@ MODULES = {
 
 
 def imported(module):
-    """Modules of the package that one of them imports anywhere in its text, but for annotations alone."""
+    """Modules of the package that one of them imports anywhere in its text, except only for annotations."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     tests = (node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     for_annotations = {id(inner) for node in tests for inner in ast.walk(node)}
@@ -41,10 +41,11 @@ def imported(module):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level and id(node) not in for_annotations:
             base = [*folder[: len(folder) - node.level + 1], *(node.module.split(".") if node.module else [])]
-            found = {".".join([*base, name.name]) for name in node.names} | {".".join(base)}
-            if (package := importlib.import_module(f"dcformer.{base[0]}") if len(base) == 1 else None) is not None:
-                found -= {f"{base[0]}.{name}" for name in getattr(package, "__all__", ())}  # a module may be public
-            yield from (found & MODULES.keys()) - {module}
+            names = {".".join([*base, name.name]) for name in node.names} | {".".join(base)}
+            if len(base) == 1:  # a module may be public
+                package = importlib.import_module(f"dcformer.{base[0]}")
+                names -= {f"{base[0]}.{name}" for name in getattr(package, "__all__", ())}
+            yield from (names & MODULES.keys()) - {module}
 
 
 def part(module):
@@ -62,7 +63,7 @@ def test_imports_point_down_and_name_what_is_public(module):
             assert "." not in other, f"{module} imports {other}"
 
 
-def test_no_file_imports_itself_by_way_of_others():
+def test_there_are_no_circular_imports():
     waiting = {
         module: {other for other in imported(module) if not module.startswith(f"{other}.")} for module in MODULES
     }

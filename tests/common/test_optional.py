@@ -1,14 +1,16 @@
 """Packages of the extras: one that is missing is named with its extra, one that is broken is not called missing."""
 
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import dcformer
-from dcformer.common.optional import import_optional, install_hint
+from dcformer.common.optional import import_optional, import_vllm, install_hint
 
 
 ROOT = Path(dcformer.__file__).parents[1]
@@ -25,6 +27,18 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         import_optional("broken", "A plot", "eval")
     assert import_optional("sys", "A plot", "eval") is sys
+
+
+def test_vllm_has_settings_that_the_environment_overrides(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert import_vllm("--engine vllm", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="4").__name__ == "vllm"
+    assert os.environ == {
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 def test_every_extra_that_is_named_exists():

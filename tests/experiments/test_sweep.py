@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ def ignore(*_):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """The models that were evaluated; their accuracy follows from their name."""
+    """The models that were evaluated; their accuracy depends on their name."""
     calls = []
 
     def evaluate(model, *, output, tasks, limit, dtype):
@@ -87,12 +88,7 @@ def test_a_run_is_the_recipe_with_the_variant_and_the_seed(tmp_path):
 def test_results_hold_every_run_in_order(finished):
     results = read(finished)
     runs = results["runs"]
-    assert [(run["variant"], run["seed"]) for run in runs] == [
-        ("plain", 0),
-        ("plain", 1),
-        ("composed", 0),
-        ("composed", 1),
-    ]
+    assert [(run["variant"], run["seed"]) for run in runs] == [*product(VARIANTS, (0, 1))]
     log = [json.loads(line) for line in (finished / "composed/seed-0/log.jsonl").read_text().splitlines()]
     training = runs[2]["training"]
     assert (training["steps"], training["tokens"]) == (3, 3 * 64)
@@ -112,12 +108,8 @@ def test_finished_runs_are_reused_and_scored_when_tasks_come(copied, scored, mon
     assert list(map(str, scored)) == ["composed/seed-0", "composed/seed-1"]
     assert [run["variant"] for run in results["runs"]] == ["composed", "composed"]
     results = run_sweep(sweep_recipe(copied, tasks=["piqa"]), on_progress=ignore)
-    assert len(scored) == 4 and [run["evaluation"]["piqa"]["acc"] for run in results["runs"]] == [
-        0.25,
-        0.25,
-        0.75,
-        0.75,
-    ]
+    assert len(scored) == 4
+    assert [run["evaluation"]["piqa"]["acc"] for run in results["runs"]] == [0.25, 0.25, 0.75, 0.75]
     assert summarise(results).loc["composed", "piqa acc"] == 0.75
 
 
@@ -127,15 +119,16 @@ def test_a_result_of_another_recipe_is_refused(copied):
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "other_json", "earlier_format"])
-def test_a_damaged_result_is_named_and_taken_again_from_the_run(how, copied, monkeypatch, caplog):
+def test_a_damaged_result_is_named_and_repeated_from_the_run(how, copied, monkeypatch, caplog):
     file = copied / "composed/seed-1/result.json"
     text = file.read_text()
     loss = str(read(copied)["runs"][3]["training"]["evaluation_loss"])
-    earlier = json.dumps(
-        {key: value for key, value in json.loads(text).items() if key not in ("sha256", "fingerprints")}
-    )
+    earlier = json.loads(text)
+    del earlier["sha256"], earlier["fingerprints"]
     flipped = text.replace(loss, "4" + loss[1:])
-    file.write_text({"cut": text[:-20], "flipped": flipped, "other_json": "[]", "earlier_format": earlier}[how])
+    file.write_text(
+        {"cut": text[:-20], "flipped": flipped, "other_json": "[]", "earlier_format": json.dumps(earlier)}[how]
+    )
     monkeypatch.setattr(RecipeTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     before = read(copied)
     assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
@@ -143,43 +136,36 @@ def test_a_damaged_result_is_named_and_taken_again_from_the_run(how, copied, mon
     assert caplog.text.count(f"{file}' is damaged") == 1
 
 
-@pytest.mark.parametrize("section", ["source", "evaluation"])
-def test_results_on_other_content_of_the_data_are_refused(section, tmp_path):
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("source", "evaluation")}
+@pytest.mark.parametrize("key", ["data.source", "data.evaluation.source", "tokenizer", "model.pretrained"])
+def test_results_on_other_data_tokenizers_or_weights_are_refused(key, copied, tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("data.source", "data.evaluation.source")}
     for file in files.values():
         file.write_text("".join(json.dumps({"text": f"John has {number}"}) + "\n" for number in range(40)))
-    data = {"source": str(files["source"]), "evaluation": {"source": str(files["evaluation"])}}
-    sweep = {"seeds": [0], "variants": VARIANTS}
-    recipe = tiny_recipe(tmp_path / "run", data=data, training={**TRAINING, "max_steps": 1}, sweep=sweep)
+    source, evaluation = map(str, files.values())
+    files["tokenizer"] = tmp_path / "tokenizer"
+    build_tokenizer().save_pretrained(files["tokenizer"])
+    files["model.pretrained"] = Path(shutil.copytree(copied / "composed/seed-0/final", tmp_path / "base"))
+    values = tiny_mapping(
+        tmp_path / "run",
+        tokenizer=str(files["tokenizer"]),
+        data={"source": source, "evaluation": {"source": evaluation}},
+        training={**TRAINING, "max_steps": 1},
+        sweep={"seeds": [0], "variants": {"low": {"training": {"learning_rate": 1e-3}}}},
+    )
+    recipe = Recipe.from_mapping({**values, "model": {"pretrained": str(files["model.pretrained"])}})
     first = run_sweep(recipe, on_progress=ignore)
     assert run_sweep(recipe, on_progress=ignore) == first
-    files[section].write_text(json.dumps({"text": "Anne saw 7"}) + "\n")
-    with pytest.raises(ValueError, match=r"the content of data\..*source has changed"):
-        run_sweep(recipe, on_progress=ignore)
-    files[section].unlink()
-    assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
-
-
-@pytest.mark.parametrize("what", ["tokenizer", "model.pretrained"])
-def test_results_of_another_tokenizer_or_other_weights_are_refused(what, copied, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(copied / "composed/seed-0/final", base)
-    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    sweep = {"seeds": [0], "variants": {"low": {"training": {"learning_rate": 1e-3}}}}
-    values = tiny_mapping(tmp_path / "run", training={**TRAINING, "max_steps": 1}, sweep=sweep)
-    values |= {"tokenizer": str(tmp_path / "tokenizer"), "model": {"pretrained": str(base)}}
-    recipe = Recipe.from_mapping(values)
-    first = run_sweep(recipe, on_progress=ignore)
-    assert run_sweep(recipe, on_progress=ignore) == first
-    if what == "tokenizer":
+    if key == "tokenizer":
         tokenizer = build_tokenizer()
         tokenizer.eos_token = None
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        tokenizer.save_pretrained(files[key])
+    elif key == "model.pretrained":
+        shutil.copy(copied / "composed/seed-1/final/model.safetensors", files[key])
     else:
-        shutil.copy(copied / "composed/seed-1/final/model.safetensors", base)
-    with pytest.raises(ValueError, match=f"the content of {what} has changed"):
+        files[key].write_text(json.dumps({"text": "Anne saw 7"}) + "\n")
+    with pytest.raises(ValueError, match=f"the content of {key} has changed"):
         run_sweep(recipe, on_progress=ignore)
-    shutil.rmtree(base if what == "model.pretrained" else tmp_path / "tokenizer")
+    shutil.rmtree(files[key]) if files[key].is_dir() else files[key].unlink()
     assert run_sweep(recipe, on_progress=ignore) == first  # nothing is read
 
 
@@ -234,6 +220,8 @@ def test_a_signal_ends_the_command_and_the_same_command_resumes(finished, copied
         ({"seeds": []}, "sweep.seeds"),
         ({"variants": {"../a": {}}}, "'../a'"),
         ({"variants": {"a": {"data": {}}}}, "'data'"),
+        ({"variants": {"a": 3}}, r"sweep.variants.a .*, got 3"),
+        ({"variants": {"a": {"training": 3}}}, "training must be a mapping .*, got 3"),
         ({"variants": {"a": {"model": {"compose_rnk": 1}}}}, "compose_rnk"),
         ({"only": ["b"]}, "'b'"),
         ({"published": {"b": 1}}, "'b'"),
@@ -248,13 +236,8 @@ def test_a_wrong_sweep_is_refused(tmp_path, values, words):
 def results_of(losses):
     """Results of variants with these evaluation losses by seed."""
     runs = [
-        {
-            "variant": name,
-            "seed": seed,
-            "parameters": 10,
-            "training": {"evaluation_loss": loss, "evaluation_accuracy": None},
-            "evaluation": None,
-        }
+        {"variant": name, "seed": seed, "training": {"evaluation_loss": loss, "evaluation_accuracy": None}}
+        | {"parameters": 10, "evaluation": None}
         for name, values in losses.items()
         for seed, loss in enumerate(values)
     ]

@@ -21,14 +21,13 @@ from dcformer.training.checkpoints import MARKER
 # Each of two processes accumulates over two passes, and the last batch of the evaluation is not full.
 TRAINING = {"batch_tokens": 128, "max_steps": 6, "save_steps": 4, "evaluation_steps": 3}
 DATA = {"loss_on": "answers", "evaluation": {"documents": 5}}
-# Name -> whether parameters are sharded; the sharded run streams its data.
-RUNS = {"ddp": False, "fsdp": True}
-SINGLE = {"ddp": "single", "fsdp": "single_streaming"}
+# Runs of two processes -> the same run in one; the sharded one streams its data.
+RUNS = {"ddp": "single", "fsdp": "single_streaming"}
 
 
 def recipe_of(folder, name):
     data = {**DATA, "streaming": name in ("fsdp", "single_streaming")}
-    return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": RUNS.get(name, False)})
+    return tiny_recipe(folder / name, data=data, training={**TRAINING, "fsdp": name == "fsdp"})
 
 
 def train_as_one_of_two(rank, port, file):
@@ -38,7 +37,7 @@ def train_as_one_of_two(rank, port, file):
 
 
 def train_in_two_processes(recipe):
-    """Run the command as torchrun does, whose environment this is, but without importing torch twice again."""
+    """Run the command in the environment of torchrun, but without the time of two imports of torch."""
     file = Path(recipe.output).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(recipe.to_mapping()))
     with socket.socket() as unused:
@@ -56,21 +55,20 @@ def train_in_two_processes(recipe):
 def runs(tmp_path_factory):
     """Folders of runs in one process and in two, the latter stopped and resumed."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("single", "single_streaming"):
-        train(recipe_of(folder, name))
-    for name in RUNS:
+    for name, single in RUNS.items():
+        train(recipe_of(folder, single))
         assert train_in_two_processes(recipe_of(folder, name)) == [0, 0]
     return folder
 
 
 def assert_same_losses(folder, expected):
-    expected, found = (
+    expected, records = (
         deterministic([json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()])
         for path in (expected, folder)
     )
     assert [record["step"] for record in expected] == [2, 3, 4, 6, 6]
-    assert len(found) == len(expected) and 0 <= expected[-1]["eval_accuracy"] < 0.5
-    for record, other in zip(found, expected):
+    assert len(records) == len(expected) and 0 <= expected[-1]["eval_accuracy"] < 0.5
+    for record, other in zip(records, expected):
         # The exponential of a loss, and so the only figure with an error many times that of the loss.
         assert record.pop("eval_perplexity", 0) == pytest.approx(other.pop("eval_perplexity", 0), rel=1e-5)
         assert record == pytest.approx(other, abs=1e-5)
@@ -78,7 +76,7 @@ def assert_same_losses(folder, expected):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_one_process_also_after_a_stop(name, runs):
-    expected = runs / SINGLE[name]
+    expected = runs / RUNS[name]
     assert_same_losses(runs / name, expected)
     # As if it had been killed while writing the last checkpoint, or if the disk had lost a file of it.
     (runs / name / "checkpoint-6" / {"ddp": "rng_state_1.pth", "fsdp": MARKER}[name]).unlink()
@@ -88,11 +86,11 @@ def test_losses_are_those_of_one_process_also_after_a_stop(name, runs):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_model_is_that_of_one_process(name, runs):
-    expected = load_file(runs / SINGLE[name] / "final" / "model.safetensors")
-    found = AutoModelForCausalLM.from_pretrained(runs / name / "final").state_dict()
-    assert found.keys() == expected.keys()
+    expected = load_file(runs / RUNS[name] / "final" / "model.safetensors")
+    weights = AutoModelForCausalLM.from_pretrained(runs / name / "final").state_dict()
+    assert weights.keys() == expected.keys()
     for key, weight in expected.items():
-        torch.testing.assert_close(found[key], weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(weights[key], weight, rtol=0, atol=1e-5)
     assert (runs / name / "checkpoint-6" / "pytorch_model_fsdp.bin").exists() == (name == "fsdp")
     assert (runs / name / "checkpoint-6" / "rng_state_1.pth").exists()
 

@@ -50,29 +50,29 @@ def test_rows_hold_every_token_once_in_parts_of_one_document(lengths, length, pa
     owner = {token: number for number, (input_ids, _) in enumerate(documents) for token in input_ids}
     rows = list(pack(documents, length, packing, padding_token_id=-1))
     assert all(len(values) == length for row in rows for values in row.values())
-    found = []
+    packed = []
     for row in rows:
         row_parts = parts(row)
         sequences = find_packed_sequence_indices(torch.tensor([row["position_ids"]]))
         assert len(row_parts) == (1 if sequences is None else len(sequences.unique()))
-        for place, part in enumerate(row_parts):
+        for index, part in enumerate(row_parts):
             ids = part["input_ids"]
             assert part["position_ids"] == list(range(len(ids)))
             assert part["labels"][0] == IGNORED_LABEL
             if ids[0] == -1:
-                assert place == len(row_parts) - 1 and ids == [-1] * len(ids)
+                assert index == len(row_parts) - 1 and ids == [-1] * len(ids)
                 assert part["labels"] == [IGNORED_LABEL] * len(ids)
             else:
                 assert len({owner[token] for token in ids}) == 1
                 assert part["labels"][1:] == [labels[token] for token in ids[1:]]
-                found.append(ids)
+                packed.append(ids)
         assert packing != "none" or len(row_parts) <= 2
-    assert [token for ids in sorted(found) for token in ids] == list(range(sum(lengths)))
+    assert [token for ids in sorted(packed) for token in ids] == list(range(sum(lengths)))
     if packing == "split":
-        assert found == sorted(found) and len(rows) == -(-sum(lengths) // length)
+        assert packed == sorted(packed) and len(rows) == -(-sum(lengths) // length)
     else:  # documents are cut only if they are longer than a row
         cut = [min(length, size - start) for size in lengths for start in range(0, size, length)]
-        assert sorted(map(len, found)) == sorted(cut)
+        assert sorted(map(len, packed)) == sorted(cut)
 
 
 def test_whole_documents_fill_gaps_left_before():

@@ -1,5 +1,6 @@
 """Recipes: reading, extending, overriding, checking; and the learning rates of one."""
 
+import json
 import math
 
 import pytest
@@ -36,11 +37,8 @@ def test_mappings_of_an_extended_recipe_merge_and_values_replace(tmp_path, write
     extending = {"extends": "../base.yaml", "model": {"compose_rank": 1}, "training": {"tokens": 640}}
     recipe = load_recipe(write("folder/a.yaml", extending))
     assert (recipe.model["hidden_size"], recipe.model["compose_rank"]) == (16, 1)
-    assert recipe.training.max_steps is None  # the other one of two that exclude each other
+    assert recipe.training.max_steps is None  # keys that exclude each other
     assert recipe.training.steps == 10
-
-
-def test_a_preset_replaces_the_weights_of_the_extended_recipe():
     merged = merge_recipes({"model": {"pretrained": "a/b", "compose_rank": 1}}, {"model": {"preset": "dcformer-405m"}})
     assert merged["model"] == {"preset": "dcformer-405m", "compose_rank": 1}
 
@@ -69,11 +67,15 @@ def test_values_may_refer_to_others(tmp_path, write):
         ({"model": {"preset": "dcformer-1b"}}, "dcformer-1b"),
         ({"model": {"preset": "dcformer-405m", "pretrained": "a/b"}}, "not both"),
         ({"model": {"model_type": "llama"}}, "llama"),
-        (
-            {"model": {"num_hidden_layers": 1_000_000_000}},
-            "num_hidden_layers must be at most 10,000, got 1,000,000,000",
-        ),
+        ({"model": {"num_hidden_layers": 1_000_000_000}}, "num_hidden_layers must be at most 10,000, got 1,000,000,0"),
         ({"model": {"pretrained": "a/b", "output_initializer_range": 0.1}}, "output_initializer_range"),
+        ({"output": ""}, "output must name a folder, got ''"),
+        ({"data": {"sequence_length": 1}}, "data.sequence_length"),
+        ({"data": {"documents": None}}, "data.documents"),
+        ({"data": {"source": "a", "lines": [1, 2]}}, "data.lines"),
+        ({"data": {"source": "a", "stages": [{"documents": 1, "questions": 1}]}}, "data.stages"),
+        ({"data": {"source": "a", "evaluation": {"documents": 5}}}, "would read the training data"),
+        ({"data": {"evaluation": 5}}, r"data.evaluation must be a mapping with keys such as .*\.source, got 5"),
         ({"training": {"max_steps": 0}}, "max_steps must be at least 1, got 0"),
         ({"training": {"max_steps": None}}, "exactly one of .*None and None"),
         ({"training": {"max_steps": 1, "tokens": 1}}, "exactly one of .*1 and 1"),
@@ -81,15 +83,15 @@ def test_values_may_refer_to_others(tmp_path, write):
         ({"training": {"max_grad_norm": 0.0}}, "max_grad_norm"),
         ({"training": {"optimizer": "muon"}}, "muon_learning_rate"),
         ({"training": {"optimizer": "muon", "muon_learning_rate": 0.02, "fsdp": True}}, "fsdp"),
-        (
-            {"model": {"attn_implementation": "flash_attention_2"}, "training": {"per_device_batch_size": 2}},
-            "flash_attention_2.* 2",
-        ),
+        ({"model": {"attn_implementation": "flash_attention_2"}}, "flash_attention_2.* 2"),  # rows of a batch
+        *(({name: 3}, f"{name} must be a mapping .*, got 3") for name in ("model", "data", "training", "sweep")),
     ],
 )
-def test_a_wrong_key_or_value_is_named(sections, words):
+def test_a_wrong_key_or_value_is_named(sections, words, write):
     with pytest.raises((ValueError, OmegaConfBaseException), match=words):
-        tiny_recipe("run", **sections)
+        tiny_recipe(**{"output": "run", **sections})
+    with pytest.raises((ValueError, OmegaConfBaseException), match=words):
+        load_recipe(write("a.yaml", tiny_mapping("run")), [f"{key}={json.dumps(sections[key])}" for key in sections])
 
 
 @pytest.mark.parametrize(
@@ -107,11 +109,6 @@ def test_a_key_of_another_part_of_the_recipe_names_the_right_one(given, meant):
         load_recipe("dcformer++-405m", [given])
 
 
-def test_an_output_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="output must name a folder, got ''"):
-        tiny_recipe("")
-
-
 @pytest.mark.parametrize("content", ["- 1", "some secret text", "secret:x:0\nroot:x:1", "[]", "secret: 1"])
 def test_a_file_that_is_no_recipe_is_named_and_not_printed(content, write):
     for file in (write("a.yaml", content), write("b.yaml", "extends: a.yaml")):
@@ -120,13 +117,12 @@ def test_a_file_that_is_no_recipe_is_named_and_not_printed(content, write):
         assert "secret" not in str(caught.value)
 
 
-def test_recipes_that_extend_each_other_in_a_circle_are_refused(write):
+def test_a_recipe_extends_one_other_that_exists_and_not_in_a_circle(write):
     write("a.yaml", "extends: b.yaml")
     with pytest.raises(ValueError, match="circle"):
         load_recipe(write("b.yaml", "extends: a.yaml"))
-
-
-def test_a_missing_recipe_names_those_there_are():
+    with pytest.raises(ValueError, match="extends must name one recipe, got 3"):
+        load_recipe(write("a.yaml", "extends: 3"))
     with pytest.raises(FileNotFoundError, match=r"dcformer-404m.*dcformer\+\+-405m"):
         load_recipe("dcformer-404m")
 

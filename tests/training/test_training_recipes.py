@@ -31,10 +31,10 @@ def meta_model(name: str):
         return AutoModelForCausalLM.from_config(build_config(load_recipe(name).model))
 
 
-@pytest.mark.parametrize("name", packaged_recipes())
-def test_every_packaged_recipe_loads(name):
-    recipe = load_recipe(name)
-    assert (recipe.name, recipe.output) == (name, f"runs/{name}")
+def test_every_packaged_recipe_loads():
+    for name in packaged_recipes():
+        recipe = load_recipe(name)
+        assert (recipe.name, recipe.output) == (name, f"runs/{name}")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,13 +117,13 @@ def test_rows_of_table_10_have_the_windows_and_branches_of_their_names():
     assert list(sweep.published) == [run.variant for run in runs]
     for run in runs:
         config = build_config(run.recipe.model)
-        places = [place for place, kind in enumerate(config.layer_types) if kind == "full_attention"]
-        assert places == list(range(1, 24, int(run.variant[0]) + 1))
+        full = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+        assert full == list(range(1, 24, int(run.variant[0]) + 1))
         assert (config.compose_query, config.compose_key) == (True, "query_wise" not in run.variant)
 
 
 @pytest.mark.parametrize(("name", "deviation"), [("dcformer++-405m", 0.006), ("dcpythia-2.8b", 0.0125)])
-def test_weights_begin_as_in_the_authors_jax_code_and_as_pythia_does(name, deviation):
+def test_weights_are_initialised_as_in_the_authors_jax_code_and_in_pythia(name, deviation):
     narrow = ["num_hidden_layers=1", "hidden_size=256", "intermediate_size=512", "num_attention_heads=4"]
     recipe = load_recipe(name, [f"model.{text}" for text in (*narrow, "vocab_size=1000")])
     width, heads, rank = 256, 4, 2

@@ -1,4 +1,4 @@
-"""Runs that are killed are resumed as if they never had been, and nothing else is taken for a checkpoint."""
+"""Killed runs are resumed as if they had not been killed, from undamaged checkpoints of the same recipe and data."""
 
 import json
 import math
@@ -12,7 +12,6 @@ import pytest
 from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
 
 from dcformer.common.files import file_lock, find_damage
-from dcformer.head_tasks import build_tokenizer
 from dcformer.training import Recipe, load_recipe, merge_recipes, train
 from dcformer.training.checkpoints import MARKER, checkpoint_folders, find_newest, read_sealed, step_of
 from dcformer.training.trainer import RecipeTrainer
@@ -26,6 +25,7 @@ SECTIONS = {
         "training": {"optimizer": "muon", "muon_learning_rate": 0.02},
     },
     "streaming_several_passes": {"data": {"streaming": True, "documents": 2}},
+    "killed_while_saving": {},
 }
 RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 3}
 EVERY_STEP = {"max_steps": 5, "save_steps": 1, "logging_steps": 2}
@@ -44,7 +44,7 @@ def train_until_killed(step, recipe, while_saving):
     train(recipe, on_progress=lambda done, total, record: None if done < step or while_saving else kill_itself())
 
 
-def killed_at(step, recipe, while_saving=False):
+def killed_at(step, recipe, while_saving):
     """Train in another process that kills itself with SIGKILL after a step, or amid the saving that follows it."""
     process = killable.start(train_until_killed, step, recipe, while_saving)
     process.join()
@@ -71,28 +71,20 @@ def steps_in(folder):
 
 
 @pytest.mark.parametrize("variant", SECTIONS)
-def test_a_killed_run_goes_on_with_the_same_losses(variant, tmp_path):
+def test_a_killed_run_is_resumed_with_the_same_losses(variant, tmp_path):
     sections = merge_recipes(SECTIONS[variant], {"training": RUN})
     whole, stopped = tiny_recipe(tmp_path / "whole", **sections), tiny_recipe(tmp_path / "stopped", **sections)
     train(whole)
-    killed_at(5, stopped)
+    while_saving = variant == "killed_while_saving"
+    killed_at(6 if while_saving else 5, stopped, while_saving)
+    assert steps_in(tmp_path / "stopped") == ([3, 6] if while_saving else [3])
     assert train(stopped)["resumed_from"] == 3
-    expected, found = log(tmp_path / "whole"), log(tmp_path / "stopped")
+    expected, resumed = log(tmp_path / "whole"), log(tmp_path / "stopped")
     # A record of the loss every two steps and before every checkpoint, of an evaluation at 5 and the end.
     assert [record["step"] for record in expected] == [2, 3, 4, 5, 6, 8, 8]
-    assert [record.keys() for record in found] == [record.keys() for record in expected]
-    for record, other in zip(found, expected):
+    assert [record.keys() for record in resumed] == [record.keys() for record in expected]
+    for record, other in zip(resumed, expected):
         assert record == pytest.approx(other, abs=1e-6)
-
-
-def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(tmp_path):
-    recipe = tiny_recipe(tmp_path / "run", training=RUN)
-    killed_at(6, recipe, while_saving=True)
-    assert steps_in(tmp_path / "run") == [3, 6]
-    assert step_of(find_newest(tmp_path / "run")[0]) == 3
-    assert train(recipe)["resumed_from"] == 3
-    train(tiny_recipe(tmp_path / "whole", training=RUN))
-    assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
 def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path, caplog):
@@ -147,16 +139,12 @@ def whole_run(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("optimizer.pt", "missing"),
-        ("optimizer.pt", "flipped"),
-        ("scheduler.pt", "missing"),
-        ("scheduler.pt", "cut"),
+        *(("optimizer.pt", how) for how in ("missing", "flipped")),
+        *(("scheduler.pt", how) for how in ("missing", "cut")),
+        *((MARKER, how) for how in ("missing", "cut", "flipped")),
         ("rng_state.pth", "missing"),
         ("trainer_state.json", "flipped"),
         ("model.safetensors", "flipped"),
-        (MARKER, "missing"),
-        (MARKER, "cut"),
-        (MARKER, "flipped"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_written_anew_from_the_one_before(
@@ -224,7 +212,7 @@ def test_other_content_of_the_data_is_refused_and_touched_files_are_not(kind, st
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     for file in source.rglob("*") if source.is_dir() else [source]:
         os.utime(file, (5, 5))
-    write_corpus(tmp_path / "evaluation", "file", "Anne has")  # which moves no training loss
+    write_corpus(tmp_path / "evaluation", "file", "Anne has")  # no training loss depends on it
     again = train(recipe)
     assert again["resumed_from"] == 1 and again["loss"] == pytest.approx(first["loss"], abs=1e-6)
     assert again["evaluation_loss"] != first["evaluation_loss"]
@@ -240,65 +228,47 @@ def test_other_content_of_the_data_is_refused_and_touched_files_are_not(kind, st
     assert train(recipe)["resumed_from"] == 2  # nothing is read
 
 
-def set_key(name, change):
-    """A change of a JSON file of a folder."""
+def edit(**changes):
+    """Changes the values of a JSON file."""
+    return lambda file: file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
-    def edit(folder):
-        values = json.loads((folder / name).read_text())
-        change(values)
-        (folder / name).write_text(json.dumps(values))
 
-    return edit
+def append(file):
+    file.write_bytes(file.read_bytes() + b"\n")
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("key", "name", "change"),
     [
-        set_key("tokenizer.json", lambda values: values.update(normalizer={"type": "Lowercase"})),
-        set_key("tokenizer.json", lambda values: values.update(post_processor=None, pre_tokenizer=None)),
-        set_key("tokenizer_config.json", lambda values: values.update(eos_token=None)),
-        set_key("tokenizer_config.json", lambda values: values.update(bos_token="a")),
-        set_key("tokenizer_config.json", lambda values: values.update(pad_token="a")),
+        ("tokenizer", "tokenizer.json", edit(normalizer={"type": "Lowercase"})),
+        ("tokenizer", "tokenizer.json", edit(post_processor=None, pre_tokenizer=None)),
+        ("tokenizer", "tokenizer_config.json", edit(eos_token=None)),
+        ("tokenizer", "tokenizer_config.json", edit(bos_token="a")),
+        ("tokenizer", "tokenizer_config.json", edit(pad_token="a")),
+        ("model.pretrained", "model.safetensors", append),
+        ("model.pretrained", "config.json", append),
     ],
-    ids=["normalizer", "pre_tokenizer", "eos", "bos", "pad"],
 )
-def test_another_tokenizer_is_refused(change, tmp_path):
-    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    training = {"max_steps": 2, "save_steps": 1}
-    recipe = tiny_recipe(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"), training=training)
+def test_another_tokenizer_or_other_weights_to_start_from_are_refused(key, name, change, whole_run, tmp_path):
+    base = shutil.copytree(whole_run / "final", tmp_path / "base")
+    values = tiny_mapping(tmp_path / "run", tokenizer=str(base), training={"max_steps": 2, "save_steps": 1})
+    recipe = Recipe.from_mapping({**values, "model": {"pretrained": str(base)}})
     train(recipe)
+    (base / "README.md").write_text("no loss depends on this")
+    content = (base / name).read_bytes()
     for step in (2, 1):  # a finished run, and one that is not
-        change(tmp_path / "tokenizer")
-        with pytest.raises(ValueError, match=rf"tokenizer '.*' has other content than .*checkpoint-{step}"):
+        change(base / name)
+        with pytest.raises(ValueError, match=rf"{key} '.*' has other content than .*checkpoint-{step}"):
             train(recipe)
-        build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        (base / name).write_bytes(content)
         assert train(recipe)["resumed_from"] == step
         shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     assert train(recipe)["resumed_from"] == 1
-    shutil.rmtree(tmp_path / "tokenizer")
+    shutil.rmtree(base)
     assert train(recipe)["resumed_from"] == 2  # nothing is read
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_other_weights_to_start_from_are_refused(file, tmp_path):
-    base = tmp_path / "base"
-    train(tiny_recipe(tmp_path / "first", training={"max_steps": 1}))
-    shutil.copytree(tmp_path / "first" / "final", base)
-    values = tiny_mapping(tmp_path / "run", training={"max_steps": 2, "save_steps": 1})
-    recipe = Recipe.from_mapping({**values, "model": {"pretrained": str(base)}})
-    train(recipe)
-    (base / "README.md").write_text("moves nothing")
-    for step in (2, 1):
-        content = (base / file).read_bytes()
-        (base / file).write_bytes(content + b"\n")
-        with pytest.raises(ValueError, match=rf"model.pretrained '.*' has other content than .*checkpoint-{step}"):
-            train(recipe)
-        (base / file).write_bytes(content)
-        assert train(recipe)["resumed_from"] == step
-        shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-
-
-def test_what_moves_no_loss_may_change_and_anything_else_is_named(stopped_run, tmp_path):
+def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(stopped_run, tmp_path):
     for sections, words in (
         ({"model": {"compose_post": False}}, "model.compose_post is None there and False here"),
         ({"training": {"learning_rate": 1e-3}}, "learning_rate is 0.003 there and 0.001 here"),
@@ -310,7 +280,7 @@ def test_what_moves_no_loss_may_change_and_anything_else_is_named(stopped_run, t
             train(tiny_recipe(stopped_run, **merge_recipes({"training": EVERY_STEP}, sections)))
     assert steps_in(stopped_run) == [2, 3]
     shutil.copytree(stopped_run, tmp_path / "moved")
-    (tmp_path / "moved" / "recipe.yaml").write_text("name: [")  # is for people, and written anew
+    (tmp_path / "moved" / "recipe.yaml").write_text("name: [")  # is not read
     free = {"per_device_batch_size": 1, "logging_steps": 1, "gradient_checkpointing": True, "keep_checkpoints": 3}
     recipe = tiny_recipe(tmp_path / "moved", name="other", data={"evaluation": None}, training={**EVERY_STEP, **free})
     assert train(recipe)["resumed_from"] == 3 and load_recipe(tmp_path / "moved" / "recipe.yaml") == recipe

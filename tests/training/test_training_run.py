@@ -1,4 +1,4 @@
-"""Runs leave a model, a log and curves, and train every parameter as the paper does."""
+"""Runs write a model, a log and curves, and train every parameter as the paper does."""
 
 import json
 import math
@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from tiny_models import tiny_model
 from tiny_recipes import tiny_mapping, tiny_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
+from dcformer import pretrained_path
 from dcformer.cli import app
-from dcformer.training import Recipe, flops_per_token, load_recipe, train
+from dcformer.training import Recipe, fingerprint_inputs, flops_per_token, load_recipe, train
 from dcformer.training.data import build_datasets, collate
 from dcformer.training.optimizer import build_optimizer
 from dcformer.training.trainer import count_answers
@@ -36,7 +38,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_the_loss_falls_and_the_log_tells_what_it_cost(run):
+def test_the_loss_falls_and_the_log_has_its_cost(run):
     recipe, folder, result = run
     training = [record for record in records(folder) if "loss" in record]
     (evaluation,) = [record for record in records(folder) if "eval_loss" in record]
@@ -46,11 +48,7 @@ def test_the_loss_falls_and_the_log_tells_what_it_cost(run):
     assert result["loss"] == training[2]["loss"]
     config = AutoModelForCausalLM.from_pretrained(result["folder"]).config
     per_step = flops_per_token(config, 16) * recipe.training.batch_tokens
-    assert [record["flops"] for record in [*training, evaluation]] == [
-        5 * per_step,
-        10 * per_step,
-        *[15 * per_step] * 2,
-    ]
+    assert [record["flops"] / per_step for record in [*training, evaluation]] == [5, 10, 15, 15]
     assert 0 < training[0]["seconds"] < training[1]["seconds"] < training[2]["seconds"] <= evaluation["seconds"]
     assert all(record["grad_norm"] > 0 and record["tokens_per_second"] > 0 for record in training)
     # Steps 4, 9 and 14, counted from 0, of 15 without a rise.
@@ -89,32 +87,52 @@ def test_bf16_keeps_float32_parameters_and_plain_models_run_through_sdpa(tmp_pat
     assert result["evaluation_loss"] is None
 
 
+def start_from(output, tokenizer, pretrained):
+    values = tiny_mapping(output, tokenizer=tokenizer, training={"max_steps": 1, "learning_rate": 1e-9})
+    return Recipe.from_mapping({**values, "model": {"pretrained": pretrained}})
+
+
 def test_a_run_can_start_from_weights(run, tmp_path):
-    recipe = tiny_recipe(tmp_path, training={"max_steps": 1, "learning_rate": 1e-9})
-    recipe = Recipe.from_mapping({**recipe.to_mapping(), "model": {"pretrained": run[2]["folder"]}})
+    recipe = start_from(tmp_path, "head_tasks", run[2]["folder"])
     assert train(recipe)["evaluation_loss"] == pytest.approx(run[2]["evaluation_loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["all_branches", "dcpythia", "plain_transformer_with_learned_positions"])
-def test_norms_and_biases_do_not_decay_and_the_rest_does(variant):
-    model = tiny_model(variant)
-    groups = build_optimizer(model, tiny_recipe("run").training).param_groups
-    assert all(group["betas"] == (0.9, 0.95) and group["eps"] == 1e-8 for group in groups)
-    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
-    for name, parameter in model.named_parameters():
-        assert decays[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.1), name
+def test_a_run_can_start_from_a_bundled_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = start_from("run", "dcformer-tiny", "dcformer-tiny")
+    result = train(recipe)
+    model, bundled = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        for folder in (result["folder"], pretrained_path("dcformer-tiny"))
+    )
+    for name, weight in bundled.items():
+        torch.testing.assert_close(model[name], weight, rtol=0, atol=1e-6, msg=name)
+    card = ModelCard.load(Path(result["folder"], "README.md"))
+    assert "| started from | dcformer-tiny |" in card.text
+    folder = pretrained_path("dcformer-tiny")
+    assert card.data.license == ModelCard.load(Path(folder, "README.md")).data.license is not None
+    assert fingerprint_inputs(start_from("run", folder, folder)) == result["fingerprints"]
+    assert fingerprint_inputs(recipe, local_only=True) == result["fingerprints"]
+    for names in (("dcformer-tiny", "dcformer-tny"), ("dcformer-tny", "dcformer-tiny")):
+        with pytest.raises(FileNotFoundError, match="no bundled model 'dcformer-tny'"):
+            train(start_from("misspelt", *names))
 
 
 @pytest.mark.parametrize("optimizer", [{}, MUON], ids=["adamw", "muon"])
-def test_muon_takes_the_matrices_of_layers_and_compose_weights_have_their_rate(optimizer):
-    model = tiny_model("all_branches")
+@pytest.mark.parametrize("variant", ["all_branches", "dcpythia", "plain_transformer_with_learned_positions"])
+def test_only_norms_and_biases_do_not_decay_and_rates_are_of_muon_adamw_or_composition(variant, optimizer):
+    model = tiny_model(variant)
     training = tiny_recipe("run", training={**optimizer, "compose_learning_rate": 4e-5}).training
-    joined = build_optimizer(model, training)
-    rates = {id(parameter): group["lr"] for group in joined.param_groups for parameter in group["params"]}
+    groups = {
+        id(parameter): group for group in build_optimizer(model, training).param_groups for parameter in group["params"]
+    }
     for name, parameter in model.named_parameters():
         is_dynamic = ".compose." in name and not name.endswith("static_weight")
-        is_matrix = parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
-        assert rates[id(parameter)] == (4e-5 if is_dynamic else 0.02 if optimizer and is_matrix else 3e-3), name
+        uses_muon = optimizer and parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+        group = groups[id(parameter)]
+        assert group["weight_decay"] == (0.0 if "norm" in name or name.endswith("bias") else 0.1), name
+        assert group["lr"] == (4e-5 if is_dynamic else 0.02 if uses_muon else 3e-3), name
+        assert uses_muon or (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8), name
 
 
 def test_an_answer_is_right_if_all_of_its_tokens_are():
@@ -123,7 +141,7 @@ def test_an_answer_is_right_if_all_of_its_tokens_are():
     assert [count.item() for count in count_answers(predicted, labels)] == [4, 2]
 
 
-def test_the_command_trains_and_says_where_the_model_is(tmp_path):
+def test_the_command_trains_and_prints_the_folder_of_the_model(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping("elsewhere")))
     arguments = ["train", str(recipe), "--output", str(tmp_path / "run"), "--set", "training.max_steps=2"]

@@ -1,4 +1,4 @@
-"""Operations of training per token, counted twice, and the peak of GPUs."""
+"""FLOPs of training per token, compared with an independent count, and the peak of GPUs."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from tiny_models import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import DCFormerConfig
-from dcformer.training import flops_per_token, gpu_peak_flops, throughput, visible_pairs
+from dcformer.training import flops_per_token, peak_flops, throughput, visible_pairs
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_plain_models_count_as_torch_counts_their_matrix_products(variant):
     model = tiny_model(variant, attn_implementation="eager", **plain)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
-    # torch counts every score, also those that are hidden.
+    # torch counts all scores, also masked ones.
     hidden_pairs = sum(
         length**2 - visible_pairs(length, config.sliding_window if layer == "sliding_attention" else None)
         for layer in config.layer_types
@@ -34,7 +34,7 @@ def test_plain_models_count_as_torch_counts_their_matrix_products(variant):
 
 
 def compose_flops(length: int, **switches) -> float:
-    """Operations that composition adds to a forward pass of a token in one layer without a window."""
+    """FLOPs that composition adds to the forward pass of a token in one layer without a window."""
     shape = {"hidden_size": 256, "num_attention_heads": 8, "num_hidden_layers": 1, "sliding_window": None}
     plain = DCFormerConfig(**shape, compose_pre=False, compose_post=False)
     return (flops_per_token(DCFormerConfig(**shape, **switches), length) - flops_per_token(plain, length)) / 3
@@ -55,8 +55,8 @@ def test_composition_counts_as_in_equation_11():
     assert whole - grouped == pytest.approx(4 * 2 * 32 * 32 * 3 / 4, abs=1)
 
 
-def test_shares_of_table_2_are_met():
-    """Table 2: composition adds 4.8 % to the operations of the 1.4B shape, over all pairs; over those seen, less."""
+def test_composition_adds_the_share_of_table_2():
+    """Table 2: composition adds 4.8 % to the FLOPs of the 1.4B shape over all pairs; less over visible ones."""
     values = {"sliding_window": None, "vocab_size": 1}
     composed = DCFormerConfig.from_preset("dcformer-1.4b", **values)
     plain = DCFormerConfig.from_preset("dcformer-1.4b", **values, compose_pre=False, compose_post=False)
@@ -78,9 +78,9 @@ def test_automatic_precision_is_bf16_only_where_the_device_multiplies_in_it(monk
 
 
 def test_gpus_are_known_by_their_names():
-    assert gpu_peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
-    assert gpu_peak_flops("NVIDIA H100 PCIe", "fp32") == 378e12
-    assert gpu_peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+    assert peak_flops("bf16", "NVIDIA H100 80GB HBM3") == 989.5e12
+    assert peak_flops("fp32", "NVIDIA H100 PCIe") == 378e12
+    assert peak_flops("fp32", "NVIDIA A100-SXM4-80GB") == 156e12
     # Slower GPUs, and parts of one, that have the same words in their names.
-    assert gpu_peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16") is None
-    assert gpu_peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16") is None
+    assert peak_flops("bf16", "NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert peak_flops("bf16", "NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None

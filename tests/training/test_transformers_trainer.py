@@ -27,24 +27,12 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def steps(tmp_path):
+def steps(brief):
     """Parameters after training on the documents, and the losses; options go to `TrainingArguments`."""
 
     def train(model, collate=pad, **options):
-        values = {
-            "output_dir": str(tmp_path),
-            "max_steps": 2,
-            "per_device_train_batch_size": 4,
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
+        values = {"per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+        values |= {"lr_scheduler_type": "constant", **brief}
         trainer = Trainer(
             model=model,
             args=TrainingArguments(**{**values, **options}),

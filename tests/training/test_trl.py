@@ -1,4 +1,4 @@
-"""TRL's trainers take these models as they take those of Transformers: as a model or as a path."""
+"""TRL's trainers work with these models as with those of Transformers, given as a model or a path."""
 
 import math
 
@@ -25,22 +25,11 @@ def model():
 
 
 @pytest.fixture
-def fit(tmp_path):
-    """Trains for two steps and returns the losses; the configuration takes the options."""
+def fit(brief):
+    """Trains for two steps and returns the losses; options go to the configuration."""
 
     def train(trainer_class, config_class, model, dataset, *, arguments=None, **options):
-        values = {
-            "output_dir": str(tmp_path),
-            "max_steps": 2,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-        }
+        values = {"per_device_train_batch_size": 2, "learning_rate": 1e-3, "bf16": False, **brief}
         trainer = trainer_class(
             model=model,
             args=config_class(**{**values, **options}),
