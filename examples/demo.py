@@ -67,8 +67,9 @@ def read(model, rows: torch.Tensor) -> tuple[float, float, float]:
     return loss / predicted, right / predicted, rows.numel() / seconds
 
 
-def write(model, tokenizer, prompt: str, **options) -> tuple[str, float]:
-    """The greedy continuation of a prompt, and tokens per second."""
+def write(model, tokenizer, prompt: str, stop: str | None) -> tuple[str, float]:
+    """The greedy continuation of a prompt, up to a string if one is given, and tokens per second."""
+    options = {} if stop is None else {"stop_strings": stop, "tokenizer": tokenizer}
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     started = time.perf_counter()
     sequences = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options)
@@ -89,15 +90,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(next(iter(folders.values())))
 
     speeds = {}
-    ends = (
-        {} if arguments.folder else {"stop_strings": ["\n\n"], "tokenizer": tokenizer}
-    )  # a blank line ends a function
     for prompt in arguments.prompts or PROMPTS:
         console.rule("prompt", align="left")
         console.print(prompt, markup=False)
         for name, model in models.items():
             console.rule(MODELS.get(name, name), align="left", style="blue")
-            text, speeds[name] = write(model, tokenizer, prompt, **ends)
+            text, speeds[name] = write(model, tokenizer, prompt, None if arguments.folder else "\n\n")
             console.print(text, markup=False)
     if arguments.folder is not None:
         return
