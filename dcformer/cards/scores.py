@@ -240,7 +240,7 @@ def _write_entries(folder: Path, scores: Sequence[Score]) -> list[Path]:
     """A file for every task, number of examples and origin."""
     groups: dict[Path, list[Score]] = {}
     for score in scores:
-        if source_of(score.task).is_on_hub:  # else the Hub has no leaderboard of it
+        if source_of(score.task).address is None:  # else the Hub has no leaderboard of it
             name = f"{score.task}-{score.num_fewshot}shot-{'paper' if score.is_papers else 'dcformer'}.yaml"
             if not _ENTRIES.fullmatch(name):
                 raise ValueError(f"A task and its number of examples must make the name of a file, got {name!r}.")
