@@ -1,5 +1,5 @@
 """
-Table 4 on one GPU in minutes: `dcformer eval` beside lm-eval's own model class, on some documents of every task.
+Table 4 on one GPU in minutes: `dcformer eval` beside lm-eval's model class, on some documents of every task.
 
     scripts/gpu_table4 prepare --data DATA --out FOLDER          # what another machine needs, and a list of wheels
     scripts/gpu_table4 run --data FOLDER --json table4.json      # --tiny: small models, on a CPU
@@ -7,9 +7,9 @@ Table 4 on one GPU in minutes: `dcformer eval` beside lm-eval's own model class,
 DATA is a folder as `dcformer eval --data-dir` takes it, with GPT-NeoX's `20B_tokenizer.json` in `tokenizer/`. The
 models have published shapes and random weights, made on the device.
 
-A cell is a task with a number of examples, scored by one method. Every finished cell is written at once: the same
-command resumes. Cells with most of the table's tokens come first; after --minutes nothing more is computed. What the
-whole table would take is the time of each cell, times its tokens in the table over those that were scored.
+A cell is a task with a number of examples, scored by one method. Every finished cell is written at once, so the same
+command resumes. Cells with most of the table's tokens come first; after --minutes nothing more is computed. The time of
+the whole table is estimated from that of every cell, by the tokens of its task in the table and in the cell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,9 +38,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dcformer import DCFormerConfig, DCPythiaConfig
 from dcformer.bench import measure
+from dcformer.common.dtypes import dtype_name
 from dcformer.common.files import json_digest, write_atomically
 from dcformer.eval import TABLE4_COLUMNS, DCFormerLM, quiet_harness, task_manager
-from dcformer.eval.data import DEFAULT_SEED, spread_places
+from dcformer.eval.data import DEFAULT_SEED, spread_indices
 from dcformer.eval.suites import PREFIX
 from dcformer.loading import choose_device, load_tokenizer
 
@@ -50,22 +50,22 @@ SHOTS = (0, 5)
 MODELS = ("dcpythia-6.9b", "dcformer-2.8b")
 HARNESS = "lm-eval hf"
 METHODS = ("shared prefixes", "whole inputs", HARNESS)
-REFERENCE = "reference"  # the harness's, in the next wider type: what rounding does to scores
+REFERENCE = "reference"  # the harness in the next wider type, which shows the effect of rounding
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
-# Scores agree if they differ by at most so many times what rounding does to the harness's. Those of a model of 32
-# layers in bfloat16 without its composition differ by twice as much.
+# Scores agree if they differ by at most this multiple of the harness's rounding error. In a model of 32 layers in
+# bfloat16 without composition they differ by twice that error.
 MOST_ERRORS = 4
-# Deviation of the composition's weights, as a multiple of one over the root of their inputs: with more of it rounding
-# grows from layer to layer until scores say nothing, with less they hardly depend on it.
+# Standard deviation of the composition's weights times the root of their inputs. With more, rounding errors grow from
+# layer to layer until scores mean nothing; with less, scores hardly depend on the composition.
 COMPOSITION = 0.3
-# Tokens of all inputs of the table, with 2,048 at most.
+# Tokens of all inputs of the table, which have 2,048 at most.
 TOKENS = Path(__file__).parents[1] / "benchmarks" / "results" / "evaluation_tokens.json"
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "initializer_range": 0.2,  # as large for this width as 0.02 for theirs
+    "initializer_range": 0.2,  # for this width like 0.02 for the published ones
 }
 
 
@@ -78,11 +78,11 @@ class Inputs(NamedTuple):
 
 
 class TimeIsUp(Exception):
-    """Ends what is being computed."""
+    """Stops the computation."""
 
 
 class Timed:
-    """A scorer of lm-eval that says how long it took, instead of how far it is."""
+    """A scorer of lm-eval that measures its time and shows no progress."""
 
     seconds: float
 
@@ -101,9 +101,9 @@ class Harness(Timed, HFLM):
     """What `lm_eval run --model hf` scores with."""
 
     def tok_encode(self, *given: Any, **options: Any) -> list[int]:
-        # Ids beyond the embedding have no logits; the package reads the last row for them too.
-        rows = self.model.get_output_embeddings().weight.shape[0]
-        return [min(token, rows - 1) for token in super().tok_encode(*given, **options)]
+        # Ids without an embedding row are read as the last row, as by the package.
+        last = len(self.model.get_output_embeddings().weight) - 1
+        return [min(token, last) for token in super().tok_encode(*given, **options)]
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, **options: Any) -> list:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, **options)
@@ -112,8 +112,7 @@ class Harness(Timed, HFLM):
 def table_tokens() -> dict[tuple[str, int], int]:
     """Task and examples before a question -> tokens of all inputs of the whole table."""
     figures = json.loads(TOKENS.read_text(encoding="utf-8"))["figures"]
-    parts = {name: name.removesuffix("-shot").rsplit(", ", 1) for name in figures}
-    return {(task, int(shots)): figures[name]["tokens"] for name, (task, shots) in parts.items() if task != "all"}
+    return {(task, shots): figures[f"{task}, {shots}-shot"]["tokens"] for task in TABLE4_COLUMNS for shots in SHOTS}
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -132,20 +131,19 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def needed_packages(name: str, extra: str = "") -> set[str]:
-    """Names of the packages that one needs, as they are installed here, with itself."""
-    found, left = set(), {(canonicalize_name(name), extra)}
+    """The package and all that it needs, by name, as installed here."""
+    done, left = set(), {(canonicalize_name(name), extra)}
     while left:
-        found.add(each := left.pop())
-        for line in metadata.requires(each[0]) or ():
+        done.add(package := left.pop())
+        for line in metadata.requires(package[0]) or ():
             needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": each[1]}):
-                name = canonicalize_name(needed.name)
-                left |= {(name, extra) for extra in ("", *needed.extras)} - found
-    return {name for name, _ in found}
+            if needed.marker is None or needed.marker.evaluate({"extra": package[1]}):
+                left |= {(canonicalize_name(needed.name), extra) for extra in ("", *needed.extras)} - done
+    return {name for name, _ in done}
 
 
 class Session:
-    """All that is measured, of which everything is in a file after every cell."""
+    """All measurements, written to a file after every cell."""
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.device = args, choose_device(args.device)
@@ -155,50 +153,50 @@ class Session:
         self.settings |= {"environment": measure.environment(self.device), "lm_eval": metadata.version("lm_eval")}
         self.cells: list[dict] = []
         if args.json.exists():
-            found = json.loads(args.json.read_text(encoding="utf-8"))
-            if changed := [name for name, value in self.settings.items() if found["settings"].get(name) != value]:
-                then = found["settings"].get(changed[0])
-                raise ValueError(
-                    f"{str(args.json)!r} was measured with {changed[0]}={then}, not {self.settings[changed[0]]}; give "
-                    "another --json, or the options that it was begun with."
-                )
-            self.cells = found["cells"]
+            stored = json.loads(args.json.read_text(encoding="utf-8"))
+            for name, value in self.settings.items():
+                if stored["settings"].get(name) != value:
+                    raise ValueError(
+                        f"{str(args.json)!r} was measured with {name}={stored['settings'].get(name)}, not {value}; "
+                        "give another --json, or the options that it was begun with."
+                    )
+            self.cells = stored["cells"]
         self.tokenizer = load_tokenizer(args.data / "tokenizer")
         self.tasks: dict[str, Any] = {}
         self.most_inputs, self.batch_size = 0, 64
 
     def run(self) -> None:
-        """Measure what is missing, until time is up."""
+        """Measure the missing cells until time is up."""
         gc.freeze()  # or every collection would look through the libraries
         with quiet_harness(), contextlib.suppress(TimeIsUp):
             for preset in self.args.models:
-                left = [each for each in self.plan() if not self.has(preset, *each)]
-                if not left:
-                    continue
-                model = self.build(preset)
-                for method in METHODS:  # compiles and allocates
-                    self.score(model, left[0][0], method)
-                for inputs, method in left:
-                    self.add(preset, model, inputs, method)
-                del model
+                if left := [(inputs, method) for name, inputs, method in self.missing() if name == preset]:
+                    model = self.build(preset)
+                    for method in METHODS:  # compiles and allocates
+                        self.score(model, left[0][0], method)
+                    for inputs, method in left:
+                        self.add(preset, model, inputs, method)
+                    del model
 
     def plan(self) -> list[tuple[Inputs, str]]:
-        """What is scored and how, in the order in which it is."""
+        """The inputs and methods of the cells of a model, in their order."""
         tokens, longest = table_tokens(), self.args.lengths[0]
         groups = [Inputs(task, shots, longest) for task in self.args.tasks for shots in SHOTS]
-        groups.sort(key=lambda each: -tokens[each.task, each.num_fewshot])
-        middle = groups[len(groups) // 2]
+        groups.sort(key=lambda inputs: -tokens[inputs[:2]])
         # Inputs of RACE are the longest.
-        cut = max(groups, key=lambda each: (each.task.startswith("race"), each.num_fewshot))
-        ordered = [middle, *(each for each in groups if each != middle)]
-        ordered += [cut._replace(max_length=length) for length in self.args.lengths[1:]]
-        return [(middle, REFERENCE), *((each, method) for each in ordered for method in METHODS)]
+        cut = max(groups, key=lambda inputs: (inputs.task.startswith("race"), inputs.num_fewshot))
+        middle = groups.pop(len(groups) // 2)
+        ordered = [middle, *groups, *(cut._replace(max_length=length) for length in self.args.lengths[1:])]
+        return [(middle, REFERENCE), *itertools.product(ordered, METHODS)]
 
-    def has(self, preset: str, inputs: Inputs, method: str) -> bool:
-        return any(_key(cell) == (preset, *inputs, method) for cell in self.cells)
+    def missing(self) -> list[tuple[str, Inputs, str]]:
+        """(model, inputs, method) of every missing cell."""
+        done = {_key(cell) for cell in self.cells}
+        cells = ((preset, *planned) for preset in self.args.models for planned in self.plan())
+        return [(preset, inputs, method) for preset, inputs, method in cells if (preset, *inputs, method) not in done]
 
     def build(self, preset: str) -> PreTrainedModel:
-        gc.collect()  # of the model before
+        gc.collect()  # frees the previous model
         family = DCPythiaConfig if preset in DCPythiaConfig.presets() else DCFormerConfig
         config = family.from_preset(preset, oov_policy="clamp", **(TINY if self.args.tiny else {}))
         torch.manual_seed(0)
@@ -239,15 +237,14 @@ class Session:
         task = self.task(inputs)
         options = {"tokenizer": self.tokenizer, "max_length": inputs.max_length}
         if method in METHODS[:2]:
-            shares = method == METHODS[0]
-            scorer = Package(model, shared_prefixes=shares, oov_policy="clamp", on_progress=lambda *_: None, **options)
+            scorer = Package(model, shared_prefixes=method == METHODS[0], oov_policy="clamp", **options)
             samples = self.samples(scorer, task)
-            counts = {name: len(of) if isinstance(of, set) else of for name, of in scorer.counts().items()}
+            counts = {name: len(n) if isinstance(n, set) else n for name, n in scorer.counts().items()}
             return counts | samples
         if method == REFERENCE:
             model = copy.deepcopy(model).to(WIDER[model.dtype])
 
-        # The harness looks for a size by five passes over the longest input beforehand; this meets what is scored.
+        # The harness would find a size by five passes over the longest input; this way only real inputs are computed.
         @find_executable_batch_size(starting_batch_size=self.batch_size)
         def score(batch_size: int) -> dict[str, Any]:
             self.batch_size = batch_size
@@ -262,7 +259,7 @@ class Session:
             manager = task_manager({"data_dir": str(self.args.data)})
             self.tasks[name] = task = manager.load([name])["tasks"][name]
             rows = task.dataset["scored"]
-            task.dataset["scored"] = rows.select(spread_places(len(rows), self.args.limit))
+            task.dataset["scored"] = rows.select(spread_indices(len(rows), self.args.limit))
         task = self.tasks[name]
         task.set_config(key="num_fewshot", value=inputs.num_fewshot)
         task.set_fewshot_seed(seed=DEFAULT_SEED)
@@ -271,112 +268,100 @@ class Session:
     def samples(self, scorer: Timed, task: Any) -> dict[str, Any]:
         name = task.config.task
         results = run_harness(scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, bootstrap_iters=0)
-        found = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+        samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
         return {
             "seconds": scorer.seconds,
-            "documents": len(found),
-            "prompts": json_digest([each["arguments"] for each in found]),
-            "log_likelihoods": [[float(score) for score, _ in each["filtered_resps"]] for each in found],
-            "correct": [float(each["acc"]) for each in found],
+            "documents": len(samples),
+            "prompts": json_digest([sample["arguments"] for sample in samples]),
+            "log_likelihoods": [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples],
+            "correct": [float(sample["acc"]) for sample in samples],
         }
 
-    def missing(self) -> list[dict]:
-        return [
-            {"model": preset, **inputs._asdict(), "method": method}
-            for preset in self.args.models
-            for inputs, method in self.plan()
-            if not self.has(preset, inputs, method)
-        ]
-
     def write(self) -> None:
+        missing = [{"model": name, **inputs._asdict(), "method": method} for name, inputs, method in self.missing()]
         content = {
             "settings": self.settings,
             "cells": self.cells,
             "comparisons": self.comparisons(),
             "whole_table": self.whole_table(),
-            "missing": self.missing(),
+            "missing": missing,
         }
         self.args.json.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.args.json, json.dumps(content, indent=1) + "\n")
 
-    def groups(self) -> Iterator[tuple[dict, dict[str, dict]]]:
-        """Model and inputs -> method -> cell."""
-        for name in dict.fromkeys(_key(cell)[:-1] for cell in self.cells):
-            cells = [cell for cell in self.cells if _key(cell)[:-1] == name]
-            yield {"model": name[0], **Inputs(*name[1:])._asdict()}, {cell["method"]: cell for cell in cells}
+    def groups(self) -> dict[tuple[str, Inputs], dict[str, dict]]:
+        """(model, inputs) -> method -> cell."""
+        groups: dict[tuple[str, Inputs], dict[str, dict]] = {}
+        for cell in self.cells:
+            preset, *inputs, method = _key(cell)
+            groups.setdefault((preset, Inputs(*inputs)), {})[method] = cell
+        return groups
 
     def comparisons(self) -> list[dict]:
-        """Scores of the package beside the harness's, in units of what rounding does to the harness's."""
-        groups = list(self.groups())
+        """The package's scores beside the harness's, in units of the harness's rounding error."""
+        groups = self.groups()
         rounding = {
-            group["model"]: max(_error(cells[HARNESS], cells[REFERENCE]), torch.finfo(torch.float32).eps)
-            for group, cells in groups
+            preset: max(_error(cells[HARNESS], cells[REFERENCE]), torch.finfo(torch.float32).eps)
+            for (preset, _), cells in groups.items()
             if {HARNESS, REFERENCE} <= cells.keys()
         }
-        found = []
-        for group, cells in groups:
-            for method in METHODS[:2]:
-                if not {method, HARNESS} <= cells.keys():
-                    continue
-                ours, theirs = cells[method], cells[HARNESS]
-                error = _error(ours, theirs)
-                unit = rounding.get(group["model"])
-                is_same = ours["prompts"] == theirs["prompts"]
-                found.append(
-                    {
-                        **group,
-                        "method": method,
-                        "same_prompts": is_same,
-                        "relative_error": error,
-                        "rounding": unit,
-                        "error_of_the_reference": _error(ours, cells[REFERENCE]) if REFERENCE in cells else None,
-                        "agrees": None if unit is None else is_same and error <= MOST_ERRORS * unit,
-                        "decisions": len(ours["correct"]),
-                        "other_decisions": sum(a != b for a, b in zip(ours["correct"], theirs["correct"])),
-                        "speedup": theirs["seconds"] / ours["seconds"],
-                    }
-                )
-        return found
+        comparisons = []
+        for ((preset, inputs), cells), method in itertools.product(groups.items(), METHODS[:2]):
+            if not {method, HARNESS} <= cells.keys():
+                continue
+            ours, theirs, unit = cells[method], cells[HARNESS], rounding.get(preset)
+            error, is_same = _error(ours, theirs), ours["prompts"] == theirs["prompts"]
+            comparisons.append(
+                {
+                    "model": preset,
+                    **inputs._asdict(),
+                    "method": method,
+                    "same_prompts": is_same,
+                    "relative_error": error,
+                    "rounding": unit,
+                    "error_of_the_reference": _error(ours, cells[REFERENCE]) if REFERENCE in cells else None,
+                    "agrees": None if unit is None else is_same and error <= MOST_ERRORS * unit,
+                    "decisions": len(ours["correct"]),
+                    "other_decisions": sum(a != b for a, b in zip(ours["correct"], theirs["correct"])),
+                    "speedup": theirs["seconds"] / ours["seconds"],
+                }
+            )
+        return comparisons
 
     def whole_table(self) -> list[dict]:
-        """What all documents of the chosen tasks would take, by cells that all methods have finished."""
-        tokens = table_tokens()
-        wanted = {(task, shots) for task in self.args.tasks for shots in SHOTS}
-        found = []
+        """Estimates for all documents of the chosen tasks, from inputs that all methods have scored."""
+        tokens, tables = table_tokens(), []
+        total = sum(tokens[task, shots] for task in self.args.tasks for shots in SHOTS)
         for preset in self.args.models:
             cells = {
-                (group["task"], group["num_fewshot"]): cells
-                for group, cells in self.groups()
-                if group["model"] == preset
-                and group["max_length"] == self.args.lengths[0]
-                and set(METHODS) <= cells.keys()
+                inputs[:2]: of_inputs
+                for (name, inputs), of_inputs in self.groups().items()
+                if (name, inputs.max_length) == (preset, self.args.lengths[0]) and set(METHODS) <= of_inputs.keys()
             }
             if not cells:
                 continue
-            measured = sum(tokens[each] for each in cells)
-            total = sum(tokens[each] for each in wanted)
-            minutes = {}
+            share, minutes = sum(tokens[key] for key in cells) / total, {}
             for method in METHODS:
                 seconds = sum(
-                    own[method]["seconds"] * tokens[each] / own[METHODS[1]]["input_tokens"]
-                    for each, own in cells.items()
+                    of_inputs[method]["seconds"] * tokens[key] / of_inputs[METHODS[1]]["input_tokens"]
+                    for key, of_inputs in cells.items()
                 )
-                minutes[method] = seconds * total / measured / 60  # what is missing at the rate of what is there
-            found.append(
+                minutes[method] = seconds / share / 60  # missing inputs at the rate of the others
+            tables.append(
                 {
                     "model": preset,
                     "tokens": total,
-                    "share_measured": measured / total,
+                    "share_measured": share,
                     "minutes": minutes,
-                    "tokens_per_second": {method: total / each / 60 for method, each in minutes.items()},
+                    "tokens_per_second": {method: total / minutes[method] / 60 for method in METHODS},
                     "times_less_than_the_harness": {name: minutes[HARNESS] / minutes[name] for name in METHODS[:2]},
                     "peak_memory_gib": {
-                        method: max(own[method]["peak_memory_gib"] or 0 for own in cells.values()) or None
+                        method: max(of_inputs[method]["peak_memory_gib"] or 0 for of_inputs in cells.values()) or None
                         for method in METHODS
                     },
                 }
             )
-        return found
+        return tables
 
 
 def _key(cell: dict) -> tuple:
@@ -393,29 +378,28 @@ def _error(ours: dict, theirs: dict) -> float:
 
 def _line(cell: dict) -> str:
     name = f"{cell['model']}, {cell['task']} {cell['num_fewshot']}-shot in {cell['max_length']:,}, {cell['method']}"
-    memory = cell["peak_memory_gib"]
-    parts = [f"{cell['seconds']:.2f} s", f"{cell['most_inputs_at_once']} inputs at once"]
-    return f"{name}: {', '.join(parts + ([] if memory is None else [f'{memory:.1f} GiB']))}"
+    memory = "" if cell["peak_memory_gib"] is None else f", {cell['peak_memory_gib']:.1f} GiB"
+    return f"{name}: {cell['seconds']:.2f} s, {cell['most_inputs_at_once']} inputs at once{memory}"
 
 
 def show(session: Session) -> None:
-    comparisons, tables = session.comparisons(), session.whole_table()
-    for each in tables:
+    comparisons = session.comparisons()
+    for table in session.whole_table():
+        columns = [table[name] for name in ("minutes", "tokens_per_second", "peak_memory_gib")]
         rows = [
-            [name, f"{minutes:.1f}", f"{rate:,.0f}", f"{memory or 0:.1f}"]
-            for (name, minutes), rate, memory in zip(
-                each["minutes"].items(), each["tokens_per_second"].values(), each["peak_memory_gib"].values()
-            )
+            [method, f"{minutes:.1f}", f"{rate:,.0f}", f"{memory or 0:.1f}"]
+            for method, minutes, rate, memory in ((name, *(column[name] for column in columns)) for name in METHODS)
         ]
-        print(f"\n{each['model']}: the whole table, by {each['share_measured']:.0%} of its tokens")
+        print(f"\n{table['model']}: the whole table, by {table['share_measured']:.0%} of its tokens")
         measure.show_table(["method", "minutes", "tokens/s", "GiB"], rows)
     if missing := session.missing():
         print(f"{len(missing)} cells are missing: run the same command again.")
-    others = sum(each["other_decisions"] for each in comparisons)
-    print(f"{others} of {sum(each['decisions'] for each in comparisons)} decisions differ from the harness's.")
-    for each in comparisons:
-        if each["agrees"] is False:
-            print("DIFFERS:", {name: each[name] for name in each if name != "speedup"})
+    others = sum(comparison["other_decisions"] for comparison in comparisons)
+    decisions = sum(comparison["decisions"] for comparison in comparisons)
+    print(f"{others} of {decisions} decisions differ from the harness's.")
+    for comparison in comparisons:
+        if comparison["agrees"] is False:
+            print("DIFFERS:", {name: value for name, value in comparison.items() if name != "speedup"})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -428,15 +412,17 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name)
         command.add_argument("--data", type=Path, required=True, help="folder of data and tokenizer")
     commands.choices["prepare"].add_argument("--out", type=Path, required=True, help="folder to write")
-    commands.choices["prepare"].add_argument("--has", nargs="*", default=[], help="packages that are there already")
+    commands.choices["prepare"].add_argument("--has", nargs="*", default=[], help="packages that are installed there")
     command.add_argument("--json", type=Path, required=True, help="file of all figures and scores")
-    command.add_argument("--minutes", type=float, default=5.5, help="stop after so long (default: 5.5)")
+    command.add_argument("--minutes", type=float, default=5.5, help="time limit (default: 5.5)")
     command.add_argument("--limit", type=int, help="documents of each task (default: 40, tiny: 2)")
     command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     command.add_argument("--tasks", nargs="+", choices=TABLE4_COLUMNS, default=list(TABLE4_COLUMNS))
-    command.add_argument("--lengths", type=int, nargs="+", help="context: of all, and of RACE once more (2048 1024)")
+    command.add_argument("--lengths", type=int, nargs="+", help="context of all, and of RACE again (2048 1024)")
     command.add_argument("--device", help="default: the first GPU, else the CPU")
-    command.add_argument("--dtype", choices=[str(each)[6:] for each in WIDER], help="default: bfloat16, tiny: float32")
+    command.add_argument(
+        "--dtype", choices=[dtype_name(dtype) for dtype in WIDER], help="default: bfloat16, tiny: float32"
+    )
     command.add_argument("--tiny", action="store_true", help="two layers of width 32, to try the script on a CPU")
     args = parser.parse_args(arguments)
     if args.command == "prepare":
@@ -453,7 +439,7 @@ def main(arguments: list[str] | None = None) -> int:
     session.run()
     session.write()
     show(session)
-    return int(any(each["agrees"] is False for each in session.comparisons()))
+    return int(any(comparison["agrees"] is False for comparison in session.comparisons()))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     <data_dir>/<folder>/<split>.parquet     or .jsonl, or .txt where a task reads plain text
 
-Documents are told by a hash of their contents (see [`documents_hash`]), so that a copy in another file format is the
-same data and a changed data set on the Hub is refused.
+Documents are identified by a hash of their contents (see [`documents_hash`]), so that a copy in another file format is
+the same data and a changed data set on the Hub is refused.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234
 _SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
+_QUESTION = ("question", "options", "answer")  # fields of RACE
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Source:
         path: Data set on the Hub, or another name if there is an address.
         name: Configuration of the data set.
         split: The split that is scored.
-        hash: [`documents_hash`] that the scored documents must have; `None` where no copy was at hand to compute it.
+        hash: [`documents_hash`] of the scored documents; `None` if it is not known.
         revision: Git revision.
-        address: Where the files lie, if not on the Hub.
-        count: Number of scored documents, of the columns of Table 4.
-        fields: What the task reads of a row, in the order in which it is hashed.
-        answer, answers: A field and the values that it may have; test splits without answers have others.
-        note: What else there is to say.
+        address: URL of the files, if they are not on the Hub.
+        count: Number of scored documents, for the columns of Table 4.
+        fields: Fields of a row that the task reads, in the order in which they are hashed.
+        answer, answers: A field and its possible values; splits without published answers have other values.
+        note: A remark.
     """
 
     path: str
@@ -73,13 +74,13 @@ class Source:
 
 
 _FILE = Path(__file__).parent / "published" / "sources.json"
-# By the name of a folder below `data_dir`; those with a number of documents are Table 4's columns in its order.
+# Folder below `data_dir` -> source; those with a number of documents are the columns of Table 4 in order.
 SOURCES = {folder: Source(**values) for folder, values in json.loads(_FILE.read_text(encoding="utf-8")).items()}
 TABLE4_COLUMNS = tuple(folder for folder, source in SOURCES.items() if source.count)
 
 
 def data_folder(task: str, data_dir: str | os.PathLike | None = None) -> str:
-    """The folder below `data_dir` that holds a task's data; of the Pile a sample where the whole is not there."""
+    """The folder below `data_dir` that holds a task's data; for the Pile a sample if the whole is missing."""
     column = task.removesuffix("_lm_eval_0_4_13").removesuffix("_ppl")
     if column.startswith("head_tasks_authors"):
         return "synthetic"
@@ -94,12 +95,12 @@ def source_of(task: str) -> Source:
 
 
 def import_extra(name: str) -> Any:
-    """A module of the extra `eval`, imported where it is used, as some take seconds."""
+    """A module of the extra `eval`, imported where it is used because some take seconds to import."""
     return import_optional(name, "Evaluation", "eval")
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
-    """Which data a result rests on: `"sha256:..."` of the files in the task's folder, or the source with a revision."""
+    """The data of a result: `"sha256:..."` of the files in the task's folder, or the source with its revision."""
     source = source_of(task)
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
@@ -117,8 +118,10 @@ def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False)
     """
     The hash of documents: `"sha256:..."` of one line of JSON per document (UTF-8, objects sorted by key, no spaces).
 
-    Each is given by the values that the task reads. Lines are sorted, since copies have them in different orders;
-    running text, which is packed in its order, is hashed in that (`is_ordered`).
+    Args:
+        documents: For every document the values that the task reads.
+        is_ordered (defaults to `False`): Whether the order of the documents matters, as it does for packed running
+            text. Otherwise the lines are sorted, since copies of a data set may have them in another order.
     """
     as_json = functools.partial(json.dumps, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     lines = (f"{as_json(list(values))}\n".encode("utf-8", "surrogatepass") for values in documents)
@@ -129,37 +132,26 @@ def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False)
 
 
 def checked_origin(
-    folder: str, found: str, data_dir: str | os.PathLike | None, required: str | None = None
+    folder: str, digest: str, data_dir: str | os.PathLike | None, required: str | None = None
 ) -> dict[str, Any]:
     """
-    What a record says of documents: `source`, `revision`, `hash`, and `as_known`, whether the hash is the known one.
+    `source`, `revision` and `hash` of documents for a record, and `as_known`: whether the hash is the known one.
 
-    Without a `data_dir` they were fetched, and must have the hash that is known, or the `required` one (or `"any"`).
+    Documents that were fetched (no `data_dir`) must have the known hash, or the `required` one (or `"any"`).
     """
     source = SOURCES[folder]
     wanted = required or (source.hash if data_dir is None else None) or "any"
-    if wanted not in (found, "any"):
+    if wanted not in (digest, "any"):
         raise ValueError(
-            f"The documents of {folder} have the hash {found} instead of {wanted}; check the data, or name the hash by "
-            "--data-hash TASK=HASH."
+            f"The documents of {folder} have the hash {digest} instead of {wanted}; check the data, or name the hash "
+            "by --data-hash TASK=HASH."
         )
     return {
         "source": str(source) if data_dir is None else "files of --data-dir",
         "revision": source.revision if data_dir is None else None,
-        "hash": found,
-        "as_known": None if source.hash is None else found == source.hash,
+        "hash": digest,
+        "as_known": None if source.hash is None else digest == source.hash,
     }
-
-
-def remember(rows: Dataset, origin: dict[str, Any]) -> Dataset:
-    """The rows, which keep their origin from now on."""
-    rows.info.description = json.dumps(origin)
-    return rows
-
-
-def origin_of(rows: Dataset) -> dict[str, Any]:
-    """What [`remember`] was told of rows."""
-    return json.loads(rows.info.description)
 
 
 def load_documents(
@@ -168,28 +160,31 @@ def load_documents(
     data_hash: str | None = None,
     process: Callable[[Dataset], Dataset] | None = None,
     **_: Any,
-) -> dict[str, Dataset]:
-    """The documents of a column of Table 4, as lm-eval takes them; `process` makes of rows what the prompts read."""
+) -> dict[str, Any]:
+    """
+    The documents of a column of Table 4 as splits for lm-eval, `"scored"` and `"examples"`, and their `"origin"`.
+
+    `process` turns rows into those that the prompts read.
+    """
     source = SOURCES[column]
     splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
     scored, extra = source.split, {}
     if scored not in splits and column == "sciq" and "validation" in splits:
-        logger.warning("sciq: there is no test split in %s; its validation split is scored in its place.", data_dir)
+        logger.warning("sciq: there is no test split in %s; its validation split is scored instead.", data_dir)
         scored, extra = "validation", {"stands_in_for": "test"}
     if scored not in splits:
         raise FileNotFoundError(f"There is no {scored} split of {source} in {str(Path(data_dir or '', column))!r}.")
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
     origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
-    if process is not None:  # lm-eval's `process_docs` would do it at every access
+    if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
-    remember(documents[scored], {**origin, **extra})
-    return {"scored": documents[scored], "examples": documents[examples]}
+    return {"scored": documents[scored], "examples": documents[examples], "origin": {**origin, **extra}}
 
 
 def _local_splits(folder: Path) -> dict[str, Any]:
     files = (folder / f"{split}{suffix}" for split in ("train", "validation", "test") for suffix in reversed(_SUFFIXES))
-    return {file.stem: file for file in files if file.is_file()}  # of one split the last, so .parquet before .jsonl
+    return {file.stem: file for file in files if file.is_file()}  # the last of a split wins: .parquet before .jsonl
 
 
 def _published_splits(source: Source) -> dict[str, Any]:
@@ -201,7 +196,7 @@ def _published_splits(source: Source) -> dict[str, Any]:
 
 
 def _hash_of(column: str, documents: Dataset) -> str:
-    """Of the values that the prompt is made of; an answer is a number in one copy and a string in another."""
+    """The hash of the fields that the prompt reads; an answer is a number in one copy and a string in another."""
     source = SOURCES[column]
     columns = (
         [str(value).strip() for value in documents[name][:]] if name in (source.answer, "label") else documents[name][:]
@@ -210,30 +205,31 @@ def _hash_of(column: str, documents: Dataset) -> str:
     return documents_hash(zip(*columns))
 
 
-def _documents(column: str, place: Any) -> Dataset:
-    """The rows of a file or of a split of the Hub, brought into the form that the prompts read."""
+def _documents(column: str, split: Any) -> Dataset:
+    """The rows of a file (`split` is a Path) or of a split on the Hub (a Dataset), in one layout."""
     datasets = import_extra("datasets")
-    source, rows = SOURCES[column], place
-    if isinstance(place, Path) and place.suffix == ".parquet":
+    source, rows = SOURCES[column], split
+    if isinstance(split, Path) and split.suffix == ".parquet":
         from pyarrow import parquet
 
-        rows = datasets.Dataset(parquet.read_table(place))  # in memory, without a copy in a cache
-    elif isinstance(place, Path) and column == "logiqa" and place.suffix != ".jsonl":
-        rows = datasets.Dataset.from_list(parse_logiqa(place.read_text(encoding="utf-8")))
-    elif isinstance(place, Path):
-        rows = datasets.Dataset.from_list([json.loads(line) for _, line in _lines([place])])
+        rows = datasets.Dataset(parquet.read_table(split))  # in memory, without a copy in a cache
+    elif isinstance(split, Path) and column == "logiqa" and split.suffix != ".jsonl":
+        rows = datasets.Dataset.from_list(parse_logiqa(split.read_text(encoding="utf-8")))
+    elif isinstance(split, Path):
+        rows = datasets.Dataset.from_list([json.loads(line) for _, line in _lines([split])])
     if "problems" in source.fields:
         is_grouped = "problems" in rows.column_names
         rows = datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
-    where = str(place if isinstance(place, Path) else source)
+    where = str(split if isinstance(split, Path) else source)
     if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
         raise ValueError(
             f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
             f"the {source.split} split, whose answers are published."
         )
     for name in source.fields:
-        if found := [number for number, value in enumerate(rows[name], start=1) if _has_null(value)]:
-            raise ValueError(f"{name!r} is null or missing in document {found[0]} of {column} in {where!r}; mend it.")
+        for number, value in enumerate(rows[name], start=1):
+            if _has_null(value):
+                raise ValueError(f"{name!r} is null or missing in document {number} of {column} in {where!r}; mend it.")
     return rows
 
 
@@ -243,7 +239,7 @@ def _has_null(value: Any) -> bool:
 
 
 def parse_logiqa(text: str) -> list[dict]:
-    """Documents of the authors' plain text; a space is put after every full stop, as the harness does."""
+    """Documents of LogiQA's text file; a space is inserted after every full stop, as the harness does."""
     documents = []
     for number, block in enumerate(text.strip().split("\n\n"), start=1):
         letter, *lines = block.split("\n")
@@ -256,27 +252,26 @@ def parse_logiqa(text: str) -> list[dict]:
 
 
 def group_by_article(rows: Iterable[dict]) -> list[dict]:
-    """Articles of RACE with all their questions, in the order of their first, from rows of one question each."""
+    """Articles of RACE with all their questions, from rows of one question; in the order of their first rows."""
     problems: dict[str, list[dict]] = {}
     for row in rows:
-        problems.setdefault(row["article"], []).append({name: row[name] for name in ("question", "options", "answer")})
+        problems.setdefault(row["article"], []).append({name: row[name] for name in _QUESTION})
     return [{"article": article, "problems": questions} for article, questions in problems.items()]
 
 
 def _article(row: dict) -> dict:
-    """An article whose questions are a list, or a list written out as Python does."""
+    """An article with its questions, which are a list or the `repr` of one."""
     problems = ast.literal_eval(row["problems"]) if isinstance(row["problems"], str) else row["problems"]
-    fields = ("question", "options", "answer")
-    kept = [{name: each[name] for name in fields} for each in problems or ()]
+    kept = [{name: problem[name] for name in _QUESTION} for problem in problems or ()]
     return {"article": row["article"], "problems": kept or None}
 
 
 def jsonl_fields(
     files: list[Path], fields: tuple[str, ...], subset: int | None = None, seed: int = DEFAULT_SEED
 ) -> Iterator[tuple[str, ...]]:
-    """The fields of `subset` lines drawn by `seed`, in their order; all lines if `subset` is `None`."""
-    # Files may be larger than memory: they are read twice, to count lines and to take some.
-    chosen = set(drawn_places(sum(1 for _ in _lines(files)), subset, seed))
+    """Fields of `subset` lines sampled with `seed`, in the order of the files; of all lines if `subset` is `None`."""
+    # Files may be larger than memory: they are read twice, first to count the lines.
+    chosen = set(sampled_indices(sum(1 for _ in _lines(files)), subset, seed))
     for index, (where, line) in enumerate(_lines(files)):
         if index in chosen:
             row = json.loads(line)
@@ -285,29 +280,29 @@ def jsonl_fields(
             yield tuple(row[field] for field in fields)
 
 
-def drawn_places(count: int, subset: int | None, seed: int) -> list[int]:
-    """Places of `subset` of so many things, drawn by `seed` and in ascending order; all if `None` or more."""
+def sampled_indices(count: int, subset: int | None, seed: int) -> list[int]:
+    """`subset` of `count` indices, sampled with `seed` and ascending; all if `subset` is `None` or larger."""
     if subset is None or subset >= count:
         return list(range(count))
     return sorted(random.Random(seed).sample(range(count), subset))
 
 
-def spread_places(count: int, limit: int | None) -> list[int]:
-    """Places of `limit` of so many things, spread evenly over them and in ascending order; all if `limit` is `None`."""
+def spread_indices(count: int, limit: int | None) -> list[int]:
+    """`limit` of `count` indices, evenly spread and ascending; all if `limit` is `None` or larger."""
     chosen = count if limit is None else min(limit, count)
-    return [place * count // chosen for place in range(chosen)]
+    return [number * count // chosen for number in range(chosen)]
 
 
 def spread_order(count: int) -> list[int]:
-    """All places of so many things in an order of which every beginning is spread evenly over them."""
+    """Indices below `count`, ordered so that every prefix is evenly spread."""
     n_bits = max(count - 1, 0).bit_length()
     # Counting with the bits of each number reversed halves the widest gap again and again.
-    places = (int(f"{number:0{n_bits}b}"[::-1], 2) for number in range(1 << n_bits))
-    return [place for place in places if place < count]
+    indices = (int(f"{number:0{n_bits}b}"[::-1], 2) for number in range(1 << n_bits))
+    return [index for index in indices if index < count]
 
 
 def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """Where a line is and its text, of files that may be compressed."""
+    """The location and text of every line that is not blank; files may be compressed."""
     import pyarrow
 
     for file in files:

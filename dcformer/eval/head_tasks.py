@@ -6,7 +6,7 @@ A text of the authors has eight lines, each an example of one task, and the answ
     < Ruth has a sweater. Steven has a taxi. Ruth has a handgun. >. Ruth does not have a kind of [ vehicle ]
 
 The answer of line K + 1 is scored with the K lines before it as examples, K from 2 to 7: 5,328 answers. Each K is a
-task of its own here.
+separate task here.
 
 **What the model reads.** The brackets are removed, with one of the two spaces they leave, as in the paper's Table 11;
 all else is kept, also the line feed with which every text begins. `brackets=True` leaves them in.
@@ -18,35 +18,30 @@ all else is kept, also the line feed with which every text begins. `brackets=Tru
 `first_token_perplexity`, which are left out where a tokenizer encodes the text of the first token alone as other ids.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
-from .data import SOURCES, checked_origin, documents_hash, import_extra, jsonl_fields, remember, spread_places
+from .data import SOURCES, checked_origin, documents_hash, import_extra, jsonl_fields, spread_indices
 from .perplexity import continuation_ids, task_tokenizer
 from .stats import as_pair
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-
 HELD_OUT_DOCUMENTS = 1000
-# What a sample keeps of its question, for the report's breakdown.
+# Fields of a question that its sample keeps, for the report's breakdown.
 FIELDS = ("document", "shots", "subject", "pattern", "transformation", "task")
 _ANSWER = re.compile(r" \[ ([^\[\]]*) \]")
 
 
-def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Dataset]:
-    """The questions of 1,000 generated texts, or of `windows` (`--limit`), whose facts no training text holds."""
+def load_held_out(windows: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Questions of 1,000 generated texts, or of `windows` (`--limit`); no training text has the same facts."""
     questions = held_out_questions(documents=windows or HELD_OUT_DOCUMENTS)
     n_unscored = 0 if windows is None else max(0, HELD_OUT_DOCUMENTS - windows) * len(questions) // windows
-    found = documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
-    return _as_test(questions, n_unscored, settings, {"source": "generated", "hash": found, "as_known": None})
+    digest = documents_hash(((row["context"], row["answer"]) for row in questions), is_ordered=True)
+    return _as_test(questions, n_unscored, settings, {"source": "generated", "hash": digest, "as_known": None})
 
 
 def load_authors_texts(
@@ -56,12 +51,12 @@ def load_authors_texts(
     windows: int | None = None,
     data_hash: str | None = None,
     **settings: Any,
-) -> dict[str, Dataset]:
+) -> dict[str, Any]:
     """The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread over all."""
     texts = list(authors_texts(data_dir))
     origin = checked_origin("synthetic", documents_hash(texts), data_dir, data_hash)
     questions = []
-    for document in spread_places(len(texts), windows):
+    for document in spread_indices(len(texts), windows):
         task, text = texts[document]
         answers, kind = bracketed_answers(text, brackets), TASK_KINDS[task]
         if list(answers) != [2, 3, 4, 5, 6, 7]:
@@ -75,11 +70,11 @@ def load_authors_texts(
 
 def _as_test(
     questions: Sequence[Mapping], n_unscored: int, settings: dict[str, Any], origin: dict[str, Any]
-) -> dict[str, Dataset]:
+) -> dict[str, Any]:
     tokenizer, rows = task_tokenizer(**settings), []
     for question in questions:
         ids = continuation_ids(tokenizer, question["context"], question["answer"], settings.get("add_bos_token"))
-        # lm-eval says of a continuation only whether all of it is most probable, so its first token is asked for alone.
+        # lm-eval reports only whether a whole continuation is greedy, so its first token is scored separately.
         first = question["answer"] if len(ids) == 1 else tokenizer.decode(ids[:1])
         rows.append(
             {
@@ -92,16 +87,16 @@ def _as_test(
         )
     if not all(row["has_first_token"] for row in rows):
         rows = [{**row, "continuations": row["continuations"][:1], "has_first_token": False} for row in rows]
-    return {"test": remember(import_extra("datasets").Dataset.from_list(rows), origin)}
+    return {"test": import_extra("datasets").Dataset.from_list(rows), "origin": origin}
 
 
 def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]:
-    """Scores of an answer, of which the last result has the first token; perplexities as `(log-likelihood, weight)`."""
+    """Scores of an answer; the last result is of its first token. Perplexities are `(log-likelihood, weight)`."""
     log_likelihood, is_greedy = results[0]
     scores: dict[str, Any] = {
         "acc": float(is_greedy),
         "token_perplexity": (float(log_likelihood), doc["n_tokens"]),
-        # A weight of one: the same as lm-eval's `perplexity`, which would draw 100,000 bootstrap samples per task.
+        # With weight 1 this equals lm-eval's `perplexity`, which would take 100,000 bootstrap samples per task.
         "answer_perplexity": (float(log_likelihood), 1),
     }
     if doc["has_first_token"]:
@@ -121,18 +116,18 @@ def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
 
 def bracketed_answers(text: str, brackets: bool = False) -> dict[int, tuple[str, str]]:
     """Number of lines before a bracketed answer -> `(context, answer)`, the answer with the space before it."""
-    found, context, end = {}, "", 0
+    answers, context, end = {}, "", 0
     for match in _ANSWER.finditer(text):
         context += text[end : match.start()]
         answer = " " + match[1]
-        found[context.count("\n") - 1] = (context + " [" if brackets else context, answer)
+        answers[context.count("\n") - 1] = (context + " [" if brackets else context, answer)
         context += match[0] if brackets else answer
         end = match.end()
-    return found
+    return answers
 
 
 def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
-    """Samples of head tasks with the sums of each text, which is resampled whole; others as they are."""
+    """Samples of head tasks summed by text, since texts are resampled whole; samples of other tasks unchanged."""
     if not samples or "fields" not in samples[0]:
         return samples
     texts: dict[int, list[Mapping]] = {}
@@ -141,15 +136,15 @@ def by_text(samples: Sequence[Mapping]) -> Sequence[Mapping]:
     return [
         {
             "doc_id": document,
-            "doc_hash": " ".join(sample["doc_hash"] for sample in own),
+            "doc_hash": " ".join(sample["doc_hash"] for sample in answers),
             "metrics": {
-                metric: tuple(map(sum, zip(*(as_pair(sample["metrics"][metric]) for sample in own))))
-                # Whether the first token of an answer can be told apart is decided for each number of shots.
-                for metric in own[0]["metrics"]
-                if all(metric in sample["metrics"] for sample in own)
+                metric: tuple(map(sum, zip(*(as_pair(sample["metrics"][metric]) for sample in answers))))
+                # Whether first tokens are scored is decided for every number of shots.
+                for metric in answers[0]["metrics"]
+                if all(metric in sample["metrics"] for sample in answers)
             },
         }
-        for document, own in texts.items()
+        for document, answers in texts.items()
     ]
 
 
@@ -175,11 +170,11 @@ def head_task_summary(samples: Sequence[Mapping]) -> dict[str, Any]:
 
 def _means(samples: Sequence[Mapping]) -> dict[str, Any]:
     metrics = [sample["metrics"] for sample in samples]
-    total = math.fsum(each["answer_perplexity"][0] for each in metrics)
+    total = math.fsum(answer["answer_perplexity"][0] for answer in metrics)
     return {
-        "accuracy": sum(each["acc"] for each in metrics) / len(metrics),
+        "accuracy": sum(answer["acc"] for answer in metrics) / len(metrics),
         "perplexity": math.exp(-total / len(metrics)),
-        "token_perplexity": math.exp(-total / sum(each["token_perplexity"][1] for each in metrics)),
+        "token_perplexity": math.exp(-total / sum(answer["token_perplexity"][1] for answer in metrics)),
         "answers": len(metrics),
         "documents": len({sample["fields"]["document"] for sample in samples}),
     }

@@ -1,12 +1,13 @@
-"""Scoring with lm-evaluation-harness: any causal language model of Transformers, ours above all.
+"""Scoring with lm-evaluation-harness: any causal language model of Transformers, DCFormer above all.
 
-[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from the harness's own `HFLM` in four points:
-logits are computed, and their log-softmax taken in float32, only at the positions whose next token is scored; what
-several inputs begin with is computed once; a token id without an embedding row is handled by a named policy; and what
-a tokenizer appends to texts is no part of a context.
+[`DCFormerLM`] is registered with lm-eval as "dcformer". It differs from lm-eval's `HFLM` in four points: logits, and
+their log-softmax in float32, are computed only at positions before a scored token; shared prefixes of inputs are
+computed once; a policy decides what happens to token ids without an embedding row; and tokens that a tokenizer appends
+to texts are not part of a context.
 """
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ harness, harness_utils = import_extra("lm_eval.models.huggingface"), import_extr
 
 
 class LogLikelihoods(harness.TemplateLM):
-    """What a model class of lm-eval does whatever computes the log-likelihoods; it defines these."""
+    """What model classes of lm-eval have in common, whatever computes the log-likelihoods. They define these:"""
 
     tokenizer: Any
     add_bos_token: bool | None = None
@@ -34,10 +35,10 @@ class LogLikelihoods(harness.TemplateLM):
     embedding_rows: int  # token ids that the model can read and predict
     max_length: int
     computed_tokens: int
-    _score: Callable[..., Iterator[list[Score]]]  # of inputs, in any order and as many at once as is best
+    _score: Callable[..., Iterator[list[Score]]]  # scores inputs in any order and batches of any size
 
     def start_counting(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Count documents and tokens anew; `on_progress` gets the numbers of requests done and in all."""
+        """Reset the counts of documents and tokens; `on_progress` gets the numbers of requests done and in all."""
         self.on_progress = on_progress
         self.oov_documents: set[tuple[str, int]] = set()
         self.truncated_documents: set[tuple[str, int]] = set()
@@ -47,22 +48,25 @@ class LogLikelihoods(harness.TemplateLM):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of inputs that were not computed again."""
+        """Tokens of inputs that were read from a cache instead of computed."""
         return self.input_tokens - self.computed_tokens
 
     def counts(self) -> dict[str, Any]:
-        """What was counted, for the record."""
+        """All counts, for the record."""
         tokens = {"input_tokens": self.input_tokens, "cached_tokens": self.cached_tokens}
         documents = {"oov": self.oov_documents, "truncated": self.truncated_documents}
         return {"requests": self.scored_requests, **tokens, **documents}
 
     def set_max_length(self, max_length: int) -> None:
-        """Let inputs have at most so many tokens from now on."""
+        """Set the most tokens of an input."""
         self.max_length = max_length
+
+    def close(self) -> None:
+        """Free what garbage collection does not."""
 
     @contextlib.contextmanager
     def whole_documents(self) -> Iterator[None]:
-        """Give every process all documents, and divide the windows of long texts instead, of which there may be few."""
+        """Give every process all documents and divide their windows instead, since long texts may be few."""
         rank, count = self._rank, self._world_size
         self._rank, self._world_size, self._window_share = 0, 1, (rank, count)
         try:
@@ -79,26 +83,23 @@ class LogLikelihoods(harness.TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, every token predicted once, in windows of at most `max_length`."""
-        windows, owners = [], []
-        for index, request in enumerate(requests):
+        windows, numbers = [], []  # and the number of their request
+        for number, request in enumerate(requests):
             pieces = harness_utils.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self.max_length, context_len=1
             )
             for piece in pieces:
                 windows.append((None, *harness_utils.make_disjoint_window(piece)))
-                owners.append(index)
+                numbers.append(number)
         first, step = self._window_share
-        own = range(first, len(windows), step)
-        self._instances = [requests[owners[index]] for index in own]
-        answers = self._loglikelihood_tokens([windows[index] for index in own], disable_tqdm=disable_tqdm)
-        by_window = {index: log_likelihood for index, (log_likelihood, _) in zip(own, answers)}
-        if step > 1:
-            shares: list[Any] = [None] * step
-            torch.distributed.all_gather_object(shares, by_window)
-            by_window = {index: value for share in shares for index, value in share.items()}
-        totals = [0.0] * len(requests)
-        for index, owner in enumerate(owners):
-            totals[owner] += by_window[index]
+        numbers = numbers[first::step]
+        self._instances = [requests[number] for number in numbers]
+        answers = self._loglikelihood_tokens(windows[first::step], disable_tqdm=disable_tqdm)
+        pairs = list(zip(numbers, answers))
+        scores: list[list[float]] = [[] for _ in requests]
+        for number, (log_likelihood, _) in itertools.chain(*self._gather(pairs)) if step > 1 else pairs:
+            scores[number].append(log_likelihood)
+        totals = [math.fsum(values) for values in scores]
         for request, total in zip(requests, totals):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -106,18 +107,18 @@ class LogLikelihoods(harness.TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Of each (key, context ids, continuation ids): the continuation's log-probability, and if it is greedy."""
+        """For (key, context ids, continuation ids): the continuation's log-probability, and whether it is greedy."""
         requests = self._within_the_vocabulary(requests)
         inputs: dict[tuple[int, ...], ScoredInput] = {}
         for index, (_, context, continuation) in enumerate(requests):
-            # Requests of one input, as the one-token choices of a question are, share it.
+            # Requests with the same input, such as the one-token choices of a question, share it.
             ids = tuple((context + continuation)[-self.max_length - 1 : -1])
-            # All tokens of the continuation but the last end the input.
+            # The input ends with all tokens of the continuation except the last.
             target = Target(index, len(ids) - len(continuation), continuation)
             inputs.setdefault(ids, ScoredInput(ids)).targets.append(target)
         self.scored_requests += len(requests)
         self.input_tokens += sum(map(len, inputs))
-        ordered = sorted(inputs.values(), key=lambda each: (-len(each.ids), each.ids))
+        ordered = sorted(inputs.values(), key=lambda scored: (-len(scored.ids), scored.ids))
         answers: list = [None] * len(requests)
         problem, n_done = None, 0
         on_progress = self.on_progress or (lambda done, total: None)
@@ -143,7 +144,7 @@ class LogLikelihoods(harness.TemplateLM):
         return answers
 
     def _within_the_vocabulary(self, requests: list[tuple]) -> list[tuple]:
-        """The requests with ids that all have an embedding row, by `oov_policy`; counts documents that had others."""
+        """Apply `oov_policy` to ids without an embedding row, and count documents that have some or are truncated."""
         problem = None
         for index, (_, context, continuation) in enumerate(requests):
             largest = max((*context, *continuation), default=-1)
@@ -163,7 +164,7 @@ class LogLikelihoods(harness.TemplateLM):
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
             return (
                 f"Token id {largest} in {self._name(index)} has no row in the embedding, which has "
-                f"{self.embedding_rows}; use the model's own tokenizer, or --oov-policy clamp to read the last row."
+                f"{self.embedding_rows}; use the tokenizer of the model, or --oov-policy clamp to read the last row."
             )
         if not context or not continuation:
             return f"There is an empty context or continuation in {self._name(index)}, which cannot be scored."
@@ -175,17 +176,18 @@ class LogLikelihoods(harness.TemplateLM):
         return None
 
     def _raise_on_all_processes(self, problem: str | None) -> None:
-        """Raise everywhere what any process found; the others would wait for it for ever."""
-        problems: list[str | None] = [problem]
-        count = max(self.world_size, self._window_share[1])
-        if count > 1:
-            problems = [None] * count
-            torch.distributed.all_gather_object(problems, problem)
-        if any(problems):
-            raise ValueError(next(filter(None, problems)))
+        """Raise the problem of any process in all of them; otherwise they would wait for it for ever."""
+        if problems := list(filter(None, self._gather(problem))):
+            raise ValueError(problems[0])
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in all of them."""
+        if max(self.world_size, self._window_share[1]) == 1:
+            return [value]
+        return import_extra("accelerate.utils").gather_object([value])
 
     def _document(self, index: int) -> tuple[str, int] | None:
-        """Whose a request is: the harness passes tokens on without saying it."""
+        """(task, doc_id) of a request, which lm-eval does not pass with the tokens."""
         instance = self._instances[index] if index < len(self._instances) else None
         return None if instance is None else (instance.task_name, instance.doc_id)
 
@@ -198,21 +200,22 @@ class LogLikelihoods(harness.TemplateLM):
 class DCFormerLM(LogLikelihoods, harness.HFLM):
     """
     Args:
-        pretrained: A name as [`dcformer.loading.find_model`] takes it, what that returns, or a loaded model, which
-            stays where it is.
-        tokenizer (*optional*): Of a name as `find_model` takes it; with a loaded model its tokenizer.
-        device (*optional*): As [`dcformer.loading.choose_device`] takes it.
-        dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        batch_size (`int` or `"auto"`, defaults to `"auto"`): Most inputs in a forward pass. "auto" is 16 on a CPU and
-            `max_batch_size` on a GPU. A batch for which its memory is not enough is halved, and one whose logits would
-            exceed 1 GiB is cut.
-        max_length (*optional*): Most tokens of an input; `None`: what the model takes.
-        oov_policy (*optional*): For a token id without an embedding row. "error" raises; "clamp" takes the last row, as
-            JAX does. `None`: "clamp" if all such ids are runs of spaces, else as the configuration says, else "error".
-        shared_prefixes (defaults to `True`): Compute once what several inputs begin with (models of ours, GPT-NeoX and
-            Llama; others compute every input whole).
+        pretrained: A model's name for [`dcformer.loading.find_model`], the result of that function, or a loaded model,
+            which stays on its device.
+        tokenizer (*optional*): With a name, `find_model`'s argument; with a loaded model, its tokenizer.
+        device (*optional*): As in [`dcformer.loading.choose_device`].
+        dtype (*optional*): Such as `"bfloat16"`; `None`: the dtype of the stored weights.
+        batch_size (`int` or `"auto"`, defaults to `"auto"`): Most inputs in a forward pass; "auto" is 16 on a CPU and
+            `max_batch_size` on a GPU. A batch is halved if it does not fit into the GPU's memory, and cut if its logits
+            would exceed 1 GiB.
+        max_length (*optional*): Most tokens of an input; `None`: the model's context length.
+        oov_policy (*optional*): What happens to token ids without an embedding row. "error" raises; "clamp" reads the
+            last row, as JAX does. `None`: "clamp" if all such ids are runs of spaces, else the configuration's policy,
+            else "error".
+        shared_prefixes (defaults to `True`): Compute shared prefixes of inputs once (for DCFormer, DCPythia, GPT-NeoX
+            and Llama; other models compute every input whole).
         on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
-        revision, trust_remote_code, add_bos_token, max_batch_size: As `HFLM`, whose `max_batch_size` is 64 by default.
+        revision, trust_remote_code, add_bos_token, max_batch_size: As in `HFLM`; `max_batch_size` defaults to 64.
 
     Raises:
         ValueError: for a folder without the weights of some parameters.
@@ -252,7 +255,7 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         )
         self.oov_policy = policy_in_force(self.config, self.tokenizer, oov_policy)
         if self.batch_size_per_gpu == "auto":
-            # Of a Mac's GPU, too, torch does not say by an error of its own that its memory is not enough.
+            # On a Mac's GPU torch raises no OutOfMemoryError by which batches could be halved.
             is_gpu = self.device.type not in ("cpu", "mps")
             self.batch_size_per_gpu = self.max_batch_size if is_gpu else CPU_BATCH_SIZE
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -273,22 +276,21 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         return padded["input_ids"], padded["attention_mask"]
 
     def get_model_info(self) -> dict:
-        # HFLM would ask the Hub for a repository of the folder's name.
+        # HFLM would query the Hub for a repository with the folder's name.
         return {"model_num_parameters": self.model.num_parameters(), "model_dtype": self.model.dtype}
 
     def _score(
         self, inputs: Sequence[ScoredInput], requests: Sequence[tuple], override_bs: int | None
     ) -> Iterator[list[Score]]:
-        before = self.computed_tokens - self.scorer.computed_tokens
-        for done in self.scorer.score(inputs, override_bs or self.batch_size):
-            self.computed_tokens = before + self.scorer.computed_tokens
-            yield done
+        for scores, n_tokens in self.scorer.score(inputs, override_bs or self.batch_size):
+            self.computed_tokens += n_tokens
+            yield scores
 
 
 def policy_in_force(config: Any, tokenizer: Any, oov_policy: str | None) -> str:
     """
-    What happens to token ids without an embedding row, unless it is asked for: "clamp" if all of them are runs of
-    spaces, as the GPT-NeoX tokenizer has for the released models; else what the configuration says, else "error".
+    `oov_policy`, or if it is `None`, the default for token ids without an embedding row: "clamp" if all are runs of
+    spaces, as with the GPT-NeoX tokenizer and the released models; else the configuration's policy, else "error".
     """
     if oov_policy not in (None, "error", "clamp"):
         raise ValueError(f"oov_policy must be error or clamp, got {oov_policy!r}.")

@@ -4,8 +4,8 @@ Perplexity of running text (Pile, WikiText-2) and of target spans (Flan): data, 
 Table 4 of the paper has two columns of perplexity, taken here as per token of the GPT-NeoX tokenizer. The authors'
 training code evaluates on rows of 2,049 tokens cut from a packed validation set: a row's first 2,048 tokens are the
 input and its last 2,048 the targets, and the end-of-text tokens between documents are targets as well. Here documents
-are packed in the same way and lm-eval walks through them in windows of 2,048 targets, each of which begins with the
-last token of the window before, so that each token counts exactly once.
+are packed in the same way and lm-eval scores them in windows of 2,048 targets, each of which begins with the last token
+of the window before, so that every token counts exactly once.
 
 Which documents the paper used beyond "the validation set" is not published for the Pile, and its 320,000 examples of
 Flan are not published at all: `dcformer_flan_ppl` compares models with each other, not with the paper's column.
@@ -13,6 +13,7 @@ Flan are not published at all: `dcformer_flan_ppl` compares models with each oth
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from pathlib import Path
@@ -37,8 +38,8 @@ _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
 def load_pile(
     data_dir: str | None = None, subset: int | None = None, seed: int = DEFAULT_SEED, **settings: Any
-) -> dict[str, Dataset]:
-    """Documents of the Pile, or `subset` of them drawn by `seed`, packed into streams; `settings` as `_packed`'s."""
+) -> dict[str, Any]:
+    """Documents of the Pile, or `subset` of them sampled with `seed`, packed into streams; `settings` of `_packed`."""
     if data_dir is None:
         from huggingface_hub import hf_hub_download
 
@@ -51,12 +52,12 @@ def load_pile(
     return _packed("pile", documents, data_dir, **settings)
 
 
-def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Dataset]:
-    """Articles of the test split of WikiText-2, packed as the documents of [`load_pile`]."""
+def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Articles of the test split of WikiText-2, packed like the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
         rows = data.import_extra("datasets").load_dataset(source.path, source.name, split="test")
-        # The Hub's copy leaves blank lines empty where the file has a space and a line feed.
+        # In the Hub's copy blank lines are empty; in the file they are a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
         text = Path(data_dir, "wikitext2", "wikitext2_test.txt").read_text(encoding="utf-8")
@@ -73,14 +74,14 @@ def _packed(
     windows: int | None = None,
     data_hash: str | None = None,
     **settings: Any,
-) -> dict[str, Dataset]:
-    """Streams of all documents or `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
+) -> dict[str, Any]:
+    """Streams of all documents or of `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
     check_window(window, **settings)
-    found = data.documents_hash(((text,) for text in documents), is_ordered=True)
-    origin = data.checked_origin(folder, found, data_dir, data_hash)
-    chosen = [documents[index] for index in data.drawn_places(len(documents), subset, seed)]
+    digest = data.documents_hash(((text,) for text in documents), is_ordered=True)
+    origin = data.checked_origin(folder, digest, data_dir, data_hash)
+    chosen = [documents[index] for index in data.sampled_indices(len(documents), subset, seed)]
     packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings.get("add_bos_token"))
-    return {"test": data.remember(packed, origin)}
+    return {"test": packed, "origin": origin}
 
 
 def load_flan(
@@ -90,13 +91,13 @@ def load_flan(
     window: int = PAPER_WINDOW,
     data_hash: str | None = None,
     **settings: Any,
-) -> dict[str, Dataset]:
-    """Examples of Flan, whose targets are scored; those without one, or with one longer than a window, are left out."""
+) -> dict[str, Any]:
+    """Examples of Flan, scored on their targets; examples with no target or one longer than a window are left out."""
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
         rows = data.import_extra("datasets").load_dataset(SOURCES["flan"].path, split="train")
-        chosen = rows.select(data.drawn_places(len(rows), subset, seed))
+        chosen = rows.select(data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
         files = sorted(Path(data_dir, "flan").glob("*.jsonl"))
@@ -113,11 +114,11 @@ def load_flan(
     if left_out := len(pairs) - len(examples):
         reason = f"they have no target, or one of more than {window} tokens"
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
-    return {"test": data.remember(data.import_extra("datasets").Dataset.from_list(examples), origin)}
+    return {"test": data.import_extra("datasets").Dataset.from_list(examples), "origin": origin}
 
 
 def score_stream(doc: dict, results: list) -> dict[str, tuple[float, float]]:
-    """`(log-likelihood in nats, weight)` of a stream, whose end-of-text tokens count as tokens but have no bytes."""
+    """`(log-likelihood in nats, weight)` of a stream; end-of-text tokens count as tokens but have no bytes."""
     log_likelihood = float(results[0])
     return {"token_perplexity": (log_likelihood, doc["n_tokens"]), "bits_per_byte": (log_likelihood, doc["n_bytes"])}
 
@@ -128,15 +129,14 @@ def score_target(doc: dict, results: list) -> dict[str, tuple[float, float]]:
 
 
 def wikitext_articles(text: str) -> list[str]:
-    """Split WikiText into articles, each from its heading to the next; joined they are the text again."""
+    """Split WikiText at the headings of articles; joined, the articles are the text again."""
     # The file begins with a blank line, so a line feed before it makes the first heading like the others.
     starts = [match.start() - 1 for match in _HEADING.finditer("\n" + text)]
-    starts = [0, *starts[1:]]
-    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
+    return [text[start:end] for start, end in itertools.pairwise([0, *starts[1:], len(text)])]
 
 
 def check_window(window: int, max_length: int | None = None, pretrained: Any = None, **options: Any) -> None:
-    """Refuse to score windows of another length than the task says: lm-eval takes those of the model's `max_length`."""
+    """Refuse windows of another length than the task's `window`: lm-eval uses the model's `max_length`."""
     if max_length is None and isinstance(pretrained, str):
         from transformers import AutoConfig
 
@@ -154,7 +154,7 @@ def check_window(window: int, max_length: int | None = None, pretrained: Any = N
 def task_tokenizer(
     pretrained: Any = None, tokenizer: Any = None, revision: str | None = None, trust_remote_code: Any = None, **_: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model under test, from the model's arguments: `tokenizer` if given, else its own."""
+    """The tokenizer of the model under test, from the model's arguments: `tokenizer`, else that of `pretrained`."""
     if tokenizer is not None and not isinstance(tokenizer, str):
         return tokenizer
     source = tokenizer or pretrained
@@ -167,7 +167,7 @@ def task_tokenizer(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Token ids of a context as models under test read them; `add_bos_token` as in the model's arguments."""
+    """Token ids of a context as the model under test reads them; `add_bos_token` as in the model's arguments."""
     prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
     if prefix is not None and text.startswith(prefix):
         add_bos_token = False
@@ -178,7 +178,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | 
 def continuation_ids(
     tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, add_bos_token: bool | None = None
 ) -> list[int]:
-    """The ids that lm-eval scores for a context, which must not end in white space, and its continuation."""
+    """The ids that lm-eval scores for a continuation; the context must not end in white space."""
     if not context:
         return encode(tokenizer, continuation, add_bos_token=False)
     whole = encode(tokenizer, context + continuation, add_bos_token)
@@ -193,39 +193,38 @@ def pack_documents(
     add_bos_token: bool | None,
 ) -> Dataset:
     """
-    Join documents, each followed by the end-of-text token, to streams of about 64 windows.
+    Join documents, with an end-of-text token after every one, into streams of about 64 windows.
 
-    With `windows`, documents spread evenly over all are taken until they fill so many. The last of them is cut, and
-    what is left of it is followed by an artificial end-of-text token.
+    With `windows`, documents spread evenly over all are taken until they fill that many windows. The last one is cut
+    and followed by an artificial end-of-text token.
     """
     separator = tokenizer.eos_token
     if separator is None or encode(tokenizer, separator, add_bos_token=False) != [tokenizer.eos_token_id]:
         raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no end-of-text token that stands for itself in text, and "
-            "documents are packed with one; use the GPT-NeoX tokenizer."
+            f"The tokenizer {tokenizer.name_or_path!r} does not encode its end-of-text token in a text as one id, and "
+            "documents are packed with it; use the GPT-NeoX tokenizer."
         )
     lengths = [len(encode(tokenizer, document, add_bos_token=False)) + 1 for document in documents]
     taken = dict(enumerate(lengths)) if windows is None else _taken(lengths, windows * window)
-    texts, kept, n_cut = [], [], 0
-    for place in sorted(taken):
-        is_cut = taken[place] < lengths[place]
-        texts.append(_beginning(tokenizer, documents[place], taken[place] - 1) if is_cut else documents[place])
-        kept.append(taken[place])
+    texts, n_cut = [], 0
+    for index in sorted(taken):
+        is_cut = taken[index] < lengths[index]
+        texts.append(_first_tokens(tokenizer, documents[index], taken[index] - 1) if is_cut else documents[index])
         n_cut += is_cut
-    groups = _groups(kept, window)
+    streams = _streams([taken[index] for index in sorted(taken)], window)
     is_whole = len(taken) == len(documents) and n_cut == 0
-    n_unscored = 0 if is_whole else max(1, len(_groups(lengths, window)) - len(groups))
+    n_unscored = 0 if is_whole else max(1, len(_streams(lengths, window)) - len(streams))
     rows = []
-    for group in groups:
-        own = texts[group.start : group.stop]
-        text = "".join(document + separator for document in own)
+    for stream in streams:
+        packed = texts[stream.start : stream.stop]
+        text = "".join(document + separator for document in packed)
         rows.append(
             {
                 "text": text,
-                "n_documents": len(own),
+                "n_documents": len(packed),
                 # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
                 "n_tokens": len(encode(tokenizer, text, add_bos_token)),
-                "n_bytes": sum(len(document.encode("utf-8")) for document in own),
+                "n_bytes": sum(len(document.encode("utf-8")) for document in packed),
                 "window": window,
                 "n_unscored": n_unscored,
                 "n_artificial_ends": n_cut,
@@ -235,27 +234,27 @@ def pack_documents(
 
 
 def _taken(lengths: list[int], budget: int) -> dict[int, int]:
-    """Places of documents that fill a number of tokens, with how many of each one's are taken."""
+    """Index of a document -> number of its tokens to take, `budget` tokens together."""
     taken: dict[int, int] = {}
-    for place in range(len(lengths)) if sum(lengths) <= budget else data.spread_order(len(lengths)):
+    for index in range(len(lengths)) if sum(lengths) <= budget else data.spread_order(len(lengths)):
         if budget > 0:
-            taken[place] = min(lengths[place], budget)
-            budget -= taken[place]
+            taken[index] = min(lengths[index], budget)
+            budget -= taken[index]
     return taken
 
 
-def _groups(lengths: list[int], window: int) -> list[range]:
-    """Which documents make a stream: so many that they fill its windows."""
-    groups, start, length = [], 0, 0
+def _streams(lengths: list[int], window: int) -> list[range]:
+    """The documents of every stream, by index; a stream ends with the document that fills its last window."""
+    streams, start, length = [], 0, 0
     for index, n_tokens in enumerate(lengths, start=1):
         length += n_tokens
         if length >= WINDOWS_PER_STREAM * window or index == len(lengths):
-            groups.append(range(start, index))
+            streams.append(range(start, index))
             start, length = index, 0
-    return groups
+    return streams
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
+def _first_tokens(tokenizer: PreTrainedTokenizerBase, document: str, n_tokens: int) -> str:
     if n_tokens == 0:
         return ""
     encoding = tokenizer(document, verbose=False, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,7 +1,7 @@
-"""Differences to the baseline, task by task, as a picture that needs no colour.
+"""Differences to the baseline by task, as a picture that needs no colour.
 
-A model is a marker of its own shape: filled with its interval where it was measured, hollow where the paper has the
-number (the difference of the paper's two rows). The interval of an undecided difference is dotted.
+Every model has another marker: filled, with its interval, for measured differences, and hollow for those between the
+paper's rows. The interval of an undecided difference is dotted.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX"
 _GREYS = ("black", "0.45", "0.7")
-_INCHES_PER_ROW = 0.16  # for a line of one model
+_INCHES_PER_ROW = 0.16  # of one model
 
 
 def plot_deltas(report: Report, path: str | os.PathLike) -> None:
     """
-    Write the differences in accuracy to the baseline, in percentage points with 95 % intervals, of all models.
+    Plot the differences in accuracy to the baseline, in percentage points with 95 % intervals, of all models.
 
-    A panel for every number of shots, and one for head tasks; partial results are marked at the task's name.
+    There is a panel for every number of shots and one for head tasks; PARTIAL below a task marks partial results.
 
     Args:
-        report: With a baseline.
-        path: File that ends in `.png`, `.svg` or `.pdf`.
+        report: A report with a baseline.
+        path: Path of the picture, which ends in `.png`, `.svg` or `.pdf`.
 
     Raises:
-        ValueError: for another ending, or if the report has no difference to show.
+        ValueError: for another ending, or if the report has no differences.
         ImportError: without matplotlib.
     """
     path = check_plot_path(path)
@@ -64,8 +64,8 @@ def _draw(axis, report: Report, part: pandas.DataFrame, models: list[str], tasks
     names = {task: HEAD_TASK_HEADINGS.get(task, task) for task in tasks}
     draw_rows(axis, [names[task] + ("\nPARTIAL" if task in partial else "") for task in tasks])
     for row in part.itertuples():
-        number, place = models.index(row.model), tasks.index(row.task)
-        height = place + (number + 0.5) / len(models) * 0.8 - 0.4
+        number = models.index(row.model)
+        height = tasks.index(row.task) + (number + 0.5) / len(models) * 0.8 - 0.4
         marker, grey = _style(number)
         in_paper = _published_difference(report, row.model, row.shots, row.task)
         if in_paper is not None:
@@ -80,15 +80,15 @@ def _draw(axis, report: Report, part: pandas.DataFrame, models: list[str], tasks
 
 
 def _published_difference(report: Report, model: str, shots: int, task: str) -> float | None:
-    """The paper's model minus its baseline; `None` unless both are there."""
+    """The difference of the paper's rows of model and baseline; `None` unless the paper has both."""
     rows = report.rows.get(model), report.rows.get(report.baseline or "")
     numbers = ({AUTHORS_ALL: paper_authors_texts(row).get("acc"), **paper_accuracies(row, shots)} for row in rows)
-    first, second = (own.get(task) for own in numbers)
+    first, second = (row_numbers.get(task) for row_numbers in numbers)
     return None if first is None or second is None else first - second
 
 
 def _style(number: int) -> tuple[str, str]:
-    """Marker and fill of the model of a number; a shape comes again in another grey."""
+    """Marker and fill of the model with this number; shapes repeat in another grey."""
     return _MARKERS[number % len(_MARKERS)], _GREYS[number // len(_MARKERS) % len(_GREYS)]
 
 

@@ -1,8 +1,8 @@
-"""Log-likelihoods by forward passes that compute shared beginnings once, and logits only where they are scored.
+"""Log-likelihoods by forward passes that compute shared prefixes once, and logits only where they are scored.
 
-An input that begins a longer one is scored in it. Of others that begin alike, the beginnings of a batch run first, with
-padding on the right, which no scored position sees. Their keys and values then stand on the left of what follows, with
-the padding before them, so distances are right for sliding windows too.
+An input that is a prefix of a longer one is scored in it. Of other inputs with a common prefix, the prefixes run first,
+padded on the right, where no scored position sees the padding. Then the suffixes run, with the keys and values of the
+prefixes on the left and the padding before these, so that distances are right for sliding windows too.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache
 
-from ..modeling_dcformer import CACHE_NAME
+from ..inputs_dcformer import CACHE_NAME
 
 
-# A batch is cut where its logits would be more; in float32 this many are 1 GiB.
+# Most logits of a batch; in float32 they are 1 GiB.
 MOST_LOGITS = 2**28
-# Bytes of keys and values of one batch; two such may be held at once. On a GPU an eighth of what is free, if more.
+# Most bytes of keys and values of a batch, two of which may be held at once; on a GPU an eighth of its free memory, if
+# that is more.
 MOST_CACHED = 2**31
-# A shorter beginning saves less than handing its keys and values on costs.
+# A shorter prefix saves less than copying its keys and values costs.
 LEAST_SHARED = 8
 _MOST_TOGETHER = 32
 _POSITIONS_AT_ONCE = 128
-# Models whose logits after a cache are tested to be those of whole inputs.
+# Models that are tested to give the same logits with a cache as for whole inputs.
 _SHARING_MODELS = ("dcformer", "dcpythia", "gpt_neox", "llama")
-# Angles of these depend on the length of the input.
+# Types of rotary embedding with angles that depend on the length of the input.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 class Target(NamedTuple):
-    """Tokens whose probability a request asks for; `ids[k]` is predicted at position `first + k` of the input."""
+    """Tokens that a request scores; `ids[k]` is predicted at position `first + k` of the input."""
 
     request: int
     first: int
@@ -44,29 +46,29 @@ class Target(NamedTuple):
 
 @dataclass
 class ScoredInput:
-    """Token ids that a model reads, and all that is scored in them."""
+    """Token ids that a model reads, and everything that is scored in them."""
 
     ids: Sequence[int]
     targets: list[Target] = field(default_factory=list)
 
 
 class Score(NamedTuple):
-    """Log-likelihood (nats) of all tokens of a request together, and whether each is the most probable one."""
+    """Log-likelihood (nats) of all tokens of a request together, and whether all are the most probable ones."""
 
     request: int
     log_likelihood: float
     is_greedy: bool
 
 
-class Beginning(NamedTuple):
-    """Inputs by their places, and how many tokens they begin with that are computed once; 0 for a single input."""
+class PrefixGroup(NamedTuple):
+    """Inputs by index, and the length of the prefix that is computed once for them; 0 for a single input."""
 
     length: int
-    places: list[int]
+    indices: list[int]
 
 
 class _Query(NamedTuple):
-    """A token whose log-probability is asked for: where in a row it is predicted, and for which request."""
+    """A token to score, the column of its row where it is predicted, and its request."""
 
     column: int
     token: int
@@ -75,17 +77,17 @@ class _Query(NamedTuple):
 
 @dataclass
 class _Row:
-    """Tokens of an input that run together, after `start` others whose keys and values are in row `past_row`."""
+    """Tokens of an input that run together, after `start` tokens with keys and values in row `past_row` of a cache."""
 
     ids: Sequence[int]
     queries: list[_Query]
     start: int = 0
     past_row: int = 0
-    ends: list[_Row] = field(default_factory=list)  # of a shared beginning, what follows it
+    suffixes: list[_Row] = field(default_factory=list)  # if this is a shared prefix
 
 
-def shares_beginnings(config: Any) -> bool:
-    """Whether a model of a configuration computes the same after a cache as in one pass."""
+def can_share_prefixes(config: Any) -> bool:
+    """Whether a model with this configuration computes the same with a cache as in one pass."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # one, or one per type of layer
@@ -93,7 +95,7 @@ def shares_beginnings(config: Any) -> bool:
 
 
 def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
+    """Length of the common prefix."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -102,111 +104,109 @@ def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def without_prefixes(inputs: Sequence[ScoredInput]) -> list[ScoredInput]:
-    """Inputs none of which begins another; what was scored in those that do is scored in the longer one."""
+    """The inputs that are no prefix of another; the targets of those that are move to the longer one."""
     kept: list[ScoredInput] = []
-    for each in sorted(inputs, key=lambda each: each.ids, reverse=True):
-        if kept and kept[-1].ids[: len(each.ids)] == each.ids:
-            kept[-1].targets.extend(each.targets)
+    for scored in sorted(inputs, key=lambda scored: scored.ids, reverse=True):
+        if kept and kept[-1].ids[: len(scored.ids)] == scored.ids:
+            kept[-1].targets.extend(scored.targets)
         else:
-            kept.append(ScoredInput(each.ids, list(each.targets)))
+            kept.append(ScoredInput(scored.ids, list(scored.targets)))
     return kept
 
 
-def shared_beginnings(inputs: Sequence[Sequence[int]]) -> list[Beginning]:
-    """Part inputs, none of which begins another, into groups of at most 32 that begin alike: fewest tokens are left."""
+def group_by_prefix(inputs: Sequence[Sequence[int]]) -> list[PrefixGroup]:
+    """Groups of at most 32 inputs with a common prefix, chosen to save most tokens; no input is another's prefix."""
     order = sorted(range(len(inputs)), key=inputs.__getitem__)
     common = [shared_length(inputs[one], inputs[other]) for one, other in itertools.pairwise(order)]
-    saved, firsts = [0], [0]  # by the number of inputs: most tokens saved, and where the last group begins
+    saved, starts = [0], [0]  # by the number of inputs: most tokens saved, and the start of the last group
     for stop in range(1, len(order) + 1):
-        best, first, length = saved[-1], stop - 1, math.inf
+        best, best_start, length = saved[-1], stop - 1, math.inf
         for start in range(stop - 2, max(stop - _MOST_TOGETHER, 0) - 1, -1):
             length = min(length, common[start])
             if length < LEAST_SHARED:
                 break
-            if (own := saved[start] + (stop - start - 1) * int(length)) > best:
-                best, first = own, start
+            if (total := saved[start] + (stop - start - 1) * int(length)) > best:
+                best, best_start = total, start
         saved.append(best)
-        firsts.append(first)
+        starts.append(best_start)
     groups, stop = [], len(order)
     while stop:
-        start = firsts[stop]
-        groups.append(Beginning(min(common[start : stop - 1], default=0), order[start:stop]))
+        start = starts[stop]
+        groups.append(PrefixGroup(min(common[start : stop - 1], default=0), order[start:stop]))
         stop = start
     return groups
 
 
 class Scorer:
-    """Scores inputs with a causal language model of Transformers, and shares beginnings where the model allows it."""
+    """Scores inputs with a causal language model of Transformers, and shares prefixes if the model allows it."""
 
     def __init__(self, model: Any, shares: bool = True):
         self.model = model
-        self.shares = shares and shares_beginnings(model.config)
-        self.computed_tokens = 0  # without padding
+        self.shares = shares and can_share_prefixes(model.config)
         self._head = model.get_output_embeddings()
-        embeddings = [each for each in (model.get_input_embeddings(), self._head) if each is not None]
-        self.rows = min(each.weight.shape[0] for each in embeddings)  # token ids that it can both read and predict
-        self._most_positions = math.inf  # of a batch, with those before it
+        embeddings = [layer for layer in (model.get_input_embeddings(), self._head) if layer is not None]
+        self.rows = min(layer.weight.shape[0] for layer in embeddings)  # token ids that it can both read and predict
+        self._most_positions = math.inf  # of a batch and the cache before it
         if self.shares:
             _, cache = self._run([_Row([0], [])], keeps=True)
             nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else 0
             self._most_positions = max(MOST_CACHED, free // 8) // nbytes
 
-    def score(self, inputs: Sequence[ScoredInput], batch_size: int) -> Iterator[list[Score]]:
-        """Score inputs, and say whenever some are done."""
-        groups = [Beginning(0, [place]) for place in range(len(inputs))]
+    def score(self, inputs: Sequence[ScoredInput], batch_size: int) -> Iterator[tuple[list[Score], int]]:
+        """Score inputs; yields the scores of every batch, and the number of tokens that it computed."""
+        groups = [PrefixGroup(0, [index]) for index in range(len(inputs))]
         if self.shares:
             inputs = without_prefixes(inputs)
-            groups = shared_beginnings([each.ids for each in inputs])
-        rows, shared = [], []
-        for length, places in groups:
-            own = [inputs[place] for place in places]
-            if len(own) == 1:
-                rows.append(_Row(own[0].ids, _queries(own[0], 0, len(own[0].ids))))
+            groups = group_by_prefix([scored.ids for scored in inputs])
+        rows, prefixes = [], []
+        for length, indices in groups:
+            members = [inputs[index] for index in indices]
+            if len(members) == 1:
+                rows.append(_row_of(members[0]))
             else:
-                queries = [query for each in own for query in _queries(each, 0, length)]
-                ends = [_Row(each.ids[length:], _queries(each, length, len(each.ids)), length) for each in own]
-                shared.append(_Row(own[0].ids[:length], queries, ends=ends))
-        most_tokens = batch_size * max((len(row.ids) for row in shared), default=0)
-        for batch in itertools.chain(self._batches(rows, most_rows=batch_size), self._batches(shared, most_tokens)):
-            scores = _summed(self._values(batch, most_tokens))
-            self.computed_tokens += sum(len(each.ids) for row in batch for each in (row, *row.ends))
-            yield scores
+                queries = [query for scored in members for query in _row_of(scored, stop=length).queries]
+                suffixes = [_row_of(scored, start=length) for scored in members]
+                prefixes.append(_Row(members[0].ids[:length], queries, suffixes=suffixes))
+        most_tokens = batch_size * max((len(row.ids) for row in prefixes), default=0)
+        for batch in itertools.chain(self._batches(rows, most_rows=batch_size), self._batches(prefixes, most_tokens)):
+            n_tokens = sum(len(part.ids) for row in batch for part in (row, *row.suffixes))
+            yield _summed(self._values(batch, most_tokens)), n_tokens
 
     def _values(
         self, batch: list[_Row], most_tokens: float, past: DynamicCache | None = None
     ) -> list[tuple[int, float, bool]]:
-        """Values of the queries of rows and of their ends, by halves where the memory of a GPU is not enough."""
+        """Values of the queries of rows and of their suffixes, by halves if the memory of a GPU is not enough."""
         try:
-            following = [replace(end, past_row=index) for index, row in enumerate(batch) for end in row.ends]
-            values, past_of_ends = self._run(batch, past, keeps=bool(following))
+            following = [replace(suffix, past_row=index) for index, row in enumerate(batch) for suffix in row.suffixes]
+            values, cache = self._run(batch, past, keeps=bool(following))
             for part in self._batches(following, most_tokens):
-                values += self._values(part, most_tokens, past_of_ends)
+                values += self._values(part, most_tokens, cache)
             return values
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
         torch.cuda.empty_cache()
         middle = len(batch) // 2
-        # Batches to come would not fit either.
+        # Later batches of this size would not fit either.
         self._most_positions = min(self._most_positions, middle * max(row.start + len(row.ids) for row in batch))
         halves = batch[:middle], batch[middle:]
         return [value for half in halves for value in self._values(half, most_tokens, past)]
 
     def _batches(self, rows: list[_Row], most_tokens: float = math.inf, most_rows: float = math.inf) -> Iterator[list]:
-        """Rows of similar length, the longest first, so that memory runs out at once if it does."""
+        """Batches of rows of similar length, the longest first, so that memory runs out early if it does."""
         batch: list[_Row] = []
         before = positions = 0
         for row in sorted(rows, key=lambda row: (-len(row.ids), row.start)):
-            own = len({query.column for query in row.queries})
+            scored = len({query.column for query in row.queries})
             count, new = len(batch) + 1, len(batch[0].ids) if batch else len(row.ids)
             before = max(before, row.start)
-            is_full = count > most_rows or count * new > most_tokens or (positions + own) * self.rows > MOST_LOGITS
+            is_full = count > most_rows or count * new > most_tokens or (positions + scored) * self.rows > MOST_LOGITS
             if batch and (is_full or count * (before + new) > self._most_positions):
                 yield batch
                 batch, positions, before = [], 0, row.start
             batch.append(row)
-            positions += own
+            positions += scored
         if batch:
             yield batch
 
@@ -214,45 +214,41 @@ class Scorer:
     def _run(
         self, rows: list[_Row], past: DynamicCache | None = None, keeps: bool = False
     ) -> tuple[list[tuple[int, float, bool]], DynamicCache]:
-        """(request, log-probability, whether it is the largest) of every query, and keys and values."""
-        places = {(index, query.column) for index, row in enumerate(rows) for query in row.queries}
-        if not places and not keeps:
+        """(request, log-probability, whether it is the largest) of every query, and a cache if it `keeps` one."""
+        queries = [(index, query) for index, row in enumerate(rows) for query in row.queries]
+        if not queries and not keeps:
             return [], past
         before, new = max(row.start for row in rows), max(len(row.ids) for row in rows)
         device = self.model.device
-        input_ids = torch.zeros(len(rows), new, dtype=torch.long)
-        for index, row in enumerate(rows):
-            input_ids[index, : len(row.ids)] = torch.tensor(row.ids)
+        input_ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True).to(device)
         arguments: dict[str, Any] = {"use_cache": keeps or past is not None}
         if past is not None:
             columns = torch.arange(before + new)
             starts = torch.tensor([before - row.start for row in rows])[:, None]
             stops = torch.tensor([before + len(row.ids) for row in rows])[:, None]
             is_token = (columns >= starts) & (columns < stops)  # (batch, key)
-            # Padding on the right stays at the last position, beyond which a model may have none.
-            positions = columns[before:].minimum(stops - 1) - starts  # (batch, new tokens)
-            arguments |= {"attention_mask": is_token.long().to(device), "position_ids": positions.to(device)}
-            arguments[CACHE_NAME] = _taken(past, rows, before)
+            # Padding on the right repeats the last position, since a model may have no further ones.
+            position_ids = columns[before:].minimum(stops - 1) - starts  # (batch, new tokens)
+            arguments |= {"attention_mask": is_token.long().to(device), "position_ids": position_ids.to(device)}
+            arguments[CACHE_NAME] = _left_padded(past, rows, before)
         elif keeps:
-            # A cache that is not told of windows keeps all keys of layers that have one.
+            # Without a configuration a cache keeps all keys of layers with a sliding window too.
             arguments[CACHE_NAME] = DynamicCache()
-        ordered = sorted(places) or [(0, 0)]  # not every output layer takes no positions at all
-        logits, output = self._logits(input_ids.to(device), ordered, arguments)
-        line = {place: number for number, place in enumerate(ordered)}
-        queries = [(line[index, query.column], query) for index, row in enumerate(rows) for query in row.queries]
-        lines = torch.tensor([number for number, _ in queries], dtype=torch.long, device=logits.device)
+        # (row, column); some output layers need one position at least
+        scored = torch.tensor([(index, query.column) for index, query in queries] or [(0, 0)])
+        positions, indices = scored.unique(dim=0, return_inverse=True)
+        logits, output = self._logits(input_ids, positions, arguments)
+        indices = indices[: len(queries)].to(logits.device)
         tokens = torch.tensor([query.token for _, query in queries], dtype=torch.long, device=logits.device)
         normalizer, best = _normalizer_and_best(logits)
-        values = (logits[lines, tokens].float() - normalizer[lines]).double().tolist()
-        hits = (best[lines] == tokens).tolist()
-        found = [(query.request, value, hit) for (_, query), value, hit in zip(queries, values, hits)]
-        return found, getattr(output, CACHE_NAME) if keeps else past
+        values = (logits[indices, tokens].float() - normalizer[indices]).double().tolist()
+        hits = (best[indices] == tokens).tolist()
+        scores = [(query.request, value, hit) for (_, query), value, hit in zip(queries, values, hits)]
+        return scores, getattr(output, CACHE_NAME) if keeps else past
 
-    def _logits(
-        self, input_ids: Tensor, places: list[tuple[int, int]], arguments: dict[str, Any]
-    ) -> tuple[Tensor, Any]:
-        """Logits (places, vocabulary) at (row, column) of the ids, and all that the model returned."""
-        rows, columns = torch.tensor(places, device=input_ids.device).T
+    def _logits(self, input_ids: Tensor, positions: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Logits `(positions, vocabulary)` at `positions`, (positions, 2) of row and column, and the whole output."""
+        rows, columns = positions.T
 
         def select(_: Any, arguments: tuple) -> tuple:
             hidden, *others = arguments
@@ -264,21 +260,23 @@ class Scorer:
                 output = self.model(input_ids, **arguments)
             finally:
                 handle.remove()
-            if output.logits.shape[:2] == (1, len(places)):
+            if output.logits.shape[:2] == (1, len(positions)):
                 return output.logits[0], output
-            self._head = None  # the model does more with its output than position by position
+            self._head = None  # the model's output needs all positions
         output = self.model(input_ids, **arguments)
         return output.logits[rows, columns], output
 
 
-def _queries(each: ScoredInput, start: int, stop: int) -> list[_Query]:
-    """What is predicted at positions from `start` to before `stop`, as columns from `start` on."""
-    return [
+def _row_of(scored: ScoredInput, start: int = 0, stop: int | None = None) -> _Row:
+    """The part of an input from position `start` to before `stop`, and the tokens predicted there."""
+    ids = scored.ids[start:stop]
+    queries = [
         _Query(target.first + offset - start, token, target.request)
-        for target in each.targets
+        for target in scored.targets
         for offset, token in enumerate(target.ids)
-        if start <= target.first + offset < stop
+        if 0 <= target.first + offset - start < len(ids)
     ]
+    return _Row(ids, queries, start)
 
 
 def _summed(values: list[tuple[int, float, bool]]) -> list[Score]:
@@ -286,24 +284,28 @@ def _summed(values: list[tuple[int, float, bool]]) -> list[Score]:
     for request, *value in values:
         of_requests.setdefault(request, []).append(tuple(value))
     return [
-        Score(request, math.fsum(value for value, _ in own), all(hit for _, hit in own))
-        for request, own in of_requests.items()
+        Score(request, math.fsum(value for value, _ in tokens), all(hit for _, hit in tokens))
+        for request, tokens in of_requests.items()
     ]
 
 
 def _normalizer_and_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp in float32 of (positions, vocabulary) logits and the id of the largest, without a copy of all."""
-    pieces = logits.split(_POSITIONS_AT_ONCE)
-    return torch.cat([piece.float().logsumexp(-1) for piece in pieces]), torch.cat([each.argmax(-1) for each in pieces])
+    pieces = [(piece.float().logsumexp(-1), piece.argmax(-1)) for piece in logits.split(_POSITIONS_AT_ONCE)]
+    normalizer, best = map(torch.cat, zip(*pieces))
+    return normalizer, best
 
 
-def _taken(past: DynamicCache, rows: list[_Row], length: int) -> DynamicCache:
-    """Of every row the keys and values before it, so that all end together; the left of a shorter one is masked."""
+def _left_padded(past: DynamicCache, rows: list[_Row], length: int) -> DynamicCache:
+    """Keys and values of the `length` positions before the rows, aligned on the right; shorter ones are masked."""
     in_rows = torch.tensor([row.past_row for row in rows])[:, None]
     columns = (torch.tensor([row.start for row in rows])[:, None] - length + torch.arange(length)).clamp(min=0)
     cache = DynamicCache()
     for index, layer in enumerate(past.layers):
         device = layer.keys.device
-        states = (each.transpose(1, 2)[in_rows.to(device), columns.to(device)] for each in (layer.keys, layer.values))
-        cache.update(*(each.transpose(1, 2) for each in states), index)
+        keys, values = (
+            states.transpose(1, 2)[in_rows.to(device), columns.to(device)].transpose(1, 2)
+            for states in (layer.keys, layer.values)
+        )
+        cache.update(keys, values, index)
     return cache

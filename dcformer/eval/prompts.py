@@ -1,8 +1,8 @@
-"""Prompts of Table 4 that lm-eval 0.4.13 asks otherwise than the harness of 2023 (lm-eval 0.3).
+"""Prompts of Table 4 that differ between lm-eval 0.4.13 and the harness of 2023 (lm-eval 0.3).
 
 The published scores of Pythia, which the paper repeats and the control compares with, were made with that harness.
-PIQA, WinoGrande, ARC, LogiQA, BoolQ and HellaSwag are asked in the same words by both, so their YAML files in `tasks/`
-name lm-eval's own functions and templates. A prompt function takes a document, which is one row of the data.
+PIQA, WinoGrande, ARC, LogiQA, BoolQ and HellaSwag have the same words in both, so their YAML files in `tasks/` use
+lm-eval's functions and templates. A prompt function takes a document, which is one row of the data.
 """
 
 _LETTERS = "ABCD"
@@ -39,7 +39,7 @@ def race_context(document: dict) -> str:
 
 
 def race_context_lm_eval_0_4_13(document: dict) -> str:
-    """As [`race_context`], but a solved question that ends in a blank has its answer in place of the blank."""
+    """As [`race_context`], but in a solved question that ends in a blank the answer replaces the blank."""
     return _race_context(document, keeps_words=True)
 
 

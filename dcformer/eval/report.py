@@ -1,13 +1,14 @@
-"""From results on disk to the paper's tables: one frame of numbers, compared with a baseline, the paper and Pythia's.
+"""From results on disk to the paper's tables: numbers compared with a baseline, the paper and published Pythia scores.
 
-The frame holds one number per row at full precision; tables in the terminal, Markdown and HTML are laid out from it.
-Accuracies are fractions in the frame, in CSV and JSON, and percent in the tables.
+The report's frame holds one number per row at full precision; the tables are made from it. Accuracies are fractions in
+the frame, in CSV and JSON, and percent in the tables.
 """
 
 from __future__ import annotations
 
 import functools
 import html
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
 from .data import import_extra, source_of
-from .head_tasks import by_text, head_task_summary
+from .head_tasks import by_text
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
 from .records import Record, model_folder, read_records, read_samples
@@ -38,14 +39,16 @@ HEAD_TASK_HEADINGS = {
     AUTHORS_ALL: "all K",
 }
 _pandas = functools.partial(import_extra, "pandas")
-_ORDER = (*TABLE4_COLUMNS, AVERAGE, *HEAD_TASK_HEADINGS)
+_ORDER = {task: index for index, task in enumerate((*TABLE4_COLUMNS, *HEAD_TASK_HEADINGS))}
 _TITLES = {
     "table4": "Accuracy in percent, {}-shot",
     "head": "Head tasks, {}",
     "perplexity": "Perplexity",
     "other": "Other results, {}-shot",
 }
-# What must be the same for two results to be compared, besides the documents.
+# Column of the frame -> field of `stats.Difference`.
+_DELTA_FIELDS = {"delta": "value", "low": "low", "high": "high", "wins": "wins", "losses": "losses", "p": "p_value"}
+# Settings that must be equal for two results to be compared, besides the documents.
 _COMPARED_SETTINGS = ("dtype", "oov_policy", "task_version")
 
 
@@ -57,13 +60,13 @@ class Report:
             (`delta, low, high, wins, losses, p, p_corrected, undecided`), the `paper`'s number with `verdict`,
             the `published` one of a Pythia model with `tolerance` and `control`, and `partial`. `"average"` and
             `"head_tasks_authors_all"` are tasks here.
-        models: In the order of the rows: the baseline, then the paper's order, then by name.
-        names: Model -> what the tables call it.
+        models: In the order of the tables: the baseline, then the paper's order, then by name.
+        names: Model -> its name in the tables.
         rows: Model -> row of the paper.
-        baseline: Model that the others are compared with.
+        baseline: The model that the others are compared with.
         correction: How p-values were corrected for their number: `"none"` or `"holm"`.
         banners: Sentences above the tables: the control of Pythia models, and partial results.
-        notes: Sentences below them.
+        notes: Sentences below the tables.
         breakdown: Title -> accuracies of head tasks in percent by shots, subject, pattern and transformation, beside
             those of rules that never read the question.
     """
@@ -79,20 +82,20 @@ class Report:
     breakdown: dict[str, pandas.DataFrame] = field(default_factory=dict)
 
     def tables(self) -> dict[str, pandas.DataFrame]:
-        """Title -> a frame of text: Table 4 of the paper for every number of shots, Table 5, and whatever is there."""
+        """Title -> a frame of text: Table 4 of the paper for every number of shots, Table 5, and all other results."""
         tables = {}
         for (kind, shots), part in self.frame.groupby([_kinds(self.frame), self.frame.shots], sort=False):
             if kind == "head":
-                for metric, own in part.groupby("metric", sort=False):
+                for metric, of_metric in part.groupby("metric", sort=False):
                     title = _TITLES[kind].format(_words(metric))
-                    tables[title] = self._table(own, [HEAD_TASK_HEADINGS[task] for task in own.task])
+                    tables[title] = self._table(of_metric, [HEAD_TASK_HEADINGS[task] for task in of_metric.task])
             else:
                 names = part.task if kind == "table4" else part.task + " " + part.metric
                 tables[_TITLES[kind].format(shots)] = self._table(part, list(names))
         return {**tables, **self.breakdown}
 
     def to_markdown(self) -> str:
-        """All tables in the Markdown of GitHub."""
+        """All tables in GitHub's Markdown."""
         import_extra("tabulate")
         tables = [
             f"### {_escaped(title)}\n\n{table.map(_escaped).to_markdown(index=False, disable_numparse=True)}\n"
@@ -102,55 +105,49 @@ class Report:
         return "\n".join([*banners, *tables, "".join(f"- {_escaped(note)}\n" for note in self.notes)])
 
     def to_html(self) -> str:
-        """All tables as a whole page that needs no other file."""
-        tables = "".join(
-            f"<h2>{html.escape(title)}</h2>\n{table.to_html(index=False)}\n" for title, table in self.tables().items()
-        )
-        banners = "".join(f"<p><strong>{html.escape(text)}</strong></p>\n" for text in self.banners)
-        notes = "".join(f"<li>{html.escape(note)}</li>\n" for note in self.notes)
-        head = '<meta charset="utf-8">\n<title>DCFormer evaluation</title>'
-        body = f"{banners}{tables}<ul>\n{notes}</ul>"
-        return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+        """All tables as one HTML page without other files."""
+        parts = [f"<p><strong>{html.escape(text)}</strong></p>" for text in self.banners]
+        parts += [
+            f"<h2>{html.escape(title)}</h2>\n{table.to_html(index=False)}" for title, table in self.tables().items()
+        ]
+        parts += ["<ul>", *(f"<li>{html.escape(note)}</li>" for note in self.notes), "</ul>\n"]
+        head = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>DCFormer evaluation</title>'
+        return "\n".join([head, *parts])
 
     def to_csv(self) -> str:
-        """One line per number at full precision."""
+        """One row per number at full precision."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_json(self) -> str:
-        """An object of the sentences, the numbers as in CSV, and the breakdown of head tasks."""
+        """An object with the sentences, the numbers as in CSV, and the breakdown of head tasks."""
         content = {
             **{name: getattr(self, name) for name in ("banners", "notes", "baseline", "correction")},
             "numbers": json.loads(self.frame.to_json(orient="records", double_precision=15)),
-            "breakdown": {title: json.loads(each.to_json(orient="records")) for title, each in self.breakdown.items()},
+            "breakdown": {title: table.to_dict(orient="records") for title, table in self.breakdown.items()},
         }
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     def print(self, console: Console | None = None) -> None:
-        """Print the tables on a console, by default stdout; those wider than it are split by columns."""
-        from rich import box
+        """Print the tables on a console, by default stdout; those that are wider are split by columns."""
         from rich.console import Console
-        from rich.table import Table
         from rich.text import Text
 
         console = console or Console()
         for text in self.banners:
             console.print(Text(text, "bold"))
-        for title, frame in self.tables().items():
-            for part in _parts(frame, console.width):
-                table = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-                for place, column in enumerate(part.columns):
-                    table.add_column(Text(str(column)), justify="right" if place else "left", no_wrap=bool(place))
-                for row in part.itertuples(index=False):
-                    table.add_row(*(Text(str(cell)) for cell in row))
-                console.print(table)
+        for title, table in self.tables().items():
+            first = table.columns[0]
+            text = table.set_index(first).rename_axis(index=None, columns=first).to_string(line_width=console.width)
+            for part in text.split("\n\n"):
+                console.print(Text.assemble((title, "bold"), "\n", part, "\n"), soft_wrap=True)
         for note in self.notes:
             console.print(Text(f"- {note}"))
 
     def _table(self, part: pandas.DataFrame, headings: list[str]) -> pandas.DataFrame:
-        """A line of values for every model, and lines of what they are compared with."""
-        lines = []
+        """A row of values for every model, and rows of its comparisons below."""
+        rows = []
         for model in self.models:
-            own = {heading: row for heading, row in zip(headings, part.itertuples()) if row.model == model}
+            numbers = {heading: row for heading, row in zip(headings, part.itertuples()) if row.model == model}
             labels = {
                 self.names[model]: _value,
                 f"Δ to {self.names.get(self.baseline or '')} [95 %]": _delta,
@@ -158,10 +155,10 @@ class Report:
                 f"paper's {self.rows.get(model)}, Δ": _paper,
             }
             for label, write in labels.items():
-                cells = {heading: write(own[heading]) if heading in own else "" for heading in headings}
+                cells = {heading: write(numbers[heading]) if heading in numbers else "" for heading in headings}
                 if any(cells.values()):
-                    lines.append({"model": label, **{heading: cell or "-" for heading, cell in cells.items()}})
-        return _pandas().DataFrame(lines)
+                    rows.append({"model": label, **{heading: cell or "-" for heading, cell in cells.items()}})
+        return _pandas().DataFrame(rows)
 
 
 def build_report(
@@ -178,12 +175,12 @@ def build_report(
 
     Args:
         output: Folder that `dcformer eval` wrote.
-        baseline (*optional*): Model that the others are compared with; no differences if `None`.
+        baseline (*optional*): The model that the others are compared with; no differences if `None`.
         seed (defaults to 0): Seed of the bootstrap.
-        resamples (defaults to 10,000): Number of its resamples.
+        resamples (defaults to 10,000): Number of resamples of the bootstrap.
         paper_rows (*optional*): Model -> row of the paper, see [`dcformer.eval.published.paper_row`].
-        correction (defaults to `"none"`): `"holm"` corrects the p-values of each table for their number, by Holm's
-            rule; a summary (the average, all K) is corrected with those of the other models alone.
+        correction (defaults to `"none"`): `"holm"` corrects the p-values of a table for their number, by Holm's rule;
+            summaries (the average, all K) are corrected separately, with those of the other models.
 
     Raises:
         FileNotFoundError: if the folder holds no results.
@@ -201,7 +198,7 @@ class _Builder:
         self, output: Any, baseline: str | None, paper_rows: Mapping[str, str], correction: str, bootstrap: dict
     ):
         self.output, self.correction, self.bootstrap = output, correction, bootstrap
-        self.records = {(each.model, each.task, each.num_fewshot): each for each in read_records(output)}
+        self.records = {(r.model, r.task, r.num_fewshot): r for r in read_records(output)}
         models = sorted({model for model, _, _ in self.records})
         by_folder = {model_folder(model): model for model in models}
         for name in (*([baseline] if baseline else []), *paper_rows):
@@ -209,21 +206,22 @@ class _Builder:
                 raise ValueError(f"There are no results of {name!r}; there are of {', '.join(models)}.")
         self.baseline = by_folder[model_folder(baseline)] if baseline else None
         chosen = {by_folder[model_folder(name)]: row for name, row in paper_rows.items()}
-        found = {model: published.paper_row(model, chosen) for model in models}
-        self.paper_rows = {model: row for model, row in found.items() if row}
-        order: dict[str | None, int] = {row: place for place, row in enumerate(PAPER_ROWS)}
-        self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(found[m], len(order)), m))
+        rows = {model: published.paper_row(model, chosen) for model in models}
+        self.paper_rows = {model: row for model, row in rows.items() if row}
+        order: dict[str | None, int] = {row: index for index, row in enumerate(PAPER_ROWS)}
+        self.models = sorted(models, key=lambda m: (m != self.baseline, order.get(rows[m], len(order)), m))
         self.names = short_names(self.models)
         self.samples: dict[tuple, list[dict]] = {}
         self.rows: list[dict[str, Any]] = []
+        self.of_other_documents: set[tuple[str, str, int]] = set()
         self.notes: list[str] = []
 
     def build(self) -> Report:
         for model in self.models:
-            own = [record for record in self.records.values() if record.model == model]
-            own.sort(key=lambda r: (r.num_fewshot, _ORDER.index(r.task) if r.task in _ORDER else len(_ORDER), r.task))
-            for shots in dict.fromkeys(record.num_fewshot for record in own):
-                for record in (each for each in own if each.num_fewshot == shots):
+            records = self._records_of(model)
+            records.sort(key=lambda r: (r.num_fewshot, _ORDER.get(r.task, len(_ORDER)), r.task))
+            for shots, of_shots in itertools.groupby(records, key=lambda record: record.num_fewshot):
+                for record in of_shots:
                     self._add_record(record)
                 self._add_average(model, shots)
                 self._add_authors_all(model, shots)
@@ -231,50 +229,52 @@ class _Builder:
         if self.correction == "holm":
             frame["p_corrected"] = _corrected(frame)
         p_values = frame.p_corrected.fillna(frame.p).astype(float)
-        is_decided = frame.pop("excludes_zero").eq(True) & (p_values <= stats.SIGNIFICANCE)
-        frame["undecided"] = ["undecided" if each else "" for each in frame.delta.notna() & ~is_decided]
+        is_decided = frame.pop("excludes_zero") & (p_values <= stats.SIGNIFICANCE)
+        frame["undecided"] = (frame.delta.notna() & ~is_decided).map({True: "undecided", False: ""})
         frame = frame.astype({"delta": float, **dict.fromkeys(("wins", "losses"), "Int64")})
-        banners, notes = [*self._control(frame), *self._partial()], [*self._legend(frame), *self.notes]
-        settings = (self.models, self.names, self.paper_rows, self.baseline, self.correction)
-        return Report(frame.drop(columns="is_other"), *settings, banners, notes, self._breakdown())
+        report = Report(frame, self.models, self.names, self.paper_rows, self.baseline, self.correction)
+        report.banners = [*self._control(frame), *self._partial()]
+        report.notes = [*self._legend(frame), *self.notes]
+        report.breakdown = self._breakdown()
+        return report
+
+    def _records_of(self, model: str) -> list[Record]:
+        return [record for record in self.records.values() if record.model == model]
 
     def _add(
         self,
-        place: tuple[str, str, int, str],
+        key: tuple[str, str, int, str],
         value: float,
         stderr: float | None,
         counts: tuple[int, int],
         delta: stats.Difference | None,
         paper: float | None,
         held: published.Control | None = None,
-        is_other: bool = False,
     ) -> None:
-        """One number, with what it is held against; `place` is its model, task, shots and metric."""
-        _, task, _, metric = place
+        """Add a number; `key` is its model, task, shots and metric, `counts` are the scored and all documents."""
+        _, task, _, metric = key
         stderr = None if stderr is None or not math.isfinite(stderr) else stderr
         verdict = ""
         if paper is not None and stderr is not None:
-            # A few documents that are all right, or all wrong, have no standard error themselves.
+            # A few documents that are all right, or all wrong, have a standard error of 0.
             least = stats.accuracy_stderr(paper, counts[0]) if metric == "acc" and task in TABLE4_COLUMNS else 0.0
             verdict = "within 2 stderr" if abs(value - paper) <= 2 * max(stderr, least) else "outside 2 stderr"
-        names = {"delta": "value", "p": "p_value"}
-        of_delta = ("delta", "low", "high", "wins", "losses", "p", "excludes_zero")
         self.rows.append(
             {
-                **dict(zip(("model", "task", "shots", "metric"), place)),
+                **dict(zip(("model", "task", "shots", "metric"), key)),
                 "value": value,
                 "stderr": stderr,
                 "n": counts[0],
-                **{name: delta and getattr(delta, names.get(name, name)) for name in of_delta},
+                **{name: delta and getattr(delta, field) for name, field in _DELTA_FIELDS.items()},
                 "p_corrected": None,
                 "undecided": "",
+                "excludes_zero": delta is not None and delta.excludes_zero,
                 "paper": paper,
                 "verdict": verdict,
                 "published": held and held.published,
                 "tolerance": held and held.tolerance,
                 "control": "" if held is None else f"{'within' if held.agrees(value) else 'outside'} tolerance",
                 "partial": f"PARTIAL: {counts[0]} of {counts[1]} documents" if counts[0] < counts[1] else "",
-                "is_other": is_other,
             }
         )
 
@@ -285,20 +285,21 @@ class _Builder:
         for metric, measured in record.metrics.items():
             delta = paper = held = None
             if other is not None and metric in other.metrics:
-                pair = (by_text(self._samples(each)) for each in (record, other))
-                delta = stats.paired_difference(*pair, metric, task=task, **self.bootstrap)
+                first, second = (by_text(self._samples(r)) for r in (record, other))
+                delta = stats.paired_difference(first, second, metric, task=task, **self.bootstrap)
             if metric == "acc":
                 paper = published.paper_accuracies(row, shots).get(task)
                 if "stands_in_for" not in documents:
                     held = published.control(row, task, shots, *counts)
             elif metric == "token_perplexity" and record.settings.get("max_length", PAPER_WINDOW) == PAPER_WINDOW:
                 paper = published.paper_perplexities(row).get(task)
-            is_other = documents.get("as_known") is False or (held and source_of(task).count != counts[1])
-            place = (model, task, shots, metric)
-            self._add(place, measured["value"], measured["stderr"], counts, delta, paper, held, bool(is_other))
+            if documents.get("as_known") is False or (held and source_of(task).count != counts[1]):
+                self.of_other_documents.add((model, task, shots))
+            key = (model, task, shots, metric)
+            self._add(key, measured["value"], measured["stderr"], counts, delta, paper, held)
 
     def _add_average(self, model: str, shots: int) -> None:
-        """Unweighted mean of the eleven accuracies; the baseline must be there, and comparable, on all of them."""
+        """Add the unweighted mean of the eleven accuracies; compared if the baseline is comparable on all of them."""
         cells = {r["task"]: r for r in self.rows if (r["model"], r["shots"], r["metric"]) == (model, shots, "acc")}
         cells = {task: cells[task] for task in TABLE4_COLUMNS if task in cells}
         records = [self.records[model, task, shots] for task in cells]
@@ -326,9 +327,9 @@ class _Builder:
         )
 
     def _add_authors_all(self, model: str, shots: int) -> None:
-        """Table 5's mixture of 2 to 7 shots, over all answers; texts are resampled whole, with their six answers."""
+        """Add the mean over all answers with 2 to 7 shots, as in Table 5; texts are resampled with all six answers."""
         records = [self.records[model, task, shots] for task in AUTHORS_TASKS if (model, task, shots) in self.records]
-        texts = {frozenset(each["fields"]["document"] for each in self._samples(record)) for record in records}
+        texts = {frozenset(sample["fields"]["document"] for sample in self._samples(record)) for record in records}
         if len(records) < len(AUTHORS_TASKS) or len(texts) > 1:
             return
         others = [self._comparable(record, notes=False) for record in records]
@@ -346,7 +347,7 @@ class _Builder:
         return by_text([sample for record in records for sample in self._samples(record)])
 
     def _comparable(self, record: Record, notes: bool = True) -> Record | None:
-        """The baseline's record for the same task, if the two may be compared; else the reason becomes a note."""
+        """The baseline's record for the same task if the two are comparable; else a note says why they are not."""
         if self.baseline in (None, record.model):
             return None
         other = self.records.get((self.baseline, record.task, record.num_fewshot))
@@ -358,8 +359,8 @@ class _Builder:
 
     def _reason_against(self, record: Record, other: Record) -> str:
         for name in (*_COMPARED_SETTINGS, *(["max_length"] if record.task in PERPLEXITY_TASKS else [])):
-            first, second = (each.settings.get(name) for each in (record, other))
-            # A model whose embedding has every id needs no policy.
+            first, second = (r.settings.get(name) for r in (record, other))
+            # A model with an embedding row for every id needs no policy.
             if first != second and not (name == "oov_policy" and None in (first, second)):
                 return f"{name} is {first} for the former and {second} for the latter"
         if not stats.have_same_documents(self._samples(record), self._samples(other)):
@@ -370,12 +371,12 @@ class _Builder:
         key = (record.model, record.task, record.num_fewshot)
         if key not in self.samples:
             kept = ("doc_id", "doc_hash", "metrics", "fields", *(["requests"] if record.task in HEAD_TASKS else []))
-            lines = read_samples(self.output, record)
-            self.samples[key] = [{name: line[name] for name in kept if name in line} for line in lines]
+            samples = read_samples(self.output, record)
+            self.samples[key] = [{name: sample[name] for name in kept if name in sample} for sample in samples]
         return self.samples[key]
 
     def _control(self, frame: pandas.DataFrame) -> Iterator[str]:
-        """How every Pythia model and number of shots compares with what was published of it."""
+        """How the results of Pythia models compare with the published ones, for every number of shots."""
         held = frame[frame.published.notna()]
         for (model, shots), rows in held.groupby(["model", "shots"], sort=False):
             name, missed = f"{self.names[model]}, {shots}-shot", rows[rows.control == "outside tolerance"]
@@ -388,12 +389,12 @@ class _Builder:
                 )
                 continue
             doubts = {
-                "of other documents": list(rows.task[rows.is_other]),
+                "of other documents": [task for task in rows.task if (model, task, shots) in self.of_other_documents],
                 "missing or limited": [task for task in (*TABLE4_COLUMNS, AVERAGE) if task not in set(rows.task)],
             }
-            parts = [f"{', '.join(own)} {doubt}" for doubt, own in doubts.items() if own]
+            parts = [f"{', '.join(tasks)} {doubt}" for doubt, tasks in doubts.items() if tasks]
             if shots:
-                parts.append("results with examples do not tell neighbouring checkpoints apart")
+                parts.append("results with examples do not distinguish neighbouring checkpoints")
             state, rest = ("INCOMPLETE", f" ({'; '.join(parts)})") if parts else ("PASSED", "")
             yield f"CONTROL {state}: {name}, agrees with {len(rows)} published accuracies{rest}."
         if held.empty and (frame.paper.notna() & frame.task.isin(TABLE4_COLUMNS)).any():
@@ -409,15 +410,15 @@ class _Builder:
     def _legend(self, frame: pandas.DataFrame) -> Iterator[str]:
         yield "± is one standard error."
         for model in self.models:
-            own = [record for record in self.records.values() if record.model == model]
-            policies = sorted({str(record.settings.get("oov_policy") or "none needed") for record in own})
+            records = self._records_of(model)
+            policies = sorted({str(record.settings.get("oov_policy") or "none needed") for record in records})
             row = f"; compared with the paper's {self.paper_rows[model]}" if model in self.paper_rows else ""
             clamped = " (a token id without an embedding row is read as the last row)" if "clamp" in policies else ""
             yield f"{self.names[model]}: oov_policy {' and '.join(policies)}{clamped}{row}."
             for what, key in (("with token ids beyond the embedding", "oov"), ("cut from the left", "truncated")):
-                counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in own}
-                if found := [f"{count:,} of {task}" for task, count in counts.items() if count]:
-                    yield f"{self.names[model]}: documents {what}: {', '.join(found)}."
+                counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in records}
+                if parts := [f"{count:,} of {task}" for task, count in counts.items() if count]:
+                    yield f"{self.names[model]}: documents {what}: {', '.join(parts)}."
         if frame.delta.notna().any():
             yield (
                 f"Differences to {self.names[self.baseline or '']}: 95 % intervals of a paired bootstrap "
@@ -431,54 +432,46 @@ class _Builder:
             yield f"Perplexities in windows of {window:,} tokens compare with no others, nor with the paper's."
 
     def _breakdown(self) -> dict[str, pandas.DataFrame]:
-        """Accuracies of head tasks in percent, by what the questions are."""
-        tables = {}
+        """Accuracies of head tasks in percent, by kinds of questions."""
+        pandas, tables = _pandas(), {}
         for title, tasks in (("generated texts", ("head_tasks",)), ("the authors' texts", AUTHORS_TASKS)):
-            samples: dict[str, list] = {}
-            for (model, task, _), record in self.records.items():
-                if task in tasks:
-                    samples.setdefault(self.names[model], []).extend(self._samples(record))
-            if not samples:
+            answers = [
+                (self.names[record.model], sample, sample["metrics"]["acc"])
+                for record in self.records.values()
+                if record.task in tasks
+                for sample in self._samples(record)
+            ]
+            if not answers:
                 continue
-            questions = next(iter(samples.values()))
-            chances = [_chances(sample) for sample in questions]
-            for rule, label in REFERENCES.items():
-                samples[label] = [
-                    {**sample, "metrics": {**sample["metrics"], "acc": chance[rule]}}
-                    for sample, chance in zip(questions, chances)
-                ]
-            columns = {column: _parts_of_questions(own) for column, own in samples.items()}
-            rows = []
-            for name, part in next(iter(columns.values())).items():
-                own = {column: parts.get(name) for column, parts in columns.items()}
-                cells = {column: f"{100 * each['accuracy']:.1f}" if each else "-" for column, each in own.items()}
-                rows.append({"questions": name, "answers": str(part["answers"]), **cells})
-            tables[f"Head tasks by questions, {title}, accuracy in percent"] = _pandas().DataFrame(rows)
+            of_first = [sample for name, sample, _ in answers if name == answers[0][0]]
+            answers += [(REFERENCES[rule], s, p) for s in of_first for rule, p in _chances(s).items()]
+            frame = pandas.DataFrame([{"all": "", **s["fields"], "by": name, "acc": acc} for name, s, acc in answers])
+            kinds = ("all", "shots", "subject", "pattern", "transformation")
+            groups = pandas.concat(
+                {kind: frame.groupby([kind, "by"]).acc.agg(["mean", "size"]).unstack() for kind in kinds}
+            )
+            table = groups["mean"][frame.by.unique()].rename_axis(columns=None)
+            table = table.map(lambda mean: "-" if math.isnan(mean) else f"{100 * mean:.1f}").reset_index(drop=True)
+            table.insert(0, "questions", [f"{kind} {value}".strip() for kind, value in groups.index])
+            table.insert(1, "answers", [f"{count:.0f}" for count in groups["size"].max(axis=1)])
+            tables[f"Head tasks by questions, {title}, accuracy in percent"] = table
         return tables
 
 
 def _corrected(frame: pandas.DataFrame) -> pandas.Series:
-    """P-values of each table, and of the summaries in it, corrected for their number."""
+    """P-values corrected for the number of those in a table; its summaries are corrected separately."""
     families = [_kinds(frame), frame.shots, frame.task.isin(SUMMARIES)]
-    groups = frame.p.astype(float).dropna().groupby(families)
-    return groups.transform(lambda own: _pandas().Series(stats.holm(list(own)), own.index))
-
-
-def _parts_of_questions(samples: Sequence[Mapping]) -> dict[str, dict]:
-    """Name of a part of the questions, such as `"shots 3"` -> the means over it."""
-    summary = head_task_summary(samples)
-    kinds = ("shots", "subject", "pattern", "transformation")
-    return {"all": summary} | {f"{kind} {value}": own for kind in kinds for value, own in summary[f"by_{kind}"].items()}
+    return frame.p.astype(float).dropna().groupby(families).transform(lambda p: stats.holm(p.tolist()))
 
 
 def _chances(sample: Mapping) -> dict[str, float]:
-    """How probably each rule that never reads the question is right."""
+    """How probably a rule that never reads the question is right, for every such rule."""
     request = sample["requests"][0]
     return reference_answers({"context": request["context"], "answer": request["continuation"], **sample["fields"]})
 
 
 def short_names(models: Sequence[str]) -> dict[str, str]:
-    """What tables call models: paths lose the folders that no other model needs to be told apart."""
+    """Model -> its name in the tables: paths without the leading folders that are not needed to distinguish them."""
     names = {}
     for model in models:
         parts = [part for part in model.split("/") if part]
@@ -490,7 +483,7 @@ def short_names(models: Sequence[str]) -> dict[str, str]:
 
 
 def _kinds(frame: pandas.DataFrame) -> pandas.Series:
-    """In which table every number stands."""
+    """The kind of table of every number."""
     kinds = dict.fromkeys(HEAD_TASK_HEADINGS, "head") | dict.fromkeys(PERPLEXITY_TASKS, "perplexity")
     is_table4 = (frame.metric == "acc") & frame.task.isin((*TABLE4_COLUMNS, AVERAGE))
     return frame.task.map(kinds).fillna("other").mask(is_table4, "table4")
@@ -502,7 +495,7 @@ def _words(metric: str) -> str:
 
 
 def _number(value: float, metric: str, sign: str = "") -> str:
-    """Accuracies in percent with one decimal; of other numbers four figures, and never less than two decimals."""
+    """Accuracies in percent with one decimal; other numbers with four significant figures, or two or three decimals."""
     value, decimals = (100 * value, 1) if metric.startswith("acc") else (value, 3 if abs(value) < 10 else 2)
     if abs(value) >= 1000:
         return f"{value:{sign}.4g}"
@@ -517,7 +510,7 @@ def _value(row: Any) -> str:
 def _delta(row: Any) -> str:
     if math.isnan(row.delta):
         return ""
-    value, low, high = (_number(each, row.metric, "+") for each in (row.delta, row.low, row.high))
+    value, low, high = (_number(number, row.metric, "+") for number in (row.delta, row.low, row.high))
     interval = "" if _pandas().isna(row.low) else f" [{low}, {high}]"
     return f"{value}{interval}{' ?' if row.undecided else ''}"
 
@@ -533,7 +526,7 @@ def _documents(row: Any) -> str:
 
 
 def _paper(row: Any) -> str:
-    """The paper's number and the difference to it, ticked if the control, or else two standard errors, allow it."""
+    """The paper's number and the difference to it, ticked if within the control's tolerance, else two stderr."""
     if _pandas().isna(row.paper):
         return ""
     is_within = row.control == "within tolerance" if row.control else row.verdict == "within 2 stderr"
@@ -542,18 +535,6 @@ def _paper(row: Any) -> str:
 
 
 def _escaped(text: Any) -> str:
-    """With everything escaped that Markdown would take for its own; underscores inside words are none."""
+    """With backslashes before everything that Markdown would interpret; underscores inside words are plain text."""
     text = re.sub(r"([\\`*<>|~&\[\]])", r"\\\1", " ".join(str(text).split()))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", text)
-
-
-def _parts(frame: pandas.DataFrame, width: int) -> Iterator[pandas.DataFrame]:
-    """A table by columns that fit a width in characters, each part with the first column."""
-    widths = [2 + max(len(str(column)), *(len(str(cell)) for cell in frame[column])) for column in frame.columns]
-    places: list[int] = []
-    for place in range(1, len(widths)):
-        if places and widths[0] + sum(widths[p] for p in places) + widths[place] > width:
-            yield frame.iloc[:, [0, *places]]
-            places = []
-        places.append(place)
-    yield frame.iloc[:, [0, *places]]

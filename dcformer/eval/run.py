@@ -1,8 +1,8 @@
-"""Runs models through tasks with lm-eval, and writes one record per model, task and number of shots as it finishes.
+"""Scores models on tasks with lm-eval, and writes a record for every model, task and number of shots as it finishes.
 
-A run first reads every configuration, tokenizer and data file. Then it reuses the records whose settings are those of
-this run, and computes the others. Under `accelerate launch` or `torchrun` every process scores its share of the
-documents, and the first decides and writes.
+A run first reads every configuration, tokenizer and data file. Then it reuses records with the settings of this run and
+computes the others. Under `accelerate launch` or `torchrun` every process scores its share of the documents, and the
+first process decides and writes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import os
 import platform
@@ -25,10 +26,11 @@ import numpy as np
 import torch
 
 from ..common.files import file_lock
+from ..common.processes import in_first_process, is_first_process
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
-from .data import data_fingerprint, import_extra, origin_of, spread_places
+from .data import data_fingerprint, import_extra, spread_indices
 from .head_tasks import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
 from .records import Record
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Job:
-    """One record to be made; `settings` are those that it will have."""
+    """A record to be made, and its settings."""
 
     model: FoundModel
     task: str
@@ -56,7 +58,7 @@ class _Job:
 
     @property
     def data(self) -> tuple:
-        """Jobs of the same value have one task object: texts are packed by the tokenizer and the length."""
+        """Jobs with the same value share a task object; running text is packed by tokenizer and length."""
         depends = self.task in (*HEAD_TASKS, *PERPLEXITY_TASKS)
         return (self.task, self.settings["tokenizer"], self.settings["max_length"]) if depends else (self.task,)
 
@@ -89,41 +91,40 @@ def evaluate(
     Evaluate models, or resume an evaluation that was stopped.
 
     Args:
-        models: One name or several, as [`dcformer.loading.find_model`] takes them.
-        output: Folder of the records; those in it are reused if their settings are the same.
+        models: One name or several, as for [`dcformer.loading.find_model`].
+        output: Folder of the records; records in it with the same settings are reused.
         suite, tasks: What to run, see [`dcformer.eval.find_tasks`].
-        num_fewshot (defaults to 0): Examples before a question, in Table 4. Other tasks have their own form.
-        limit (*optional*): Documents per task, spread evenly over all; windows of packed text; texts of head tasks.
+        num_fewshot (defaults to 0): Examples before a question, one number or several, for columns of Table 4.
+        limit (*optional*): Documents per task, windows of packed text, or texts of head tasks, spread evenly over all.
         data_dir (*optional*): Folder with the data; `None`: they are fetched.
-        batch_size (`int` or `"auto"`): Most inputs in a forward pass, halved where the memory of a GPU is not enough;
+        batch_size (`int` or `"auto"`): Most inputs in a forward pass, halved if they do not fit into a GPU's memory;
             "auto" is 16 on a CPU and 64 on a GPU. With vLLM the most inputs in one step.
-        dtype (*optional*): Data type of the parameters; `None`: bfloat16, for head tasks alone float32.
-        max_length (*optional*): Most tokens of an input, and the length of the windows of running text; `None`: what
-            the model takes, and windows of 2,048 tokens.
+        dtype (*optional*): Data type of the parameters; `None`: bfloat16, or float32 for head tasks alone.
+        max_length (*optional*): Most tokens of an input, and the length of the windows of running text; `None`: the
+            model's context length, and windows of 2,048 tokens.
         baseline (*optional*): A further model, run first.
-        device (*optional*): As [`dcformer.loading.choose_device`] takes it.
-        oov_policy (*optional*): For ids without an embedding row, as [`dcformer.eval.DCFormerLM`] takes it; recorded
-            as `None` for models that have a row for every id.
-        engine (defaults to `"transformers"`): What computes, "transformers" or "vllm". The latter works in a process of
-            its own, so a script needs `if __name__ == "__main__":` around the call.
-        shared_prefixes (defaults to `True`): As [`dcformer.eval.DCFormerLM`] takes it; vLLM always shares.
-        seed (defaults to 1234): Seed of the choice of few-shot examples, and of all generators.
-        revision, tokenizer, trust_remote_code: Of all models, as `find_model` takes them.
-        data_hash (*optional*): Task -> hash that its documents must have, `"sha256:..."` as in a record, or `"any"`.
-            `None`: what is fetched must have the known hash, and files of `data_dir` may have any.
-        on_progress (*optional*): Called in the first process with what is running, and the numbers of requests done
-            and in all.
+        device (*optional*): As in [`dcformer.loading.choose_device`].
+        oov_policy (*optional*): For ids without an embedding row, as in [`dcformer.eval.DCFormerLM`]; `None` in records
+            of models that have a row for every id.
+        engine (defaults to `"transformers"`): "transformers" or "vllm". vLLM starts another process, so a script needs
+            `if __name__ == "__main__":` around the call.
+        shared_prefixes (defaults to `True`): As in [`dcformer.eval.DCFormerLM`]; vLLM always shares prefixes.
+        seed (defaults to 1234): Seed of the few-shot examples, and of all generators.
+        revision, tokenizer, trust_remote_code: For all models, as in `find_model`.
+        data_hash (*optional*): Task -> required hash of its documents, `"sha256:..."` as in a record, or `"any"`.
+            `None`: fetched data must have the known hash, and files of `data_dir` may have any.
+        on_progress (*optional*): Called in the first process with a description, and the numbers of requests done and
+            in all.
 
     Returns:
-        All records, the baseline's first; in other processes than the first, none.
+        All records, the baseline's first; an empty list in processes other than the first.
 
     Raises:
-        OSError: if a model, a tokenizer or data are not there or cannot be reached.
+        OSError: if a model, a tokenizer or data are missing or cannot be reached.
         ValueError: for a wrong option, an output that another evaluation is writing, or an id without an embedding row;
-            what was finished is kept.
+            finished records are kept.
     """
     chosen = find_tasks(suite, tasks)
-    are_head_tasks = set(chosen) <= set(HEAD_TASKS)
     names = [models] if isinstance(models, str) else list(models)
     names = list(dict.fromkeys([baseline, *names] if baseline else names))
     shots = (num_fewshot,) if isinstance(num_fewshot, int) else tuple(num_fewshot)
@@ -131,13 +132,16 @@ def evaluate(
         raise ValueError("models must name at least one, got none.")
     if others := set(data_hash or ()) - set(chosen):
         raise ValueError(f"data_hash must be of tasks that are run, got {', '.join(sorted(others))}.")
-    place = choose_device(device)
-    group = _Processes(place)
-    _check_options(limit, max_length, engine, place, group.count)
+    target = _join_processes(choose_device(device))
+    _check_options(limit, max_length, engine, target)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
+        # Only one process may lock the folders, and it must do so before it reads them.
+        in_first_process(lambda: _lock(stack, output, names))
+        hub = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
+        loaded = [find_model(name, **hub) for name in names]
         common = {
-            "dtype": dtype or ("float32" if are_head_tasks else "bfloat16"),
+            "dtype": dtype or ("float32" if set(chosen) <= set(HEAD_TASKS) else "bfloat16"),
             "batch_size": batch_size if batch_size == "auto" else int(batch_size),
             "limit": limit,
             "engine": engine,
@@ -146,42 +150,39 @@ def evaluate(
             "versions": records.library_versions(engine),
             "git_revision": records.git_revision(),
         }
-        # Only one process may lock the folders, and it has to before it looks at what is there.
-        folders = sorted({records.model_folder(name) for name in names})
-        locks = [file_lock(Path(output, folder, ".lock")) for folder in folders]
-        group.decided_by_first(lambda: [stack.enter_context(lock) for lock in locks])
-        hub = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
-        found = [find_model(name, **hub) for name in names]
-        all_settings = group.decided_by_first(
-            lambda: [_settings(each, chosen, shots, data_dir, max_length, oov_policy, common) for each in found]
+        settings = in_first_process(
+            lambda: [_settings(model, chosen, shots, data_dir, max_length, oov_policy, common) for model in loaded]
         )
-        jobs = [_Job(model, *job) for model, own in zip(found, all_settings) for job in own]
-        are_left = group.decided_by_first(lambda: [_finished(output, job) is None for job in jobs])
-        left = [job for job, is_left in zip(jobs, are_left) if is_left]
+        jobs = [_Job(model, *job) for model, of_model in zip(loaded, settings) for job in of_model]
+        is_left = in_first_process(lambda: [_finished(output, job) is None for job in jobs])
+        left = list(itertools.compress(jobs, is_left))
         task_objects = _load_tasks(left, data_dir, limit, data_hash or {})
-        for model in found:
-            own = [job for job in left if job.model is model]
-            if not own:
-                continue
-            scorer = _build_scorer(own, group.device)
-            with contextlib.closing(scorer) if engine == "vllm" else contextlib.nullcontext():
-                for job in own:
-                    tell = on_progress if on_progress and group.is_first else (lambda *_: None)
-                    result = _score(scorer, task_objects[job.data], job, functools.partial(tell, str(job)))
-                    if group.is_first:
-                        records.write_record(output, *result)
-            del scorer  # or there would be two models in memory
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return [record for job in jobs if (record := _finished(output, job))] if group.is_first else []
+        for _, of_model in itertools.groupby(left, key=lambda job: job.model.name):
+            _run_jobs(list(of_model), task_objects, target, output, on_progress)
+        return [record for job in jobs if (record := _finished(output, job))] if is_first_process() else []
 
 
-def _check_options(
-    limit: int | None, max_length: int | None, engine: str, device: torch.device, processes: int
-) -> None:
+def _join_processes(device: torch.device) -> torch.device:
+    """Connect the processes of `accelerate launch` or `torchrun`, and return the device of this one."""
+    if _count_processes() == 1:
+        return device
+    # One process may need hours more than another. Without `cpu`, accelerate does not connect processes on CPUs.
+    return import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52)).device
+
+
+def _count_processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterable[str]) -> None:
+    for folder in sorted({records.model_folder(model) for model in models}):
+        stack.enter_context(file_lock(Path(output, folder, ".lock")))
+
+
+def _check_options(limit: int | None, max_length: int | None, engine: str, device: torch.device) -> None:
+    processes = _count_processes()
     if limit is not None and limit < processes:
-        raise ValueError(f"limit must be at least 1, and one for each of {processes} processes, got {limit}.")
+        raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {limit}.")
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}.")
     if engine not in ("transformers", "vllm"):
@@ -203,26 +204,26 @@ def _settings(
     oov_policy: str | None,
     common: dict[str, Any],
 ) -> list[tuple[str, int, dict[str, Any]]]:
-    """Task, number of shots and settings of each record of a model."""
+    """Task, number of shots and settings of all records of a model."""
     from .model import policy_in_force
 
     policy = policy_in_force(model.config, model.tokenizer, oov_policy)
-    settings = {
+    of_model = {
         "model": records.model_fingerprint(model.path, model.revision),
         "model_type": model.config.model_type,
         "tokenizer": fingerprint_tokenizer(model.tokenizer),
         "oov_policy": policy if model.has_ids_without_embedding else None,
         **common,
     }
-    found = []
+    settings = []
     for task in tasks:
         of_task = {
             "max_length": _longest_input(model, task, max_length),
             "task_version": _task_versions()[task],
             "data": data_fingerprint(data_dir, task),
         }
-        found += [(task, n, {**of_task, "num_fewshot": n, **settings}) for n in shots_of(task, shots)]
-    return found
+        settings += [(task, n, {**of_task, "num_fewshot": n, **of_model}) for n in shots_of(task, shots)]
+    return settings
 
 
 @functools.cache
@@ -232,10 +233,10 @@ def _task_versions() -> dict[str, float]:
 
 
 def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
-    """Most tokens of an input: what is asked for, else what the model takes; the window of tasks of perplexity."""
+    """Most tokens of an input: `max_length`, else the window of perplexity tasks, else the model's context length."""
     from lm_eval.models.utils import resolve_max_length
 
-    positions = resolve_max_length(model.config, None, default=0)  # 0: the configuration does not say
+    positions = resolve_max_length(model.config, None, default=0)  # 0: not in the configuration
     if max_length is not None and positions and max_length > positions:
         raise ValueError(f"max_length must be at most {positions}, the positions of {model.name!r}, got {max_length}.")
     longest = max_length or resolve_max_length(model.config, model.tokenizer)
@@ -250,7 +251,7 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
-    """The record of a job, if it is there with its samples, both undamaged, and its settings are the same."""
+    """The record of a job, if it exists with its samples, both undamaged, and its settings are the same."""
     path = records.record_path(output, job.model.name, job.task, job.num_fewshot)
     if not path.is_file():
         return None
@@ -271,7 +272,7 @@ def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
 def _load_tasks(
     jobs: list[_Job], data_dir: str | os.PathLike | None, limit: int | None, hashes: Mapping[str, str]
 ) -> dict[tuple, Any]:
-    """The task objects of lm-eval with their documents, each loaded once."""
+    """`_Job.data` -> lm-eval's task object with its documents."""
     loaded: dict[tuple, Any] = {}
     for job in jobs:
         if job.data not in loaded:
@@ -282,8 +283,7 @@ def _load_tasks(
                 "tokenizer": job.model.tokenizer,
                 "max_length": length,
                 **({"window": length} if job.task in PERPLEXITY_TASKS else {}),
-                # Streams of packed documents are long, and texts of head tasks have several questions.
-                "windows": limit,
+                "windows": limit,  # of packed text, or texts of head tasks, which have several questions
                 "data_hash": hashes.get(job.task),
             }
             task = task_manager(metadata).load([PREFIX + job.task])["tasks"][PREFIX + job.task]
@@ -296,8 +296,29 @@ def _load_tasks(
     return loaded
 
 
+def _run_jobs(
+    jobs: list[_Job],
+    task_objects: Mapping[tuple, Any],
+    device: torch.device,
+    output: str | os.PathLike,
+    on_progress: Callable[[str, int, int], None] | None,
+) -> None:
+    """Load the model of the jobs, and write their records."""
+    scorer = _build_scorer(jobs, device)
+    with contextlib.closing(scorer):
+        for job in jobs:
+            report = on_progress if on_progress and is_first_process() else (lambda *_: None)
+            result = _score(scorer, task_objects[job.data], job, functools.partial(report, str(job)))
+            if result is not None:
+                records.write_record(output, *result)
+    del scorer  # before the next model is loaded
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _build_scorer(jobs: list[_Job], device: torch.device) -> LogLikelihoods:
-    """The scorer of a model, whose inputs are as long as the longest of its jobs."""
+    """The scorer of the jobs' model; its inputs have at most the length of the longest job."""
     model, settings = jobs[0].model, jobs[0].settings
     options: dict[str, Any] = {
         "dtype": settings["dtype"],
@@ -318,7 +339,7 @@ def _score(
     scorer: LogLikelihoods, task: Any, job: _Job, on_progress: Callable[[int, int], None]
 ) -> tuple[Record, list[dict]] | None:
     """The record and samples of a job; `None` in other processes than the first."""
-    # What `simple_evaluate` calls too; it would describe the machine for two seconds per task.
+    # `simple_evaluate` calls it too, but also takes two seconds per task to describe the machine.
     from lm_eval.evaluator import evaluate as run_harness
 
     seed, limit, name = job.settings["seed"], job.settings["limit"], PREFIX + job.task
@@ -330,16 +351,13 @@ def _score(
     scorer.set_max_length(job.settings["max_length"])
     scorer.start_counting(on_progress)
     start = time.perf_counter()
-    is_cut = job.task in (*HEAD_TASKS, *PERPLEXITY_TASKS) and job.task != "flan_ppl"  # when it was loaded
-    places = None if limit is None or is_cut else spread_places(len(task.eval_docs), limit)
+    is_limited = job.task in (*HEAD_TASKS, *PERPLEXITY_TASKS) and job.task != "flan_ppl"  # since it was loaded
+    chosen = None if limit is None or is_limited else {name: spread_indices(len(task.eval_docs), limit)}
     is_rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
     with scorer.whole_documents() if is_rolling else contextlib.nullcontext():
-        # lm-eval would draw 100,000 bootstrap samples for a perplexity.
+        # bootstrap_iters=0: lm-eval would take 100,000 bootstrap samples for a perplexity.
         results = run_harness(
-            scorer,
-            {"tasks": {name: task}, "groups": {}, "group_map": {}},
-            samples=None if places is None else {name: places},
-            bootstrap_iters=0,
+            scorer, {"tasks": {name: task}, "groups": {}, "group_map": {}}, samples=chosen, bootstrap_iters=0
         )
     counted = scorer.gather_object(scorer.counts())
     if scorer.rank != 0:
@@ -351,20 +369,30 @@ def _score(
         value = float(results["results"][name][f"{metric},none"])
         metrics[metric] = {"value": value, "stderr": stderr if np.isfinite(stderr) else None}
     totals = {key: sum(counts[key] for counts in counted) for key in ("requests", "input_tokens", "cached_tokens")}
-    scored = task.eval_docs
+    first = task.eval_docs[0]
     observed = {
         **{f"{key}_documents": len(set().union(*(counts[key] for counts in counted))) for key in ("oov", "truncated")},
-        "documents": origin_of(scored),
-        **({"artificial_ends": scored[0]["n_artificial_ends"]} if "n_artificial_ends" in scored.column_names else {}),
+        "documents": task.dataset["origin"],
+        **({"artificial_ends": first["n_artificial_ends"]} if "n_artificial_ends" in first else {}),
     }
-    seconds = round(time.perf_counter() - start, 3)
     hardware = f"{platform.machine()}, {os.cpu_count()} cores"
     if scorer.device.type == "cuda":
         hardware = torch.cuda.get_device_name(scorer.device)
+    seconds = round(time.perf_counter() - start, 3)
     timings = {"seconds": seconds, **totals, "processes": scorer.world_size, "hardware": hardware}
-    n_documents = results["n-samples"][name]["original"] + scored[0].get("n_unscored", 0)
-    own = (len(samples), n_documents, limit, job.settings, observed, timings)
-    return Record(job.model.name, job.task, job.num_fewshot, metrics, *own), samples
+    record = Record(
+        job.model.name,
+        job.task,
+        job.num_fewshot,
+        metrics,
+        num_samples=len(samples),
+        num_documents=results["n-samples"][name]["original"] + first.get("n_unscored", 0),
+        limit=limit,
+        settings=job.settings,
+        observed=observed,
+        timings=timings,
+    )
+    return record, samples
 
 
 def _as_sample(sample: dict) -> dict:
@@ -381,43 +409,16 @@ def _as_sample(sample: dict) -> dict:
     return {**kept, "fields": fields} if fields else kept
 
 
-class _Processes:
-    """All processes of `accelerate launch` or `torchrun`, of which the first decides and writes."""
-
-    def __init__(self, device: torch.device):
-        self.count, self.is_first, self.device = int(os.environ.get("WORLD_SIZE", "1")), True, device
-        if self.count > 1:
-            # One process may need hours more than another. Without being told, accelerate takes processes on CPUs for
-            # strangers.
-            state = import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52))
-            self.count, self.is_first, self.device = state.num_processes, state.is_main_process, state.device
-
-    def decided_by_first(self, decide: Callable[[], Any]) -> Any:
-        """What the first process finds, in all of them; an error too, or the others would wait for ever."""
-        if self.count == 1:
-            return decide()
-        outcome: list = [None, None]
-        if self.is_first:
-            try:
-                outcome[0] = decide()
-            except Exception as error:
-                outcome[1] = error
-        torch.distributed.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
-
-
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Silence the log of the harness and the progress bars of the libraries below it; our own warnings remain."""
+    """Silence lm-eval's log and the progress bars of the libraries that it uses; warnings of this package remain."""
     from tqdm import tqdm
 
     harness_task = import_extra("lm_eval.api.task")
     harness = logging.getLogger("lm_eval")
     level = harness.level
     harness.setLevel(logging.ERROR)
-    # Its bar while prompts are made cannot be switched off.
+    # lm-eval has no option to hide its bar while it builds prompts.
     harness_task.tqdm = functools.partial(tqdm, disable=True)
     try:
         with quiet_libraries(datasets=True):

@@ -18,8 +18,8 @@ from .data import import_extra
 
 RESAMPLES = 10_000
 SIGNIFICANCE = 0.05
-_DRAWN_AT_ONCE = 1 << 17  # documents in one block of resamples: 1 MiB, which stays in the cache
-_FEW_VALUES = 16  # so many different documents are counted with one multinomial draw per resample
+_SAMPLED_AT_ONCE = 1 << 17  # documents in one block of resamples: 1 MiB, which stays in the cache
+_FEW_VALUES = 16  # up to so many different rows are counted by one multinomial sample per resample
 _NOTHING = 1e-12  # sums of the same numbers in another order differ by less than this
 
 
@@ -29,13 +29,14 @@ class Difference:
     Model minus baseline. Perplexities are compared by their natural logarithm.
 
     Attributes:
-        low, high: Ends of the 95 % interval, which a single document does not have (`nan`).
-        p_value: Probability of a difference at least as large if the models did not differ: of the exact sign test for
-            a task that is only right or wrong, else by how many resamples lie beyond zero; `nan` for a single document
-            that is not only right or wrong.
-        wins, losses: Documents that only the model, and only the baseline, has right; `None` for what is not
-            only right or wrong.
-        documents: On how many the two were compared.
+        value: The difference.
+        low, high: Ends of the 95 % interval; `nan` for a single document.
+        p_value: Probability of a difference at least as large if the models did not differ, two-sided. For one task
+            with answers that are right or wrong it is of the exact sign test, otherwise from the share of resamples
+            beyond zero (`nan` for a single document).
+        wins, losses: Documents that only the model has right, and that only the baseline has right; `None` for other
+            metrics than accuracies.
+        documents: Number of documents that were compared.
     """
 
     value: float
@@ -58,7 +59,7 @@ def is_perplexity(metric: str) -> bool:
 
 
 def as_pair(value: float | Sequence[float]) -> tuple[float, float]:
-    """A sample's metric as what was measured and per what: a plain number is per document."""
+    """A sample's metric as `(measured, per)`: a plain number is per document."""
     return tuple(value) if isinstance(value, list | tuple) else (value, 1)
 
 
@@ -90,10 +91,10 @@ def paired_difference(
     Difference of a metric between two models, with the percentile interval of resampled documents, and its p-value.
 
     Args:
-        samples: Lines of a record's samples (see records.py). The metric of a line is a number, or for perplexities and
+        samples: A record's samples (see [`read_samples`]). The metric of a sample is a number, or for perplexities and
             `bits_per_byte` the pair of a log-likelihood (nats) and the number of tokens or bytes.
-        baseline: The same of the baseline; its lines may be in another order.
-        task: For errors, and a random stream of its own.
+        baseline: Samples of the baseline, in any order.
+        task: Name of the task, for errors and as part of the seed.
         seed (defaults to 0): Seed of the bootstrap.
         resamples (defaults to 10,000): Number of its resamples.
 
@@ -110,8 +111,8 @@ def paired_mean_difference(
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> Difference:
-    """As [`paired_difference`], of the unweighted mean of tasks; the documents of each are resampled on their own."""
-    # A stream of its own for every task: a task's interval does not depend on which others are there.
+    """[`paired_difference`] of the unweighted mean of tasks; the documents of every task are resampled separately."""
+    # The task's name seeds its generator, so that its interval does not depend on the other tasks.
     point, resampled, counts = 0.0, np.zeros(resamples), []
     for task, (samples, baseline) in tasks.items():
         pairs = _paired_sums(samples, baseline, metric, task)  # (documents, 4)
@@ -119,9 +120,9 @@ def paired_mean_difference(
         generator = np.random.default_rng([seed, *task.encode()])
         point += float(_difference(pairs.sum(axis=0))) / len(tasks)
         resampled += _difference(_resampled_sums(pairs, resamples, generator)) / len(tasks)
-    documents, here, there = zip(*counts)
-    is_single, is_zero_or_one = 1 in documents, None not in here
-    wins, losses = (sum(here), sum(there)) if is_zero_or_one else (None, None)
+    documents, task_wins, task_losses = zip(*counts)
+    is_single, is_zero_or_one = 1 in documents, None not in task_wins
+    wins, losses = (sum(task_wins), sum(task_losses)) if is_zero_or_one else (None, None)
     low, high = (math.nan, math.nan) if is_single else np.percentile(resampled, [2.5, 97.5])
     if is_zero_or_one and len(tasks) == 1:
         p_value = sign_test(wins, losses)
@@ -132,8 +133,8 @@ def paired_mean_difference(
 
 def sign_test(wins: int, losses: int) -> float:
     """
-    Two-sided p-value of the exact sign test (McNemar's): how probable it is that documents which are right for one of
-    two models alone fall this unevenly, or more so, if each is as likely to be either's; 1 if there are none.
+    Two-sided p-value of the exact sign test (McNemar's): the probability that documents which only one of two models
+    has right are divided at least this unevenly, if either model is equally likely; 1 without such documents.
     """
     discordant = wins + losses
     return float(import_extra("scipy.stats").binomtest(wins, discordant).pvalue) if discordant else 1.0
@@ -141,13 +142,13 @@ def sign_test(wins: int, losses: int) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """
-    P-values corrected for their number by Holm's step-down rule (1979): where nothing differs, the probability that any
-    of them is at most 5 % is itself at most 5 %, whatever their dependence.
+    P-values corrected for their number by Holm's step-down rule (1979): if nothing differs, the probability that any of
+    them is at most 5 % is itself at most 5 %, whatever their dependence.
     """
     corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
     return corrected
 
 
@@ -165,18 +166,18 @@ def metric_and_stderr(samples: Sequence[Mapping], metric: str) -> tuple[float, f
 
 
 def _by_document(samples: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
-    """(hash, occurrence) -> sample, in the order of their numbers; data sets hold some documents twice."""
-    seen: Counter[str] = Counter()
-    found = {}
+    """(hash, occurrence) -> sample, in the order of `doc_id`; data sets hold some documents twice."""
+    occurrences: Counter[str] = Counter()
+    by_document = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-        seen[sample["doc_hash"]] += 1
-        found[sample["doc_hash"], seen[sample["doc_hash"]]] = sample
-    return found
+        occurrences[sample["doc_hash"]] += 1
+        by_document[sample["doc_hash"], occurrences[sample["doc_hash"]]] = sample
+    return by_document
 
 
 def _sums_by_document(samples: Sequence[Mapping], metric: str) -> dict[tuple[str, int], tuple[float, float]]:
-    """Key -> what was measured, and per what."""
-    return {key: _two_sums(each["metrics"][metric], metric) for key, each in _by_document(samples).items()}
+    """(hash, occurrence) -> `(measured, per)`."""
+    return {key: _two_sums(sample["metrics"][metric], metric) for key, sample in _by_document(samples).items()}
 
 
 def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float]:
@@ -187,7 +188,7 @@ def _two_sums(value: float | Sequence[float], metric: str) -> tuple[float, float
 
 
 def _paired_sums(samples: Sequence[Mapping], baseline: Sequence[Mapping], metric: str, task: str) -> np.ndarray:
-    """Rows of four sums, `(documents, 4)`: the model's two, the baseline's two."""
+    """`(documents, 4)`: `measured` and `per` of the model and of the baseline."""
     first, second = _sums_by_document(samples, metric), _sums_by_document(baseline, metric)
     if first.keys() != second.keys():
         raise ValueError(
@@ -202,7 +203,7 @@ def _difference(sums: np.ndarray) -> np.ndarray:
 
 
 def _right_only_once(pairs: np.ndarray) -> tuple[int, int] | tuple[None, None]:
-    """Documents that only the first, and only the second, has right; `None` if they are not only right or wrong."""
+    """Numbers of documents that only the first, and only the second, has right; `None` for other metrics."""
     measured, per = pairs[:, ::2], pairs[:, 1::2]
     if not (per == 1).all() or not np.isin(measured, (0, 1)).all():
         return None, None
@@ -211,25 +212,25 @@ def _right_only_once(pairs: np.ndarray) -> tuple[int, int] | tuple[None, None]:
 
 
 def _p_value_of_resamples(resampled: np.ndarray) -> float:
-    """Two-sided: twice the share of resamples on the other side of zero, of which one is added so that none is 0."""
+    """Two-sided: twice the share of resamples beyond zero; one is added so that no p-value is 0."""
     beyond = min((resampled <= _NOTHING).sum(), (resampled >= -_NOTHING).sum())
     return float(min(1.0, 2 * (beyond + 1) / (len(resampled) + 1)))
 
 
 def _resampled_sums(rows: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """Sums of as many rows as there are, drawn with replacement, `(resamples, columns)`."""
+    """Sums of `len(rows)` rows sampled with replacement, `(resamples, columns)`."""
     values, counts = np.unique(rows, axis=0, return_counts=True)
     if len(values) <= _FEW_VALUES:
-        # Accuracies: documents that are alike for both models need not be told apart, only counted.
+        # Accuracies: equal rows need only be counted.
         return generator.multinomial(len(rows), counts / len(rows), size=resamples) @ values
-    at_once = min(resamples, max(1, _DRAWN_AT_ONCE // len(rows)))
-    # Counting how often every document was drawn, in numbers of its own for each resample, is cheaper than fetching it.
-    first_numbers = len(rows) * np.arange(at_once)[:, None]
+    at_once = min(resamples, max(1, _SAMPLED_AT_ONCE // len(rows)))
+    # Counting how often a document was sampled is cheaper than fetching it; the offsets separate the resamples.
+    offsets = len(rows) * np.arange(at_once)[:, None]
     sums = []
     for start in range(0, resamples, at_once):
         block = min(at_once, resamples - start)
-        drawn = generator.integers(len(rows), size=(block, len(rows))) + first_numbers[:block]
-        times = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
+        sampled = generator.integers(len(rows), size=(block, len(rows))) + offsets[:block]
+        times = np.bincount(sampled.ravel(), minlength=sampled.size).reshape(sampled.shape)
         sums.append(times.astype(np.float64) @ rows)
     return np.concatenate(sums)
 
@@ -240,14 +241,14 @@ class SeedComparison:
     Two variants, compared by the seeds that both were trained with.
 
     Attributes:
-        first, second: Their names.
-        seeds: How many seeds both have.
+        first, second: Names of the variants.
+        seeds: Number of seeds that both have.
         difference: Mean of first minus second, paired by seed.
-        half_width: Of the 95 % interval of this difference alone.
-        simultaneous_half_width: Of intervals of which all together hold their differences in 95 % of experiments
-            (Bonferroni); wider than what the corrected p decides by.
-        p: Of the paired t test, two-sided. Where all seeds differ by the same, of the test by signs.
-        corrected_p: The same after Holm's correction for all comparisons made at once.
+        half_width: Half the width of the 95 % interval of this difference alone.
+        simultaneous_half_width: Half the width of intervals that in 95 % of experiments all contain their differences
+            (Bonferroni); wider than the corrected p implies.
+        p: Two-sided p-value of the paired t test, or of the sign test if the difference is the same for all seeds.
+        corrected_p: `p` after Holm's correction for all comparisons made at once.
     """
 
     first: str
@@ -261,7 +262,7 @@ class SeedComparison:
 
 
 def seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean of one value per training seed, and half the width of its 95 % interval (Student's t); `nan` for one."""
+    """Mean of one value per training seed, and half the width of its 95 % interval (Student's t; `nan` for one)."""
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return mean, math.nan
@@ -284,7 +285,7 @@ def compare_seeds(
     """
     names = list(values)
     chosen = [(name, names[0]) for name in names[1:]] if pairs is None else list(pairs)
-    stats, found = import_extra("scipy.stats"), []
+    stats, rows = import_extra("scipy.stats"), []
     for first, second in chosen:
         both = values[first].keys() & values[second].keys()
         differences = [values[first][seed] - values[second][seed] for seed in both]
@@ -294,10 +295,9 @@ def compare_seeds(
         freedom, error = len(differences) - 1, float(stats.sem(differences))
         simultaneous = float(stats.t.ppf(1 - SIGNIFICANCE / 2 / len(chosen), freedom)) * error
         if math.isclose(min(differences), max(differences), rel_tol=1e-9):
-            # Shares of right answers are rounded, so equal differences may be chance: what is left is a test by signs.
+            # Shares of right answers are rounded, so equal differences may be chance; the signs can still be tested.
             p = 2.0**-freedom if mean else 1.0
         else:
             p = float(2 * stats.t.sf(abs(mean) / error, freedom))
-        found.append((len(differences), mean, half_width, simultaneous, p))
-    corrected = holm([row[-1] for row in found])
-    return [SeedComparison(*pair, *row, own) for pair, row, own in zip(chosen, found, corrected)]
+        rows.append((first, second, len(differences), mean, half_width, simultaneous, p))
+    return [SeedComparison(*row, corrected_p) for row, corrected_p in zip(rows, holm([row[-1] for row in rows]))]

@@ -1,7 +1,7 @@
-"""Names of tasks, what each asks, and the suites of them that `dcformer eval` runs.
+"""Names and descriptions of tasks, and the suites of them that `dcformer eval` runs.
 
-lm-eval knows every task under a prefix, so that none is taken for one of its own; here, in results and in tables, they
-go without it.
+In lm-eval the names have a prefix, so that they differ from lm-eval's tasks; here, in results and in tables they have
+none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from .data import TABLE4_COLUMNS, import_extra, source_of
 
 
 PREFIX = "dcformer_"
-# The authors' texts of head tasks, with so many examples before the answer.
+# The authors' texts of head tasks, with 2 to 7 examples before the answer.
 AUTHORS_TASKS = tuple(f"head_tasks_authors_k{shots}" for shots in range(2, 8))
 HEAD_TASKS = ("head_tasks", *AUTHORS_TASKS)
 PERPLEXITY_TASKS = ("pile_ppl", "flan_ppl", "wikitext2_ppl")
-# Tasks that ask a column as lm-eval 0.4.13 does, where that is not as in 2023.
-OTHER_PROMPTS = tuple(f"{each}_lm_eval_0_4_13" for each in ("lambada_openai", "sciq", "race_middle", "race_high"))
+# Columns with the prompts of lm-eval 0.4.13, where these differ from those of 2023.
+OTHER_PROMPTS = tuple(f"{column}_lm_eval_0_4_13" for column in ("lambada_openai", "sciq", "race_middle", "race_high"))
 SUITES = {
     "table4": TABLE4_COLUMNS,
     "head_tasks": HEAD_TASKS,
@@ -45,7 +45,7 @@ _ASKS = {
     "pile_ppl": "every token of documents of the Pile, as perplexity",
     "flan_ppl": "the answers of instructions of Flan, as perplexity",
     "wikitext2_ppl": "every token of the test articles of WikiText-2, as perplexity",
-    "head_tasks": "a word found in one of several facts and transformed (section 4.3), generated texts",
+    "head_tasks": "a word of one of several facts, transformed (section 4.3); generated texts",
     **{task: f"the answer of line {int(task[-1]) + 1} in the authors' texts of head tasks" for task in AUTHORS_TASKS},
     **{task: f"{task[:-15]}, in the words of lm-eval 0.4.13 instead of those of 2023" for task in OTHER_PROMPTS},
 }
@@ -54,14 +54,14 @@ _ASKS = {
 @dataclass(frozen=True)
 class TaskSummary:
     """
-    One line of the list of tasks.
+    A task in a few words.
 
     Attributes:
         name: Name of the task for `--tasks`.
         suite: Suite that it belongs to, for `--suite`.
-        asks: What a model has to find, in a few words.
-        paper_shots: Numbers of examples before the question in the paper; empty where the paper has no such result.
-        source: Where the data are published, or that they are generated.
+        asks: What the model is asked for.
+        paper_shots: Numbers of examples before the question in the paper; empty if the paper has no such result.
+        source: Where the data are published, or `"generated"`.
     """
 
     name: str
@@ -84,14 +84,14 @@ def list_tasks() -> list[TaskSummary]:
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
     """
-    Names of the tasks to run, each once.
+    Names of the tasks to run, without duplicates.
 
     Args:
         suite (defaults to `"table4"`): Suites, as a list or separated by commas.
-        tasks (*optional*): Tasks or suites, run instead of `suite`; with or without our prefix.
+        tasks (*optional*): Tasks or suites, run instead of `suite`; with or without the prefix `dcformer_`.
 
     Raises:
-        ValueError: for a name that is none; the message lists those there are.
+        ValueError: for an unknown name; the message lists the known ones.
     """
     kind, names, known = "suite", _split(suite), SUITES
     if tasks is not None:
@@ -104,7 +104,7 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
 
 
 def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of shots of a task: those asked for in questions, 0 in others, whose prompts are complete."""
+    """Numbers of shots of a task: `num_fewshot` for columns of Table 4, 0 for tasks with complete prompts."""
     return tuple(dict.fromkeys(num_fewshot)) if task in (*TABLE4_COLUMNS, *OTHER_PROMPTS) else (0,)
 
 
@@ -114,7 +114,7 @@ def tasks_folder() -> Path:
 
 
 def task_manager(metadata: dict[str, Any] | None = None):
-    """lm-eval's, of our tasks alone."""
+    """lm-eval's `TaskManager` of the tasks of this package alone."""
     tasks = import_extra("lm_eval.tasks")
     return tasks.TaskManager(include_path=tasks_folder(), include_defaults=False, metadata=metadata)
 

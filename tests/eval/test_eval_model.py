@@ -1,4 +1,4 @@
-"""Log-likelihoods of the model class against plain forward passes and the harness's own, with shared beginnings."""
+"""Log-likelihoods of the model class against plain forward passes and lm-eval's class, with shared prefixes."""
 
 import functools
 import random
@@ -22,11 +22,12 @@ from transformers import (
 pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
 from dcformer.common import contexts
 from dcformer.eval import DCFormerLM, prefixes
-from dcformer.eval.prefixes import ScoredInput, Target, shared_beginnings
+from dcformer.eval.prefixes import ScoredInput, Target, group_by_prefix
 from dcformer.eval.vllm_model import VLLMLM, which_may_read
 
 
@@ -96,10 +97,8 @@ def language_model(folder, **options):
 
 def instances(pairs):
     kind = "loglikelihood" if isinstance(pairs[0], tuple) else "loglikelihood_rolling"
-    return [
-        Instance(kind, {}, pair if isinstance(pair, tuple) else (pair,), 0, metadata=("question", index, 1))
-        for index, pair in enumerate(pairs)
-    ]
+    given = [pair if isinstance(pair, tuple) else (pair,) for pair in pairs]
+    return [Instance(kind, {}, texts, 0, metadata=("question", index, 1)) for index, texts in enumerate(given)]
 
 
 @functools.cache
@@ -129,18 +128,23 @@ def values(answers):
 
 @pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
 def test_log_likelihoods_equal_plain_forward_passes(kind, folders):
+    """lm-eval's cache of answers receives all of them."""
     folder = folders[kind, 50304]
     expected = [by_hand(folder, *pair) for pair in PAIRS]
     for batch_size in (1, "auto"):
-        answers = language_model(folder, batch_size=batch_size).loglikelihood(instances(PAIRS))
+        model, cached = language_model(folder, batch_size=batch_size), {}
+        model.cache_hook.add_partial = lambda _, key, answer, cached=cached: cached.update({key: answer})
+        answers = model.loglikelihood(instances(PAIRS))
         assert values(answers) == pytest.approx(values(expected), abs=1e-4)
         assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
+        assert cached == dict(zip(PAIRS, answers))
 
 
 @pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
 def test_truncation_and_rolling_windows_are_those_of_the_harness(kind, folders):
     folder = folders[kind, 50304]
     ours = language_model(folder, batch_size=4)
+    assert get_model("dcformer") is type(ours)
     harness = HFLM(folder, dtype="float32", device="cpu", batch_size=4, backend="causal")
     long = [("Heads " * words, "work together") for words in (20, 63, 65, 200)]
     for method, requests in (("loglikelihood", PAIRS + long), ("loglikelihood_rolling", TEXTS)):
@@ -148,7 +152,7 @@ def test_truncation_and_rolling_windows_are_those_of_the_harness(kind, folders):
         answers = getattr(ours, method)(instances(requests))
         # The harness adds up in float32, where a text at -1,448 is known to 1.2e-4.
         assert values(answers) == pytest.approx(values(expected), abs=1e-4, rel=1e-6)
-    assert ours.truncated_documents == {("question", len(PAIRS) + place) for place in (1, 2, 3)}
+    assert ours.truncated_documents == {("question", len(PAIRS) + index) for index in (1, 2, 3)}
 
 
 def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(folders):
@@ -157,9 +161,8 @@ def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(fold
     pairs = [("The capital of France is", " Paris"), ("The capital of", " France is London"), ("The", " capital")]
     answers = model.loglikelihood(instances(pairs))
     assert (model.input_tokens, model.cached_tokens) == (6, 1)  # rows of five tokens and of one, which begins the other
-    assert values(answers) == pytest.approx(
-        values([by_hand(folders["dcformer", 50304], *pair) for pair in pairs]), abs=1e-4
-    )
+    expected = [by_hand(folders["dcformer", 50304], *pair) for pair in pairs]
+    assert values(answers) == pytest.approx(values(expected), abs=1e-4)
 
 
 def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch):
@@ -173,11 +176,11 @@ def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch
         "_run",
         lambda self, rows, *given, **named: sizes.append(len(rows)) or run(self, rows, *given, **named),
     )
-    found = values(language_model(folder).loglikelihood(instances(PAIRS)))
-    assert found == pytest.approx(expected, abs=1e-4) and max(sizes) == 1
+    answers = values(language_model(folder).loglikelihood(instances(PAIRS)))
+    assert answers == pytest.approx(expected, abs=1e-4) and max(sizes) == 1
 
 
-@pytest.mark.parametrize("shares", [True, False], ids=["shared beginnings", "whole inputs"])
+@pytest.mark.parametrize("shares", [True, False], ids=["shared prefixes", "whole inputs"])
 def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkeypatch):
     folder = folders["gpt_neox", 50304]
     model = language_model(folder, shared_prefixes=shares, batch_size=64)
@@ -226,16 +229,6 @@ def test_what_cannot_be_scored_is_refused(folders):
         model.loglikelihood(instances(PAIRS[:1]))
 
 
-def test_the_harness_finds_the_class_and_its_cache_sees_every_answer(folders):
-    from lm_eval.api.registry import get_model
-
-    assert get_model("dcformer") is DCFormerLM
-    model, seen = language_model(folders["dcformer", 50304]), []
-    model.cache_hook.add_partial = lambda *entry: seen.append(entry)
-    answers = model.loglikelihood(instances(PAIRS))
-    assert {key: answer for _, key, answer in seen} == dict(zip(PAIRS, answers))
-
-
 # Tokenizers that append an end of text
 
 
@@ -275,10 +268,10 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
     assert appending("w5")["input_ids"][-1] == 1 != plain("w5")["input_ids"][-1]
     torch.manual_seed(0)
     model = MODELS["llama"]().eval()
-    contexts._say_once.cache_clear()
+    contexts._warn_once.cache_clear()
     ours, expected = (
-        DCFormerLM(model, tokenizer=each, max_length=POSITIONS, batch_size=2, on_progress=lambda *_: None)
-        for each in (appending, plain)
+        DCFormerLM(model, tokenizer=tokenizer, max_length=POSITIONS, batch_size=2, on_progress=lambda *_: None)
+        for tokenizer in (appending, plain)
     )
     # The text itself may end so, and white space alone holds no token.
     pairs = [("w3 w4 w5", " w6"), ("w3 w4 w5", " w7 w8"), ("", "w9 w10"), ("w3 ", "w4"), ("w3 w1", " w5")]
@@ -295,16 +288,15 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
     by_vllm = VLLMLM.__new__(VLLMLM)
     by_vllm.tokenizer = appending
     assert by_vllm.tok_encode("w3 w4") == plain("w3 w4")["input_ids"]
-    assert [record.getMessage().count("w1' to texts") for record in caplog.records if "appends" in record.message] == [
-        1
-    ]
+    (message,) = [record.getMessage() for record in caplog.records if "appends" in record.message]
+    assert "w1' to texts" in message
 
 
-# Shared beginnings
+# Shared prefixes
 
 
 def questions(count=12):
-    """Requests of questions with one to five choices: of one token, equal, alike at first; some are cut."""
+    """Requests of questions with one to five choices: of one token, equal, with a common prefix; some are cut."""
     generator = random.Random(0)
 
     def ids(number):
@@ -316,8 +308,8 @@ def questions(count=12):
         context = ids([1, 5, 12, 20, 21, 33, 55, 62, 70][index % 9])
         choices = [ids(generator.choice([1, 1, 2, 5, 9])) for _ in range(1 + index % 5)]
         if index % 3 == 0:
-            beginning = ids(10)
-            choices = [beginning + choice for choice in choices]
+            prefix = ids(10)
+            choices = [prefix + choice for choice in choices]
         if index % 4 == 1:
             choices += [list(choices[0]), choices[0] + ids(2)]
         requests += [(None, context, choice) for choice in choices]
@@ -341,9 +333,9 @@ def test_scores_are_those_of_whole_inputs(name):
     expected, greedy = answers_of(scorer_of(model, shared_prefixes=False, batch_size=8), requests)
     for batch_size in (1, 8):
         scorer = scorer_of(model, batch_size=batch_size)
-        found, flags = answers_of(scorer, requests)
+        answers, flags = answers_of(scorer, requests)
         # Float32 sums in another order; log-likelihoods are up to 100.
-        assert found == pytest.approx(expected, abs=2e-5, rel=1e-6)
+        assert answers == pytest.approx(expected, abs=2e-5, rel=1e-6)
         assert flags == greedy
         assert 0.2 * scorer.input_tokens < scorer.cached_tokens < 0.8 * scorer.input_tokens
 
@@ -369,23 +361,23 @@ def test_groups_hold_every_input_once_and_save_what_any_groups_can():
             shared = [generator.randrange(3) for _ in range(generator.randrange(6, 14))]
             inputs += [(*shared, *generator.choices(range(3), k=9)) for _ in range(2)]
         inputs = sorted(set(inputs))
-        groups = shared_beginnings(inputs)
-        assert sorted(place for group in groups for place in group.places) == list(range(len(inputs)))
-        saved = sum(group.length * (len(group.places) - 1) for group in groups)
+        groups = group_by_prefix(inputs)
+        assert sorted(index for group in groups for index in group.indices) == list(range(len(inputs)))
+        saved = sum(group.length * (len(group.indices) - 1) for group in groups)
 
         def best(start, inputs=inputs):
-            """Over all ways to cut the sorted inputs from one on."""
-            found = [0]
+            """Over all ways to group the sorted inputs from one on."""
+            savings = [0]
             for stop in range(start + 1, len(inputs) + 1):
                 common = prefixes.shared_length(inputs[start], inputs[stop - 1])
                 if stop - start == 1 or common >= prefixes.LEAST_SHARED:
-                    found.append((stop - start - 1) * common + (best(stop) if stop < len(inputs) else 0))
-            return max(found)
+                    savings.append((stop - start - 1) * common + (best(stop) if stop < len(inputs) else 0))
+            return max(savings)
 
         assert saved == best(0)
 
 
-def test_an_input_reads_of_vllms_cache_only_where_nothing_is_scored():
+def test_an_input_reads_from_vllms_cache_only_where_nothing_is_scored():
     def scored(length, tokens):
         return ScoredInput(tuple(range(length)), [Target(0, length - tokens, range(tokens))])
 

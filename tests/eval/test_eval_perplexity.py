@@ -44,7 +44,7 @@ def evaluate(model, tokenizer, task, metadata):
 
 
 def loss(model, given, targets):
-    """Sum of the negative log-probabilities of targets, each after all that is given before it."""
+    """Sum of the negative log-probabilities of targets that end after the given tokens."""
     with torch.no_grad():
         logits = model(torch.tensor([given])).logits[0, -len(targets) :]
     return torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum").item()
@@ -92,10 +92,10 @@ def test_perplexity_equals_a_plain_loop_over_windows(model, tokenizer, data_dir)
         targets = ids[start : start + WINDOW]
         given = [END_OF_TEXT if start == 0 else ids[start - 1], *targets[:-1]]
         total += loss(model, given, targets)
-    found = output["results"][task]
+    results = output["results"][task]
     n_bytes = len(sample["doc"]["text"].replace("<|endoftext|>", "").encode())
-    assert math.log(found["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
-    assert found["bits_per_byte,none"] == pytest.approx(total / n_bytes / math.log(2), abs=1e-4)
+    assert math.log(results["token_perplexity,none"]) == pytest.approx(total / len(ids), abs=1e-4)
+    assert results["bits_per_byte,none"] == pytest.approx(total / n_bytes / math.log(2), abs=1e-4)
 
 
 def test_an_end_of_text_that_the_tokenizer_appends_changes_no_count_and_no_score(model, tokenizer, data_dir, tmp_path):
@@ -107,11 +107,10 @@ def test_an_end_of_text_that_the_tokenizer_appends_changes_no_count_and_no_score
         ("dcformer_wikitext2_ppl", {"data_dir": data_dir, "subset": 2, "windows": 5}),
         ("dcformer_flan_ppl", {"data_dir": str(tmp_path)}),
     ):
-        found, expected = (evaluate(model, each, task, metadata) for each in (appending, tokenizer))
-        assert found["results"] == expected["results"]
-        assert [sample["doc"] for sample in found["samples"][task]] == [
-            sample["doc"] for sample in expected["samples"][task]
-        ]
+        ours, expected = (evaluate(model, reader, task, metadata) for reader in (appending, tokenizer))
+        assert ours["results"] == expected["results"]
+        documents = ([sample["doc"] for sample in output["samples"][task]] for output in (ours, expected))
+        assert next(documents) == next(documents)
 
 
 def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
@@ -129,24 +128,24 @@ def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):
         targets = tokenizer(" " + example["targets"].strip())["input_ids"]
         total += loss(model, (context + targets)[-WINDOW - 1 : -1], targets)
         count += len(targets)
-    found = output["results"]["dcformer_flan_ppl"]
-    assert math.log(found["token_perplexity,none"]) == pytest.approx(total / count, abs=1e-4)
+    perplexity_of_targets = output["results"]["dcformer_flan_ppl"]["token_perplexity,none"]
+    assert math.log(perplexity_of_targets) == pytest.approx(total / count, abs=1e-4)
     assert [sample["doc"]["n_tokens"] for sample in output["samples"]["dcformer_flan_ppl"]] == [5, 1]
     assert "leaves out 2 of 4 examples" in caplog.text
 
 
 def test_windows_are_of_documents_spread_over_all_and_the_last_is_cut(tmp_path, tokenizer):
-    write_lines(tmp_path, "pile/val.jsonl", [{"text": f"{place} " + "word " * 40} for place in range(16)])
+    write_lines(tmp_path, "pile/val.jsonl", [{"text": f"{number} " + "word " * 40} for number in range(16)])
 
     def taken(windows):
         (stream,) = pile(tmp_path, tokenizer, max_length=WINDOW, window=WINDOW, windows=windows)
         return stream, [text.split()[0] for text in stream["text"].split("<|endoftext|>")[:-1]]
 
-    stream, places = taken(2)
+    stream, numbers = taken(2)
     assert stream["n_tokens"] == 2 * WINDOW and stream["n_unscored"] == 1
-    assert places == ["0", "4", "8"] and stream["n_artificial_ends"] == 1
-    whole, places = taken(100)
-    assert places == [str(place) for place in range(16)]
+    assert numbers == ["0", "4", "8"] and stream["n_artificial_ends"] == 1
+    whole, numbers = taken(100)
+    assert numbers == [str(number) for number in range(16)]
     assert whole["n_artificial_ends"] == whole["n_unscored"] == 0 and whole == taken(None)[0]
 
 

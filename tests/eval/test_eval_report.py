@@ -1,7 +1,6 @@
 """Statistics, published numbers, the control of Pythia, and the report in every format."""
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -40,12 +39,8 @@ def hits(accuracy, count=200, shift=0):
 
 def as_samples(values, metric="acc", name="document"):
     return [
-        {
-            "doc_id": place,
-            "doc_hash": hashlib.sha256(f"{name} {place}".encode()).hexdigest(),
-            "metrics": {metric: value},
-        }
-        for place, value in enumerate(values)
+        {"doc_id": index, "doc_hash": f"{name} {index}", "metrics": {metric: value}}
+        for index, value in enumerate(values)
     ]
 
 
@@ -64,8 +59,8 @@ def write_accuracy(output, model, task, accuracy, shots=0, count=200, documents=
 def write_table4(output, model, accuracies, count=200, **options):
     """Without a count, of as many documents as the columns have."""
     for number, task in enumerate(TABLE4_COLUMNS):
-        own = count or source_of(task).count
-        write_accuracy(output, model, task, accuracies[task], shift=number, count=own, **options)
+        documents = count or source_of(task).count
+        write_accuracy(output, model, task, accuracies[task], shift=number, count=documents, **options)
 
 
 def write_authors(output, model, seed, texts=60):
@@ -126,11 +121,12 @@ def test_interval_of_accuracies_is_the_normal_one_for_many_documents():
     generator = np.random.default_rng(3)
     first, second = (generator.random(4000) < share for share in (0.7, 0.66))
     difference = first.astype(float) - second
-    found = paired_difference(as_samples(first * 1.0), as_samples(second * 1.0), "acc", task="x")
+    measured = paired_difference(as_samples(first * 1.0), as_samples(second * 1.0), "acc", task="x")
     half = 1.96 * difference.std(ddof=1) / math.sqrt(4000)
-    assert found.value == pytest.approx(difference.mean(), abs=1e-12)
+    mean = difference.mean()
+    assert measured.value == pytest.approx(mean, abs=1e-12)
     # Of 10,000 resamples the 2.5 % point is known to about 0.03 standard errors, 1.5 % of the half width.
-    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half), abs=0.04 * half)
+    assert (measured.low, measured.high) == pytest.approx((mean - half, mean + half), abs=0.04 * half)
 
 
 @pytest.mark.parametrize("metric", ("token_perplexity", "bits_per_byte"))
@@ -138,33 +134,29 @@ def test_interval_and_p_value_of_a_ratio_are_those_of_its_linearisation(metric):
     generator = np.random.default_rng(4)
     counts = generator.integers(50, 150, 600)
     first, second = (-counts * generator.normal(rate, 0.2, 600) for rate in (2.0, 2.02))
-    samples, others = (as_samples(list(map(list, zip(each, counts))), metric) for each in (first, second))
-    found = paired_difference(samples, others, metric, task="x")
+    samples, others = (as_samples([*zip(values, counts)], metric) for values in (first, second))
+    measured = paired_difference(samples, others, metric, task="x")
     per_token = -(first - second) / (math.log(2) if metric == "bits_per_byte" else 1)
     rate = per_token.sum() / counts.sum()
     error = np.sqrt(((per_token - rate * counts) ** 2).sum()) / counts.sum()
-    assert found.value == pytest.approx(rate, rel=1e-9) and found.wins is None
-    assert (found.high - found.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
-    assert found.p_value == pytest.approx(math.erfc(abs(rate) / error / math.sqrt(2)), abs=0.02)
+    assert measured.value == pytest.approx(rate, rel=1e-9) and measured.wins is None
+    assert (measured.high - measured.low) / 2 == pytest.approx(1.96 * error, rel=0.05)
+    assert measured.p_value == pytest.approx(math.erfc(abs(rate) / error / math.sqrt(2)), abs=0.02)
 
 
-def two_models(wins, losses, count=100):
-    """Samples of two models that differ on so many documents, and are right on a third of the others."""
-    values = np.arange(count) % 3 == 0
-    first, second = values.astype(float), values.astype(float)
-    first[:wins], second[:wins] = 1, 0
-    both = slice(wins, wins + losses)
-    first[both], second[both] = 0, 1
-    return as_samples(first.tolist()), as_samples(second.tolist())
-
-
-@pytest.mark.parametrize(("here", "there"), [(21, 17), (6, 0), (0, 0)])
-def test_p_value_of_accuracies_is_of_the_exact_sign_test(here, there):
-    found = paired_difference(*two_models(here, there), "acc", task="x", resamples=RESAMPLES)
-    total = here + there
-    tail = sum(math.comb(total, few) for few in range(min(here, there) + 1)) / 2**total
-    assert (found.wins, found.losses, found.documents) == (here, there, 100)
-    assert found.p_value == pytest.approx(min(1, 2 * tail))
+@pytest.mark.parametrize(("wins", "losses"), [(21, 17), (6, 0), (0, 0)])
+def test_p_value_of_accuracies_is_of_the_exact_sign_test(wins, losses):
+    """Of 100 documents; a third of those that both models answer alike are right."""
+    first = np.where(np.arange(100) % 3, 0.0, 1.0)
+    second = first.copy()
+    first[: wins + losses] = np.arange(wins + losses) < wins
+    second[: wins + losses] = 1 - first[: wins + losses]
+    samples, others = as_samples(first.tolist()), as_samples(second.tolist())
+    measured = paired_difference(samples, others, "acc", task="x", resamples=RESAMPLES)
+    total = wins + losses
+    tail = sum(math.comb(total, few) for few in range(min(wins, losses) + 1)) / 2**total
+    assert (measured.wins, measured.losses, measured.documents) == (wins, losses, 100)
+    assert measured.p_value == pytest.approx(min(1, 2 * tail))
 
 
 def test_documents_are_matched_by_hash_and_occurrence_and_must_be_the_same():
@@ -184,13 +176,13 @@ def test_mean_of_tasks_is_unweighted_and_resampled_in_each():
         name: (as_samples(hits(first, count)), as_samples(hits(second, count, shift=5)))
         for name, first, second, count in (("small", 0.6, 0.5, 100), ("large", 0.7, 0.7, 3000))
     }
-    found = paired_mean_difference(tasks, "acc")
+    measured = paired_mean_difference(tasks, "acc")
     errors = []
     for first, second in tasks.values():
         pairs = [a["metrics"]["acc"] - b["metrics"]["acc"] for a, b in zip(first, second)]
         errors.append(np.std(pairs) / math.sqrt(len(pairs)))
-    assert found.value == pytest.approx(0.05)
-    assert (found.high - found.low) / 2 == pytest.approx(1.96 * mean_stderr(errors), rel=0.05)
+    assert measured.value == pytest.approx(0.05)
+    assert (measured.high - measured.low) / 2 == pytest.approx(1.96 * mean_stderr(errors), rel=0.05)
 
 
 def test_holms_rule_and_an_interval_that_ends_at_zero():
@@ -206,11 +198,17 @@ def test_intervals_and_tests_over_seeds_are_students():
     assert (mean, half) == pytest.approx((0.91, stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3)))
     assert math.isnan(seed_interval([0.5])[1])
     b, c = compare_seeds(values)
-    expected = stats.ttest_rel(list(values["b"].values()), list(values["a"].values())).pvalue
-    assert (b.difference, b.p, b.corrected_p) == pytest.approx(
-        (0.1 / 3, expected, max(2 * expected, c.corrected_p)), rel=1
-    )
-    assert b.p == pytest.approx(expected) and c.p == 0.25  # all seeds differ by the same: two signs in four
+    test = stats.ttest_rel(list(values["b"].values()), list(values["a"].values()))
+    assert (b.seeds, b.difference, b.p) == pytest.approx((3, 0.1 / 3, test.pvalue))
+    low, high = test.confidence_interval(0.95)
+    assert b.half_width == pytest.approx((high - low) / 2)
+    low, high = test.confidence_interval(1 - 0.05 / 2)  # Bonferroni's, of two
+    assert b.simultaneous_half_width == pytest.approx((high - low) / 2)
+    assert c.p == 0.25  # all seeds differ by the same: two signs in four
+    # Holm's: the smaller of two p-values is doubled, the other is at least that.
+    assert (b.p < c.p, b.corrected_p, c.corrected_p) == pytest.approx((True, 2 * b.p, max(2 * b.p, 0.25)))
+    only_b, *_ = compare_seeds(values, [("b", "a")])
+    assert only_b.corrected_p == only_b.p == b.p
     with pytest.raises(ValueError, match="two seeds"):
         compare_seeds({"a": {1: 0.5}, "b": {2: 0.5}})
 
@@ -236,15 +234,14 @@ def test_published_numbers_are_those_of_the_sources(fixtures):
     pythia = json.loads((fixtures / "benchdata" / "pythia_published" / "pythia_v1_evals.json").read_text())
     for name, scores in pythia["eleuther"].items():
         model, shots = name.split("|")
-        found = published.eleuther_accuracies(published.paper_row(model), int(shots))
-        assert found == {task: score["acc"] for task, score in scores.items() if task != "_path"}
-        for task, value in found.items():
-            assert value == pytest.approx(
-                published.paper_accuracies(published.paper_row(model), int(shots))[task], abs=5.1e-4
-            )
+        row = published.paper_row(model)
+        accuracies = published.eleuther_accuracies(row, int(shots))
+        assert accuracies == {task: score["acc"] for task, score in scores.items() if task != "_path"}
+        for task, value in accuracies.items():
+            assert value == pytest.approx(published.paper_accuracies(row, int(shots))[task], abs=5.1e-4)
 
 
-def test_a_model_is_found_by_the_last_part_of_its_name():
+def test_the_last_part_of_a_models_name_is_its_row():
     for model, row in (
         ("EleutherAI/pythia-12b", "Pythia-12B"),
         ("Caiyun-AI/DCFormer-2.8B", "DCFormer++2.8B"),
@@ -274,19 +271,18 @@ def test_published_accuracies_pass_the_control_and_those_of_others_do_not(row, t
     zero, five = build_report(right).banners
     assert zero == f"CONTROL PASSED: {ROWS[row]}, 0-shot, agrees with 12 published accuracies."
     assert five.startswith("CONTROL INCOMPLETE")  # which examples cannot tell
-    other = next(each for each in ROWS if each != row)
+    other = next(name for name in ROWS if name != row)
     write_table4(wrong, ROWS[row], published_of(other), count=None)
     (failed,) = build_report(wrong).banners
     assert failed.startswith("CONTROL FAILED") and failed.count("instead of") > 6
 
 
-def test_three_documents_may_differ_and_one_more_may_not(tmp_path):
-    for place, flipped in enumerate((3, 4)):
-        folder = tmp_path / str(flipped)
-        write_table4(folder, PYTHIA, published_of("Pythia-2.8B"), count=None)
-        write_accuracy(folder, PYTHIA, "logiqa", published_of("Pythia-2.8B")["logiqa"], count=651, flipped=flipped)
-        (banner,) = build_report(folder).banners
-        assert ("FAILED" in banner and "logiqa" in banner) == bool(place), banner
+@pytest.mark.parametrize("flipped", [3, 4])
+def test_three_documents_may_differ_and_one_more_may_not(flipped, tmp_path):
+    write_table4(tmp_path, PYTHIA, published_of("Pythia-2.8B"), count=None)
+    write_accuracy(tmp_path, PYTHIA, "logiqa", published_of("Pythia-2.8B")["logiqa"], count=651, flipped=flipped)
+    (banner,) = build_report(tmp_path).banners
+    assert ("FAILED" in banner and "logiqa" in banner) == (flipped == 4), banner
 
 
 def test_columns_that_all_deviate_to_one_side_fail_by_their_average(tmp_path):
@@ -325,9 +321,13 @@ def compared(tmp_path_factory):
     return output, pairs
 
 
-def test_differences_averages_and_the_papers_numbers_stand_in_the_frame(compared):
-    output, _ = compared
-    report = build_report(output, baseline=PYTHIA, resamples=RESAMPLES, paper_rows={DCPYTHIA: "DCFormer++2.8B"})
+@pytest.fixture(scope="module")
+def report(compared):
+    rows = {DCPYTHIA: "DCFormer++2.8B"}
+    return build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES, paper_rows=rows)
+
+
+def test_differences_averages_and_the_papers_numbers_are_in_the_frame(report):
     assert report.models == [PYTHIA, DCPYTHIA]
     row, average = row_of(report, DCPYTHIA, "piqa"), row_of(report, DCPYTHIA, "average")
     accuracies = published.paper_accuracies("DCFormer++2.8B", 0)
@@ -337,12 +337,14 @@ def test_differences_averages_and_the_papers_numbers_stand_in_the_frame(compared
     deltas = [row_of(report, DCPYTHIA, task).delta for task in TABLE4_COLUMNS]
     assert average.delta == pytest.approx(np.mean(deltas)) and average.low < average.delta < average.high
     assert row_of(report, PYTHIA, "piqa").published == pytest.approx(0.7388465723612623)
+    cells = report.tables()["Accuracy in percent, 0-shot"].set_index("model").loc["wins : losses, p"]
+    counts = [map(int, cells[task].split(", p")[0].split(" : ")) for task in TABLE4_COLUMNS]
+    differences = [wins - losses for wins, losses in counts]
+    assert differences == [round(200 * delta) for delta in deltas] and max(differences) > 0
 
 
-def test_the_authors_texts_are_pooled_and_resampled_whole(compared):
-    output, pairs = compared
-    report = build_report(output, baseline=PYTHIA, resamples=RESAMPLES)
-    (ours, tokens), (theirs, _) = pairs[DCPYTHIA], pairs[PYTHIA]
+def test_the_authors_texts_are_pooled_and_resampled_whole(compared, report):
+    (ours, tokens), (theirs, _) = compared[1][DCPYTHIA], compared[1][PYTHIA]
     pooled = row_of(report, DCPYTHIA, "head_tasks_authors_all", metric="token_perplexity")
     assert pooled.value == pytest.approx(math.exp(-ours.sum() / tokens.sum()))
     assert pooled.delta == pytest.approx((theirs.sum() - ours.sum()) / tokens.sum())
@@ -351,42 +353,39 @@ def test_the_authors_texts_are_pooled_and_resampled_whole(compared):
     assert (pooled.high - pooled.low) / 2 == pytest.approx(half, rel=0.1)
     ((title, table),) = report.breakdown.items()
     assert "authors" in title and list(table.questions[:3]) == ["all", "shots 2", "shots 3"]
+    assert list(table.answers[:3]) == ["360", "60", "60"]
+    assert table[report.names[PYTHIA]][1] == f"{100 * (theirs[0] > -1).mean():.1f}"
     assert table[report.names[DCPYTHIA]][0] == f"{100 * (ours > -1).mean():.1f}" and table["blind choice"][0] == "33.3"
 
 
 def test_p_values_are_corrected_within_a_table_and_summaries_apart(compared):
     output, _ = compared
-    report = build_report(output, baseline=PYTHIA, resamples=RESAMPLES, correction="holm")
+    plain, report = (
+        build_report(output, baseline=PYTHIA, resamples=RESAMPLES, correction=name) for name in ("none", "holm")
+    )
     rows = [row_of(report, DCPYTHIA, task) for task in TABLE4_COLUMNS]
-    assert [row.p_corrected for row in rows] == pytest.approx(holm([row.p for row in rows]))
+    by_hand, largest = {}, 0.0
+    for rank, row in enumerate(sorted(rows, key=lambda row: row.p)):
+        by_hand[row.task] = largest = max(largest, min(1.0, (11 - rank) * row.p))
+    assert {row.task: row.p_corrected for row in rows} == pytest.approx(by_hand)
     average = row_of(report, DCPYTHIA, "average")
     assert average.p_corrected == average.p
+    # Eight wins and no loss: p = 2 / 2**8, which times 9 is more than 0.05.
+    for corrected, expected in ((plain, ""), (report, "undecided")):
+        assert row_of(corrected, DCPYTHIA, "winogrande").undecided == expected
     with pytest.raises(ValueError, match="'bonferroni'"):
         build_report(output, correction="bonferroni")
 
 
-def test_wins_less_losses_are_the_difference_in_documents(compared):
-    report = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES)
-    cells = report.tables()["Accuracy in percent, 0-shot"].set_index("model").loc["wins : losses, p"]
-    counts = [cells[task].split(", p")[0].split(" : ") for task in TABLE4_COLUMNS]
-    rows = [row_of(report, DCPYTHIA, task) for task in TABLE4_COLUMNS]
-    differences = [int(wins) - int(losses) for wins, losses in counts]
-    assert differences == [round(row.delta * row.n) for row in rows] and max(differences) > 0
-
-
-def test_every_format_holds_the_same_numbers_and_sentences(compared):
+def test_every_format_holds_the_same_numbers_and_sentences(report):
     rich = pytest.importorskip("rich.console")
-    report = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES)
     rows = list(csv.DictReader(io.StringIO(report.to_csv())))
     numbers = json.loads(report.to_json())["numbers"]
     assert len(rows) == len(numbers) == len(report.frame)
     for row, number in zip(rows, numbers):
         for name, value in number.items():
-            assert (
-                row[name] == ""
-                if value is None
-                else str(value) == row[name] or float(row[name]) == pytest.approx(value)
-            )
+            written = "" if value is None else str(value)
+            assert row[name] == written or float(row[name]) == pytest.approx(value)
     cell = report.tables()["Accuracy in percent, 0-shot"]["piqa"][0]
     console = rich.Console(width=90, file=io.StringIO(), color_system=None)
     report.print(console)
@@ -406,19 +405,15 @@ def test_every_format_holds_the_same_numbers_and_sentences(compared):
         ({"name": "other"}, "different documents"),
     ],
 )
-def test_what_cannot_be_compared_is_noted(change, reason, tmp_path):
-    write_accuracy(tmp_path, PYTHIA, "piqa", 0.7)
+def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(change, reason, tmp_path):
+    write_accuracy(tmp_path, PYTHIA, "piqa", 0.7, observed={"oov_documents": 19, "truncated_documents": 7})
     write_accuracy(tmp_path, DCPYTHIA, "piqa", 0.8, **change)
     report = build_report(tmp_path, baseline=PYTHIA, resamples=RESAMPLES)
     assert math.isnan(row_of(report, DCPYTHIA, "piqa").delta)
-    assert any(reason in note for note in report.notes), report.notes
-
-
-def test_cut_documents_unknown_ids_and_the_policy_are_said(tmp_path):
-    write_accuracy(tmp_path, PYTHIA, "piqa", 0.7, observed={"oov_documents": 19, "truncated_documents": 7})
-    notes = "\n".join(build_report(tmp_path).notes)
-    assert "oov_policy clamp (a token id without an embedding row is read as the last row)" in notes
-    assert "19 of piqa" in notes and "7 of piqa" in notes
+    notes = "\n".join(report.notes)
+    clamped = f"{PYTHIA}: oov_policy clamp (a token id without an embedding row is read as the last row)"
+    for sentence in (reason, clamped, "beyond the embedding: 19 of piqa", "cut from the left: 7 of piqa"):
+        assert sentence in notes
 
 
 def test_paths_are_shortened_as_far_as_they_differ():
@@ -427,10 +422,8 @@ def test_paths_are_shortened_as_far_as_they_differ():
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_plot_is_written_and_the_same_each_time(suffix, compared, tmp_path):
+def test_the_plot_is_written_and_always_the_same(suffix, compared, report, tmp_path):
     pytest.importorskip("matplotlib")
-    rows = {DCPYTHIA: "DCFormer++2.8B"}
-    report = build_report(compared[0], baseline=PYTHIA, resamples=RESAMPLES, paper_rows=rows)
     for name in ("one", "two"):
         plot_deltas(report, tmp_path / f"{name}.{suffix}")
     content = (tmp_path / f"one.{suffix}").read_bytes()

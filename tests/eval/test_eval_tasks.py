@@ -1,7 +1,7 @@
-"""The tasks: documents, prompts word for word, where examples come from, and what is said of other data.
+"""The tasks: documents, prompts word for word, where examples come from, and what happens with other data.
 
-`data/eval_prompts_table4.json` holds what the first document of every column must render to: hashes and the ends of
-each text, since the licences of the data forbid more. `python tests/eval/test_eval_tasks.py` writes it anew.
+`data/eval_prompts_table4.json` holds what the first document of every column must render to: hashes and the ends of the
+texts, since the licences of the data forbid more. `python tests/eval/test_eval_tasks.py` rewrites it.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ import lm_eval
 from dcformer.eval import SUITES, TABLE4_COLUMNS, data, find_tasks, list_tasks, prompts, source_of, tasks_folder
 from dcformer.eval import head_tasks as tasks_of_heads
 from dcformer.eval.suites import OTHER_PROMPTS, TASKS
-from dcformer.head_tasks import BLIND_CHOICE, build_tokenizer, held_out_questions
+from dcformer.head_tasks import build_tokenizer, held_out_questions
 
 
 EXPECTED = Path(__file__).parent / "data" / "eval_prompts_table4.json"
@@ -39,7 +39,7 @@ STOCK = {
     "boolq": "super_glue/boolq/default.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
 }
-# What decides a prompt.
+# Fields that determine a prompt.
 PROMPT_FIELDS = ("doc_to_text", "doc_to_choice", "doc_to_target", "process_docs", "output_type")
 
 
@@ -53,7 +53,6 @@ def load_group(folder):
 
 @pytest.fixture(scope="module")
 def group(fixtures):
-    """The whole group, loaded once for all tests."""
     return load_group(fixtures / "benchdata")
 
 
@@ -69,15 +68,12 @@ def yaml_of(file):
 
 
 def task_of(name, splits):
-    """A task of ours by its definition, but on other documents."""
+    """A task by its definition, but on other documents."""
     from lm_eval.api.task import ConfigurableTask
 
-    config = {
-        key: value
-        for key, value in yaml_of(tasks_folder() / f"dcformer_{name}.yaml").items()
-        if key != "dataset_kwargs"
-    }
-    return ConfigurableTask(config={**config, "custom_dataset": lambda **_: splits})
+    config = yaml_of(tasks_folder() / f"dcformer_{name}.yaml") | {"custom_dataset": lambda **_: splits}
+    config.pop("dataset_kwargs", None)
+    return ConfigurableTask(config=config)
 
 
 def requests(task, document, shots):
@@ -113,13 +109,13 @@ def test_every_column_scores_all_published_documents_and_renders_the_first_as_st
     task = tasks[column]
     assert len(task.eval_docs) == source_of(column).count
     assert rendered(task) == json.loads(EXPECTED.read_text(encoding="utf-8"))[column]
-    origin = data.origin_of(task.eval_docs)
+    origin = task.dataset["origin"]
     assert origin["as_known"] is (None if column == "sciq" else True), origin  # of SciQ only validation is at hand
     assert ("stands_in_for" in origin) == (column == "sciq")
 
 
 @pytest.mark.parametrize("column", [column for column in STOCK if column not in ("lambada_openai", "sciq")])
-def test_seven_columns_have_lm_evals_own_templates_and_functions(column):
+def test_seven_columns_have_lm_evals_templates_and_functions(column):
     stock = yaml_of(Path(lm_eval.tasks.__file__).parent / STOCK[column])
     ours = yaml_of(tasks_folder() / f"dcformer_{column}.yaml")
 
@@ -138,8 +134,8 @@ def test_the_mean_counts_every_column_once(group):
 
 
 @pytest.mark.parametrize("column", ["arc_easy", "hellaswag", "lambada_openai", "race_middle", "winogrande"])
-def test_a_document_is_never_among_its_own_examples(tasks, column):
-    # Five of six are drawn, so a document that is not taken out would nearly always be there.
+def test_a_document_is_never_one_of_its_examples(tasks, column):
+    # Five of six are sampled, so a document that was not excluded would nearly always be among them.
     documents = tasks[column].dataset["scored"].select(range(6))
     task = task_of(column, {"scored": documents, "examples": documents})
     task.set_fewshot_seed(SEED)
@@ -180,12 +176,12 @@ def test_other_prompts_have_the_words_of_lm_eval(tasks):
         assert prompts.sciq_context(document) == "Question: What melts?\nAnswer:"
         assert prompts.sciq_context_lm_eval_0_4_13(document) == "\nQuestion: What melts?\nAnswer:"
     documents = datasets.Dataset.from_list([{"text": f"The cat number {i} has a hat"} for i in range(6)])
-    found = []
+    pairs = []
     for name in ("lambada_openai", "lambada_openai_lm_eval_0_4_13"):
         task = task_of(name, {"scored": documents, "examples": documents})
         task.set_fewshot_seed(SEED)
-        found.append(requests(task, documents[0], 1)[0])
-    (one, word), (two, same) = found
+        pairs.append(requests(task, documents[0], 1)[0])
+    (one, word), (two, same) = pairs
     assert word == same == " hat" and "has a hat\n\nThe" in one and two == one.replace("a hat\n", "a  hat\n")
 
 
@@ -198,9 +194,8 @@ def write_rows(folder, column, split, rows):
 
 
 def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
-    question = {"question": "Who?", "options": list("abcd"), "answer": "A"}
-    write_rows(tmp_path, "race_high", "train", [{"article": "T", "problems": repr([question])}])
-    write_rows(tmp_path, "race_high", "test", [{"article": name, **question} for name in "XYX"])
+    write_rows(tmp_path, "race_high", "train", [ROWS["race_high"]])
+    write_rows(tmp_path, "race_high", "test", [{"article": name, **QUESTION} for name in "XYX"])
     documents = data.load_documents("race_high", tmp_path)
     assert [row["article"] for row in documents["examples"]] == ["T"]
     assert [(row["article"], len(row["problems"])) for row in documents["scored"]] == [("X", 2), ("Y", 1)]
@@ -208,47 +203,36 @@ def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
     (tmp_path / "logiqa").mkdir()
     (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\n{text}")
     (first, _) = data.load_documents("logiqa", tmp_path)["scored"]
-    assert first == {
-        "label": "b",
-        "context": "Tom runs. He sits.",
-        "question": "Who?",
-        "options": ["Tom", "Ann", "Bob", "Eve"],
-    }
+    options = ["Tom", "Ann", "Bob", "Eve"]
+    assert first == {"label": "b", "context": "Tom runs. He sits.", "question": "Who?", "options": options}
     (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\nb\nonly two lines")
     with pytest.raises(ValueError, match="Block 2"):
         data.load_documents("logiqa", tmp_path)
 
 
+QUESTION = {"question": "Who?", "options": list("abcd"), "answer": "A"}
+ROWS = {
+    "piqa": {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0},
+    "arc_easy": {"question": "Who?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
+    "race_high": {"article": "T", "problems": repr([QUESTION])},
+}
+
+
 @pytest.mark.parametrize(
-    ("column", "row", "change", "name"),
+    ("column", "name", "value"),
     [
-        ("piqa", {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0}, {"goal": None}, "goal"),
-        ("piqa", {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0}, {"sol1": None}, "sol1"),
-        (
-            "arc_easy",
-            {"question": "Who?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
-            {"choices": {"text": ["a", None], "label": ["A", "B"]}},
-            "choices",
-        ),
-        (
-            "race_high",
-            {"article": "T", "problems": repr([{"question": "Who?", "options": list("abcd"), "answer": "A"}])},
-            {"problems": repr([{"question": None, "options": list("abcd"), "answer": "A"}])},
-            "problems",
-        ),
-        (
-            "race_high",
-            {"article": "T", "problems": repr([{"question": "Who?", "options": list("abcd"), "answer": "A"}])},
-            {"problems": None},
-            "problems",
-        ),
+        ("piqa", "goal", None),
+        ("piqa", "sol1", None),
+        ("arc_easy", "choices", {"text": ["a", None], "label": ["A", "B"]}),
+        ("race_high", "problems", repr([{**QUESTION, "question": None}])),
+        ("race_high", "problems", None),
     ],
 )
-def test_null_where_a_prompt_reads_is_refused_with_its_place(column, row, change, name, tmp_path):
-    split, row = data.SOURCES[column].split, row | {"note": None}  # a column that no prompt reads
+def test_null_where_a_prompt_reads_is_refused_with_its_document(column, name, value, tmp_path):
+    split, row = data.SOURCES[column].split, ROWS[column] | {"note": None}  # a column that no prompt reads
     write_rows(tmp_path, column, split, [row, row])
     data.load_documents(column, tmp_path)
-    write_rows(tmp_path, column, split, [row, row | change])
+    write_rows(tmp_path, column, split, [row, row | {name: value}])
     with pytest.raises(ValueError, match=rf"'{name}' is null or missing in document 2 of {column} in "):
         data.load_documents(column, tmp_path)
 
@@ -262,9 +246,9 @@ def test_null_in_running_text_is_refused_with_its_line(tmp_path):
 
 
 def test_other_documents_than_the_published_ones_are_refused_or_marked(tmp_path, monkeypatch):
-    row = {"goal": "g", "sol1": "a", "sol2": "b", "label": 1}
+    row = ROWS["piqa"]
     write_rows(tmp_path, "piqa", "validation", [row])
-    origin = data.origin_of(data.load_documents("piqa", tmp_path)["scored"])
+    origin = data.load_documents("piqa", tmp_path)["origin"]
     assert origin["as_known"] is False
     assert data.load_documents("piqa", tmp_path, data_hash=origin["hash"])
     with pytest.raises(ValueError, match=origin["hash"]):
@@ -289,8 +273,8 @@ def test_a_hash_is_of_the_documents_and_not_of_their_order_unless_that_matters()
     assert data.documents_hash(one) == "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
-def test_places_are_spread_over_all():
-    assert data.spread_places(10, 4) == [0, 2, 5, 7] and data.spread_places(3, 9) == [0, 1, 2]
+def test_indices_are_spread_over_all():
+    assert data.spread_indices(10, 4) == [0, 2, 5, 7] and data.spread_indices(3, 9) == [0, 1, 2]
     assert data.spread_order(6) == [0, 4, 2, 1, 5, 3]
 
 
@@ -361,30 +345,17 @@ def test_head_tasks_score_what_plain_forward_passes_do():
             logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
         losses = torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none")
         expected.append((losses.sum().item(), len(answer), bool((logits.argmax(-1) == torch.tensor(answer)).all())))
-    loss, tokens, right = (torch.tensor(each).double() for each in zip(*expected))
+    loss, tokens, right = (torch.tensor(values).double() for values in zip(*expected))
     summary = tasks_of_heads.head_task_summary(samples)
     assert summary["accuracy"] == right.mean() and summary["answers"] == 32 and summary["documents"] == 4
     assert summary["perplexity"] == pytest.approx(float((loss.mean()).exp()), rel=1e-5)
     assert summary["token_perplexity"] == pytest.approx(float((loss.sum() / tokens.sum()).exp()), rel=1e-5)
     chosen = torch.tensor([row["shots"] == 3 for row in questions])
     assert summary["by_shots"]["3"]["perplexity"] == pytest.approx(float(loss[chosen].mean().exp()), rel=1e-5)
-    found = output["results"]["dcformer_head_tasks"]
-    assert found["answer_perplexity,none"] == pytest.approx(summary["perplexity"])
+    assert output["results"]["dcformer_head_tasks"]["answer_perplexity,none"] == pytest.approx(summary["perplexity"])
     # A text is computed once for its eight answers.
-    longest = [
-        len(tokenizer(row["context"] + row["answer"])["input_ids"]) - 1 for row in questions if row["shots"] == 7
-    ]
-    assert scorer.computed_tokens == sum(longest)
-
-
-def test_rules_that_never_read_the_question_are_scored_on_the_authors_texts(authors):
-    from dcformer.eval.report import _chances
-
-    sample = {
-        "requests": [{"context": authors[2][0]["context"], "continuation": " vehicle"}],
-        "fields": {name: authors[2][0][name] for name in tasks_of_heads.FIELDS},
-    }
-    assert _chances(sample)[BLIND_CHOICE] == pytest.approx(1 / 3)
+    whole = [row["context"] + row["answer"] for row in questions if row["shots"] == 7]
+    assert scorer.computed_tokens == sum(len(ids) - 1 for ids in tokenizer(whole)["input_ids"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`scripts/gpu_table4` with tiny models on a CPU: what it writes, how it resumes, and what it says of wrong scores."""
+"""`scripts/gpu_table4` with tiny models on a CPU: what it writes, how it resumes, and how it reports wrong scores."""
 
 import json
 
@@ -38,24 +38,25 @@ def read(file):
 
 
 def by_method(content, shots=0):
-    cells = (each for each in content["cells"] if (each["num_fewshot"], each["max_length"]) == (shots, 256))
-    return {cell["method"]: cell for cell in cells}
+    cells = content["cells"]
+    return {cell["method"]: cell for cell in cells if (cell["num_fewshot"], cell["max_length"]) == (shots, 256)}
 
 
 def test_every_cell_has_the_scores_of_the_harness(finished):
     content = read(finished)
     assert len(content["cells"]) == N_CELLS and content["missing"] == []
     assert len(content["comparisons"]) == 6
-    for each in content["comparisons"]:
-        assert each["agrees"] and each["same_prompts"] and each["other_decisions"] == 0 and each["decisions"] == 2
-        assert each["relative_error"] < 1e-6
+    for compared in content["comparisons"]:
+        assert compared["agrees"] and compared["same_prompts"]
+        assert (compared["other_decisions"], compared["decisions"]) == (0, 2)
+        assert compared["relative_error"] < 1e-6
     cells = by_method(content)
     for method in METHODS:
         for mine, reference in zip(cells[method]["log_likelihoods"], cells[REFERENCE]["log_likelihoods"]):
             assert mine == pytest.approx(reference, rel=1e-5)
     cells = by_method(content, shots=5)
     assert cells["shared prefixes"]["cached_tokens"] > cells["whole inputs"]["cached_tokens"] == 0
-    lengths = {(each["num_fewshot"], each["max_length"]) for each in content["cells"]}
+    lengths = {(cell["num_fewshot"], cell["max_length"]) for cell in content["cells"]}
     assert lengths == {(0, 256), (5, 256), (5, 128)}
 
 
@@ -95,7 +96,7 @@ def test_a_killed_run_resumes_and_time_that_is_up_ends_one(run, finished, tmp_pa
     assert run(file) == 0
     after = read(file)
     assert after["cells"][:4] == before["cells"] and after["missing"] == []
-    scores = [[cell["log_likelihoods"] for cell in read(each)["cells"]] for each in (file, finished)]
+    scores = [[cell["log_likelihoods"] for cell in read(path)["cells"]] for path in (file, finished)]
     assert scores[0] == scores[1]  # by the same weights
     calls = len(scored)
     assert run(file) == 0 and len(scored) == calls
@@ -104,7 +105,7 @@ def test_a_killed_run_resumes_and_time_that_is_up_ends_one(run, finished, tmp_pa
 def test_wrong_scores_and_other_prompts_end_with_status_1(run, finished, tmp_path, capsys):
     for wrong in ("log_likelihoods", "prompts"):
         content = read(finished)
-        (cell,) = (each for each in content["cells"] if each == by_method(content)["whole inputs"])
+        cell = by_method(content)["whole inputs"]
         if wrong == "prompts":
             cell["prompts"] = "others"
         else:
@@ -142,7 +143,7 @@ def test_batches_get_smaller_where_memory_is_not_enough(run, finished, tmp_path,
     assert run(file) == 0
     assert {cell["most_inputs_at_once"] for cell in read(file)["cells"]} <= {1, 2}
     assert max(cell["most_inputs_at_once"] for cell in read(finished)["cells"]) == 4
-    assert all(each["agrees"] for each in read(file)["comparisons"])
+    assert all(comparison["agrees"] for comparison in read(file)["comparisons"])
 
 
 def test_prepare_copies_data_and_lists_what_else_is_needed(tmp_path):
