@@ -1,8 +1,8 @@
 """Compiling the C++ operator: by `pip install` (setup.py loads this file alone) or where it is first used.
 
-There is one library for each instruction set, of plain C functions that take pointers. It uses nothing of torch or
-Python, so that it compiles in seconds and serves every version of both. Its name holds digests of the sources and of
-itself, by which one of other sources is passed over, and a damaged one, which could end the process.
+There is one library for each instruction set, of plain C functions. It uses nothing of torch or Python, so that it
+compiles in seconds and works with every version of both. Its name holds digests of the sources and of itself: one of
+other sources is ignored, and so is a damaged one, which could end the process.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ from pathlib import Path
 
 
 SOURCES = Path(__file__).with_name("native")
-FLAGS = ("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden")
-FLAGS += ("-fno-math-errno", "-fno-exceptions", "-fno-rtti")
+FLAGS = ("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno")
 INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma"),
@@ -32,8 +31,8 @@ def instruction_sets() -> tuple[str, ...]:
 
 def find_library(instruction_set: str, folder: Path) -> Path | None:
     """The library that `compile_library` made of these sources in a folder, if it is there as it was made."""
-    found = folder.glob(f"{_stem(instruction_set)}-*.so")
-    return next((path for path in found if path.stem.endswith(_digest(path.read_bytes()))), None)
+    paths = folder.glob(f"{_stem(instruction_set)}-*.so")
+    return next((path for path in paths if path.stem.endswith(_digest(path.read_bytes()))), None)
 
 
 def _stem(instruction_set: str) -> str:

@@ -1,8 +1,7 @@
 """Composed attention on CPUs by C++ (`native/`), as one more entry of the operator's table and as operators of torch.
 
-The C++ code is called with pointers and strides: the fields of its `Call` are one array of 64-bit numbers. Its loops
-run on torch's own threads, whose entry point is handed to it. Where nothing is traced or differentiated, it is called
-straight away, which spares a decoding step the dispatcher; else through `torch.ops.dcformer.native_attention`.
+The C++ code takes structures of pointers and strides, and runs its loops on torch's threads. Where nothing is traced or
+differentiated, it is called directly, without the dispatcher; else through `torch.ops.dcformer.native_attention`.
 """
 
 import ctypes
@@ -10,8 +9,8 @@ import functools
 import logging
 import math
 import os
-from array import array
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from ctypes import c_double, c_int64
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,45 @@ from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
 from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from .build_native import compile_library, find_library, instruction_sets
-from .call import MOST_RANK, Call, channels_last, readable_mask, why_no_kernel, why_transformed
-from .ops import ARGUMENTS, differentiable_op, new_output, register_op
+from .call import MOST_RANK, Call, channels_last, new_output, readable_mask, why_no_kernel, why_transformed
+from .ops import ARGUMENTS, differentiable_op, register_op
 
 
 logger = logging.getLogger(__name__)
 
-# So many tokens do not fill the tiles of a product of matrices: what is made of them is bound by reading the weights.
-FEW_TOKENS = 8
-# Of a product in bfloat16 that torch makes; between two of them the scores are in memory.
-_QUERIES_PER_BLOCK = 256
+FEW_TOKENS = 8  # which do not fill the tiles of a product: their projection is bound by reading the weights
+_QUERIES_PER_BLOCK = 256  # of a product in bfloat16 by torch; between two of them the scores are in memory
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
 _ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, nn.SiLU: 2}
 
 
+def _structure(*fields: tuple[Any, str]) -> Any:
+    """A structure of the C++ code: types, and the names of consecutive fields of each."""
+    members = [(name, kind) for kind, names in fields for name in names.split()]
+    return type("Structure", (ctypes.Structure,), {"_fields_": members})
+
+
+_View = _structure((c_int64, "data type channels batch_stride head_stride stride channel_stride"))
+_Stage = _structure((_View, "query key static_map query_gradient key_gradient static_gradient"))
+_Call = _structure(
+    (c_int64, "parallel_for threads batch heads key_heads groups is_causal sliding_window query_offset"),
+    (c_int64, "first_query last_query first_key last_key"),
+    (c_double, "scaling"),
+    (_View, "padding sequence_ids dense query key value output scores log_sums"),
+    (_View, "output_gradient query_gradient key_gradient value_gradient"),
+    (_Stage, "pre post"),
+)
+_Projection = _structure(
+    (c_int64, "parallel_for threads batch length groups heads activation branches stride"),
+    (c_int64, "head_dim query_heads key_heads"),
+    (c_double, "norm_eps query_eps key_eps"),
+    (_View, "states hidden_weight low_rank_weight gate_weight factors weight bias query_norm key_norm"),
+    (_View, "cosine sine projected"),
+)
+
+
 def native_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -> Tensor:
-    """The `forward` of an [`Implementation`], without dropout and with tiles of its own."""
+    """The `forward` of an [`Implementation`], without dropout and with the code's tiles."""
     call = Call.of(*inputs, mask, scaling)
     if call.needs_gradient():
         return forward_op(*call)[0]
@@ -55,54 +77,45 @@ def why_not_native(query: Tensor, *inputs: Any, **options: Any) -> str | None:
 
 
 def native_projection(attention: Any, states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
-    """As [`compose_dcformer.fused_projection`], for a few tokens, whose weights are read once."""
+    """As [`compose_dcformer.fused_projection`], for a few tokens; their weights are read once."""
     compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
     if compose is None or states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
         return None
     are_few = 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS
     if not are_few or torch.is_autocast_enabled("cpu") or _has_any_global_hook() or why_transformed():
         return None
-    modules = zip((compose, linear, *norms), (DCFormerCompose, nn.Linear, DCFormerRMSNorm, DCFormerRMSNorm))
-    if not all(module is None or _runs_as_written(module, module_class) for module, module_class in modules):
-        return None
+    modules: Any = zip((compose, linear, *norms), (DCFormerCompose, nn.Linear, DCFormerRMSNorm, DCFormerRMSNorm))
+    for module, kind in modules:  # nobody has wrapped, parametrised, hooked them or given them another forward pass
+        if module is not None and (type(module) is not kind or is_hooked(module) or "forward" in module.__dict__):
+            return None
     activation = _ACTIVATIONS.get(type(compose.act_fn))
     if activation is None or is_hooked(compose.act_fn) or compose.rank > MOST_RANK or not compose.slots:
         return None
     # The look-up of attributes takes ten times as long.
-    of_compose = map(compose._parameters.get, ("hidden_weight", "low_rank_weight", "gate_weight"))
-    of_norms = (None if norm is None else norm._parameters["weight"] for norm in norms)
-    weights = (*of_compose, linear._parameters["weight"], linear._parameters["bias"], *of_norms)
-    given = [tensor for tensor in (states, *weights) if tensor is not None]
-    kinds = (Tensor, nn.Parameter)
-    if any(type(each) not in kinds or each.dtype not in _TYPES or not each.is_contiguous() for each in given):
+    weights = {name: compose._parameters.get(name) for name in ("hidden_weight", "low_rank_weight", "gate_weight")}
+    weights |= {"weight": linear._parameters["weight"], "bias": linear._parameters["bias"]}
+    weights |= {f"{n}_norm": norm._parameters["weight"] for n, norm in zip(("query", "key"), norms) if norm is not None}
+    given = [tensor for tensor in (states, *weights.values()) if tensor is not None]
+    if any(type(x) not in (Tensor, nn.Parameter) or x.dtype not in _TYPES or not x.is_contiguous() for x in given):
         return None
     cosine, sine = position_embeddings or (None, None)
-    if weights[0] is weights[2] is None or (cosine is not None and cosine.dtype != torch.float32) or _why_no_library():
+    low_rank, gate = weights["hidden_weight"] is not None, weights["gate_weight"] is not None
+    if not (low_rank or gate) or (cosine is not None and cosine.dtype != torch.float32) or _why_no_library():
         return None
-    batch, length, hidden_size = states.shape
-    rank, heads = 0 if weights[0] is None else compose.rank, compose.groups * compose.heads
-    slots, channels = compose.slots, 2 * rank + (weights[2] is not None)
-    factors = states.new_empty(len(slots), batch, length, heads, channels).transpose(2, 3)
+    batch, length, slots = *states.shape[:2], compose.slots
+    channels = 2 * compose.rank * low_rank + gate
+    factors = states.new_empty(len(slots), batch, length, compose.groups * compose.heads, channels).transpose(2, 3)
     projected = states.new_empty(batch, length, linear.out_features)
-    call = (
-        *(batch, length, hidden_size, compose.groups, compose.heads, rank, activation, _bits(compose.norm_eps)),
-        *_view(states, 0, None, 1, 2),
-        *chain(*map(_view, weights[:3])),
-        *_view(factors[0]),
-        *(factors.stride(0), len(slots), slots[0], slots[1] - slots[0] if len(slots) > 1 else 1),
-        *(linear.out_features, attention.head_dim, attention.num_heads, attention.num_key_value_heads),
-        0 if cosine is None else cosine.shape[2],
-        *(_bits(1.0 if norm is None else norm.eps) for norm in norms),
-        *chain(*map(_view, weights[3:])),
-        *(number for tensor in (cosine, sine, projected) for number in _view(tensor, 0, None, 1, 2)),
-    )
+    pointers = {name: _View(x.data_ptr(), _TYPES[x.dtype]) for name, x in weights.items() if x is not None}
+    tensors = {"states": states, "cosine": cosine, "sine": sine, "projected": projected, "factors": factors[0]}
+    call = _Projection(**pointers, **_views(tensors.items()))
+    call.batch, call.length, call.groups, call.heads = batch, length, compose.groups, compose.heads
+    call.activation, call.norm_eps, call.head_dim = activation, compose.norm_eps, attention.head_dim
+    call.query_heads, call.key_heads = attention.num_heads, attention.num_key_value_heads
+    call.query_eps, call.key_eps = (0.0 if norm is None else norm.eps for norm in norms)
+    call.branches, call.stride = sum(1 << slot for slot in slots), factors.stride(0)
     _run("dcformer_project", call)
     return projected, factors
-
-
-def _runs_as_written(module: nn.Module, module_class: type) -> bool:
-    """Whether this is such a module, that nobody has wrapped, parametrised, hooked or given another forward pass."""
-    return type(module) is module_class and not is_hooked(module) and "forward" not in module.__dict__
 
 
 def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -132,10 +145,9 @@ def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
         rows = (query[:, :, start:stop] * 2.0**exponent).reshape(batch * key_heads, -1, channels)
         keys, values = (states[:, :, first:last].flatten(0, 1) for states in (key, value))
         scores = torch.bmm(rows, keys.mT)  # (batch x key/value heads, heads that share one x query, key)
-        block = scores.view(batch, heads, stop - start, last - first)
-        # As if all queries and keys were there.
-        whole = block.data_ptr() - block.element_size() * (start * block.stride(2) + first)
-        _run("dcformer_compose_block", _fields(call, block=(whole, *_view(block)[1:], start, stop, first, last)))
+        fields = _fields(call, scores=scores.view(batch, heads, stop - start, last - first))
+        fields.first_query, fields.last_query, fields.first_key, fields.last_key = start, stop, first, last
+        _run("dcformer_forward", fields)
         output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
 
 
@@ -147,10 +159,12 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     given, log_sums = Call(*arguments[:-1]), arguments[-1]
     call = _readable_call(given)
     make = {3: Tensor.new_zeros, 4: Tensor.new_empty}  # the code adds to those of the static maps, of three dimensions
-    found = [each if each is None else make[each.dim()](each, each.shape, dtype=torch.float32) for each in given[:9]]
+    gradients = [x if x is None else make[x.dim()](x, x.shape, dtype=torch.float32) for x in given[:9]]
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
-    _run("dcformer_backward", _fields(call, log_sums=log_sums, gradients=(output_gradient, *found)))
-    return [gradient.to(tensor.dtype) for gradient, tensor in zip(found, given) if gradient is not None]
+    names = ("output_gradient", "query_gradient", "key_gradient", "value_gradient")
+    tensors = dict(zip(names, (output_gradient, *gradients)), log_sums=log_sums)
+    _run("dcformer_backward", _fields(call, gradients[3:], **tensors))
+    return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, given) if gradient is not None]
 
 
 forward_op = differentiable_op("native", _forward_for_gradients, _backward, "C++")
@@ -170,63 +184,44 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.dtype in _TYPES else tensor.float()
 
 
-def _view(tensor: Tensor | None, *dims: int | None) -> tuple[int, ...]:
-    """As the code's `View`, which has four strides: those of `dims`, 0 where it is the same along one, or its own."""
-    if tensor is None:
-        return (0,) * 6
-    if not dims:  # none of weights and static maps is read, of whatever dimensions
-        return tensor.data_ptr(), _TYPES[tensor.dtype], *(tensor.stride() if tensor.dim() == 4 else (0,) * 4)
-    strides = (0 if dim is None or tensor.shape[dim] == 1 else tensor.stride(dim) for dim in dims)
-    return tensor.data_ptr(), _TYPES[tensor.dtype], *strides
+def _view(tensor: Tensor) -> Any:
+    """A tensor (batch, heads, length, channels) as the code's `View`, without heads, as masks also without channels."""
+    if tensor.dim() == 4:
+        return _View(tensor.data_ptr(), _TYPES[tensor.dtype], tensor.size(3), *tensor.stride())
+    batch_stride = tensor.stride(0) if tensor.size(0) > 1 else 0  # one row may be for all of a batch
+    return _View(tensor.data_ptr(), _TYPES[tensor.dtype], tensor.size(-1), batch_stride, 0, *tensor.stride()[1:])
 
 
-def _stage(groups: int, *tensors: Tensor | None) -> tuple[int, ...]:
-    """One composition as the code's `Stage`: factors of queries and of keys, static map, and their gradients."""
-    channels = (0 if side is None else side.shape[3] for side in tensors[:2])
-    return *chain(*map(_view, tensors)), groups, *channels
+def _views(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, Any]:
+    """Views by name; those of None are left out, as the fields of a structure begin as zeros."""
+    return {name: _view(tensor) for name, tensor in tensors if tensor is not None}
 
 
-def _fields(
-    call: Call,
-    output: Tensor | None = None,
-    log_sums: Tensor | None = None,
-    gradients: tuple[Tensor | None, ...] = (None,) * 10,
-    block: tuple[int, ...] = (0,) * 10,
-) -> tuple[int, ...]:
-    """The fields of the code's `Call`; the gradients are that of the output, then those of the call's tensors."""
-    query, key, value = call[:3]
-    (batch, heads, queries, channels), key_heads, keys = query.shape, key.shape[1], key.shape[2]
-    return (
-        *(batch, heads, key_heads, queries, keys, channels, value.shape[3], call.rank()),
-        *(_bits(call.scaling), call.is_causal, call.sliding_window or 0, call.query_offset),
-        *_view(call.padding, 0, None, 1, None),
-        *_view(call.sequence_ids, 0, None, 1, None),
-        *_view(call.dense, 0, None, 2, 3),
-        *chain(*map(_view, (query, key, value, output))),
-        *_view(log_sums, 0, 1, 2, None),
-        *chain(*map(_view, gradients[:4])),
-        *_stage(call.groups, *call[3:6], *gradients[4:7]),
-        *_stage(call.groups, *call[6:9], *gradients[7:]),
-        *block,
-    )
+def _stage(*tensors: Tensor | None) -> Any:
+    """One composition: factors of queries and of keys, static map, then their gradients if there are any."""
+    names = ("query", "key", "static_map", "query_gradient", "key_gradient", "static_gradient")
+    return _Stage(**_views(zip(names, tensors)))
 
 
-@functools.lru_cache(maxsize=64)
-def _bits(number: float) -> int:
-    """A double among 64-bit integers."""
-    return array("q", array("d", (number,)).tobytes())[0]
+def _fields(call: Call, gradients: Sequence[Tensor | None] = (), **tensors: Tensor | None) -> Any:
+    """A call as the code takes it, with the gradients of its factors and static maps, and further tensors."""
+    tensors |= {name: getattr(call, name) for name in ("query", "key", "value", "padding", "sequence_ids")}
+    tensors["dense"] = None if call.dense is None else call.dense.expand(*call.query.shape[:2], -1, -1)
+    views = _views(tensors.items())
+    fields = _Call(pre=_stage(*call[3:6], *gradients[:3]), post=_stage(*call[6:9], *gradients[3:]), **views)
+    fields.batch, fields.heads, fields.last_query, _ = call.query.shape
+    _, fields.key_heads, fields.last_key, _ = call.key.shape
+    fields.groups, fields.scaling, fields.is_causal = call.groups, call.scaling, call.is_causal
+    fields.sliding_window, fields.query_offset = call.sliding_window or 0, call.query_offset
+    return fields
 
 
-@functools.cache
-def _parallel_for() -> int:
-    """The address of `torch_parallel_for`, which torch exports for extensions."""
-    return ctypes.cast(ctypes.CDLL(torch._C.__file__).torch_parallel_for, ctypes.c_void_p).value or 0
-
-
-def _run(function: str, call: tuple[int, ...]) -> None:
-    """Call a function of the library, whose fields begin with how it runs a loop on torch's threads."""
-    fields = array("q", (_parallel_for(), torch.get_num_threads(), *call))
-    getattr(_library(), function)(ctypes.c_void_p(fields.buffer_info()[0]))
+def _run(function: str, call: Any) -> None:
+    """Call a function of the library, which runs its loops on torch's threads."""
+    library = _library()
+    call.parallel_for, call.threads = library.parallel_for, torch.get_num_threads()
+    if failure := getattr(library, function)(ctypes.byref(call)):
+        raise RuntimeError(f"The C++ code of composed attention failed: {failure.decode()}.")
 
 
 @torch.compiler.assume_constant_result
@@ -236,27 +231,32 @@ def _why_no_library() -> str | None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """The library for this CPU, found beside this file, or in the user's cache, or compiled into it; else why not."""
+def _library() -> Any:
+    """The library for this CPU, from beside this file or the user's cache, or compiled into it; else why not."""
     if os.environ.get("DCFORMER_NATIVE") == "0":
         return "it is switched off by DCFORMER_NATIVE=0"
     instruction_set = _instruction_set()
     if instruction_set is None:
         return "it is made for CPUs with AVX2, AVX-512 or NEON"
     try:
-        found = find_library(instruction_set, Path(__file__).with_name("native"))
-        if found is None:
+        path = find_library(instruction_set, Path(__file__).with_name("native"))
+        if path is None:
             cache = Path(os.environ.get("DCFORMER_CACHE") or "~/.cache/dcformer").expanduser()
-            found = find_library(instruction_set, cache) or compile_library(instruction_set, cache)
-        library = ctypes.CDLL(str(found))
-        _parallel_for()
+            path = find_library(instruction_set, cache) or compile_library(instruction_set, cache)
+        library: Any = ctypes.CDLL(str(path))
+        for function in (library.dcformer_forward, library.dcformer_backward, library.dcformer_project):
+            function.restype = ctypes.c_char_p
+        torch_parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for  # which torch exports for extensions
+        library.parallel_for = ctypes.cast(torch_parallel_for, ctypes.c_void_p).value
+        sizes = [*(c_int64 * 2).in_dll(library, "dcformer_sizes")]
+        if sizes != [ctypes.sizeof(_Call), ctypes.sizeof(_Projection)]:
+            raise ValueError(f"The structures of {path} have {sizes} bytes, those of {__file__} have others.")
         return library
     except (OSError, AttributeError, RuntimeError) as error:  # the last of a user without a home directory
         reason = f"it could not be compiled or loaded ({error})"
         logger.warning(
-            "Composed attention runs in plain torch, which takes several times as long: %s. It needs a C++ compiler, a "
-            "folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer) and torch 2.10 or later; "
-            "DCFORMER_NATIVE=0 does without it.",
+            "Composed attention runs in plain torch, which takes several times as long: %s. It needs torch 2.10, a C++ "
+            "compiler and a folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer), or DCFORMER_NATIVE=0.",
             reason,
         )
         return reason

@@ -72,10 +72,10 @@ def test_gradients_do_not_depend_on_the_default_type():
     expected = torch.autograd.grad(native_form(*inputs).square().sum(), tensors)
     torch.set_default_dtype(torch.float64)
     try:
-        found = torch.autograd.grad(native_form(*inputs).square().sum(), tensors)
+        gradients = torch.autograd.grad(native_form(*inputs).square().sum(), tensors)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert_close(found, expected)
+    assert_close(gradients, expected)
 
 
 def error_of(output, expected):
@@ -99,13 +99,13 @@ def test_products_in_bfloat16_are_as_exact_as_those_of_plain_attention(monkeypat
     expected = composed_attention_reference(*inputs.to(torch.float64), attention_mask=visibility)
     monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
     with torch.no_grad():
-        found = native_form(*inputs, attention_mask=visibility)
+        output = native_form(*inputs, attention_mask=visibility)
         key, value = (states.repeat_interleave(inputs.query.shape[1] // states.shape[1], 1) for states in inputs[1:3])
         eager = sixteen_bit_attention(inputs._replace(key=key, value=value), visible)
-    assert found.dtype == torch.bfloat16
+    assert output.dtype == torch.bfloat16
     seen = visible.any(-1).expand(2, inputs.query.shape[1], -1)
-    assert not found[~seen].any()
-    assert error_of(found[seen], expected[seen]) <= 2 * error_of(eager[seen], expected[seen])
+    assert not output[~seen].any()
+    assert error_of(output[seen], expected[seen]) <= 2 * error_of(eager[seen], expected[seen])
 
 
 def test_compiled_graphs_hold_it_as_one_operator():
@@ -132,6 +132,14 @@ def test_its_operators_keep_the_rules_of_torch():
     torch.library.opcheck(native.forward_op, tuple(leaves), test_utils=rules)
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the C++ functions that are called."""
+    names, run = [], native._run
+    monkeypatch.setattr(native, "_run", lambda name, call: (names.append(name), run(name, call)))
+    return names
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -143,21 +151,18 @@ def test_its_operators_keep_the_rules_of_torch():
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, changes, dtype):
+def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, calls, changes, dtype):
     model, ids = tiny_model(**changes), random_tokens(2, 3)
-    calls = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda name, call: (calls.append(name), run(name, call)))
     with torch.no_grad():
-        found = model.to(dtype)(ids).logits
+        logits = model.to(dtype)(ids).logits
         monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *arguments: None)
         of_modules = model(ids).logits
         exact = model.double()(ids).logits  # of the same, rounded weights
     assert calls.count("dcformer_project") == model.config.num_hidden_layers
     if dtype == torch.float32:
-        assert_close(found, of_modules, rtol=1e-5, atol=1e-5)
+        assert_close(logits, of_modules, rtol=1e-5, atol=1e-5)
     else:
-        assert error_of(found, exact) <= 1.5 * error_of(of_modules, exact)
+        assert error_of(logits, exact) <= 1.5 * error_of(of_modules, exact)
 
 
 def hook(model):
@@ -190,17 +195,14 @@ def replace_a_norm(model):
 
 
 @pytest.mark.parametrize("change", [hook, hook_the_activation, give_it_another_gelu, parametrise, replace_a_norm])
-def test_modules_that_were_changed_compute_for_themselves(monkeypatch, change):
+def test_modules_that_were_changed_compute_for_themselves(calls, change):
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
     change(model)
-    calls = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda name, call: (calls.append(name), run(name, call)))
     with torch.no_grad():
-        found = model(ids).logits
+        logits = model(ids).logits
     assert "dcformer_project" not in calls
     with torch.enable_grad():  # where nothing is projected at once
-        assert_close(found, model(ids).logits, rtol=1e-5, atol=1e-5)
+        assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -209,13 +211,71 @@ def not_yet_loaded(monkeypatch):
     monkeypatch.setattr(native, "_library", functools.cache(native._library.__wrapped__))
 
 
-def test_it_is_compiled_once_into_the_cache(not_yet_loaded, monkeypatch, tmp_path):
-    monkeypatch.setattr(build_native, "FLAGS", ("-O0", *build_native.FLAGS[1:]))  # in a third of the time
-    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
+@pytest.fixture
+def not_installed(not_yet_loaded, monkeypatch, tmp_path):
+    """The folder of an installation without the library, and its cache; compiling takes a third of the time."""
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build_native, "FLAGS", ("-O0", *build_native.FLAGS[1:]))
+    return tmp_path
+
+
+def test_structures_of_another_size_are_refused(not_yet_loaded, monkeypatch):
+    monkeypatch.setattr(native, "_Call", native._structure((native._Call, "call"), (ctypes.c_int64, "more")))
+    with pytest.raises(ValueError, match="bytes, those of"):
+        native._library()
+
+
+def test_missing_memory_is_an_error():
+    keys = torch.zeros(1, 1, 1, 4).expand(1, 1, 2**50, 4)
+    with pytest.raises(RuntimeError, match="there is not enough memory"):
+        native_form(torch.zeros(1, 1, 9, 4), keys, keys, None, None, is_causal=False)
+
+
+COUNTER = """
+extern "C" { __attribute__((visibility("default"))) int64_t arrays = 0, chosen = -1, shortened = 0; }
+static int64_t shortens(int64_t number) { return arrays++ == chosen && number > 0 ? ++shortened : 0; }
+"""
+
+
+def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monkeypatch):
+    """The bounds of one array after the other are one element too tight, in every function of the library."""
+    sources = shutil.copytree(build_native.SOURCES, not_installed / "sources", ignore=shutil.ignore_patterns("*.so"))
+    before, after = (sources / "vectors.h").read_text().split("\nnamespace {\n", 1)
+    assert after.count(": size(number)") == 1
+    after = after.replace(": size(number)", ": size(number - shortens(number))")
+    (sources / "vectors.h").write_text(f"{before}{COUNTER}namespace {{\n{after}")
+    monkeypatch.setattr(build_native, "SOURCES", sources)
+    monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
+    names = ("arrays", "chosen", "shortened")
+    arrays, chosen, shortened = (ctypes.c_int64.in_dll(native._library(), name) for name in names)
+    model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
+    long, short = (make_inputs(queries=queries, keys=100).to(torch.float32) for queries in (100, 3))
+    threads(1)
+
+    def compute_everything():
+        value_and_gradients(native_form, long)
+        with torch.no_grad():
+            for inputs in (long, short):
+                native_form(*inputs)
+                native_form(*inputs.to(torch.bfloat16))
+            model(ids)
+
+    compute_everything()
+    for number in range(arrays.value):
+        arrays.value, chosen.value, shortened.value = 0, number, 0
+        try:
+            compute_everything()
+        except RuntimeError as error:
+            assert shortened.value == 1 and "an array is too small" in str(error)
+        else:
+            assert shortened.value == 0  # it was empty
+
+
+def test_it_is_compiled_once_into_the_cache(not_installed, monkeypatch):
     assert native._why_no_library() is None
-    (made,) = (tmp_path / "cache").iterdir()
-    assert made == build_native.find_library(native._instruction_set(), tmp_path / "cache")
+    (library,) = (not_installed / "cache").iterdir()
+    assert library == build_native.find_library(native._instruction_set(), not_installed / "cache")
     native._library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native._why_no_library() is None
@@ -230,26 +290,27 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("place", ["installed", "cached"])
+@pytest.fixture
+def whole_library(tmp_path):
+    installed = build_native.find_library(native._instruction_set(), build_native.SOURCES)
+    # It is not there where the package was installed without a compiler.
+    return installed or build_native.compile_library(native._instruction_set(), tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["native", "cache"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_library_is_compiled_anew(damage, place, not_yet_loaded, monkeypatch, tmp_path):
-    whole = build_native.find_library(native._instruction_set(), build_native.SOURCES)
-    if whole is None:  # as where the package was installed without a compiler
-        whole = build_native.compile_library(native._instruction_set(), tmp_path)
-    folders = {"installed": tmp_path / "native", "cached": tmp_path / "cache"}
-    folders[place].mkdir()
-    (folders[place] / whole.name).write_bytes(DAMAGES[damage](whole.read_bytes()))
+def test_a_damaged_library_is_compiled_anew(damage, folder, whole_library, not_installed, monkeypatch):
+    (not_installed / folder).mkdir()
+    (not_installed / folder / whole_library.name).write_bytes(DAMAGES[damage](whole_library.read_bytes()))
     compiled = []
 
-    def compile_library(instruction_set, folder):
-        compiled.append(folder)
-        return shutil.copy(whole, tmp_path / "new.so")
+    def compile_library(instruction_set, into):
+        compiled.append(into)
+        return shutil.copy(whole_library, not_installed / "new.so")
 
     monkeypatch.setattr(native, "compile_library", compile_library)
-    monkeypatch.setenv("DCFORMER_CACHE", str(folders["cached"]))
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     assert native._why_no_library() is None
-    assert compiled == [folders["cached"]]
+    assert compiled == [not_installed / "cache"]
 
 
 @pytest.fixture
@@ -274,10 +335,9 @@ def test_without_a_home_an_installed_library_is_used_or_one_warning_says_why_not
     assert len(caplog.records) == 1 and "DCFORMER_CACHE" in caplog.text
 
 
-def test_without_a_compiler_one_warning_says_what_to_install(not_yet_loaded, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path))
+@pytest.mark.usefixtures("not_installed")
+def test_without_a_compiler_one_warning_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     inputs = make_inputs().to(torch.float32)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -2,9 +2,8 @@
 //
 // A block of queries keeps its exponentials over all keys that it sees; nothing else is quadratic. A first sweep over
 // tiles of keys makes scores, composes and masks them and takes e^(x - largest so far); a second one scales that by
-// what the whole row turned out to be, composes it and multiplies it with the values. The backward pass computes both
-// again.
-#include <alloca.h>
+// the sum of the whole row, composes it and multiplies it with the values. The backward pass computes both again.
+#include <deque>
 #include <type_traits>
 
 #include "call.h"
@@ -14,80 +13,66 @@ namespace {
 
 constexpr int64_t BLOCK = 48;  // queries: a multiple of ROWS that makes enough of every key that is read
 static_assert(BLOCK % ROWS == 0, "blocks hold whole blocks of rows");
-constexpr int64_t FEW = 8;  // queries that do not pay for laying keys and values out
+constexpr int64_t FEW = 8;   // queries that do not pay for laying keys and values out
+constexpr int64_t PAIR = 2;  // queries of a block if the scores are given
 
-struct Sizes {
-    int64_t batch, heads, key_heads, served, queries, channels, value_channels, value_row, key_row, tiles, blocks, rows;
-    int64_t tiles_in_sight;                                       // of one block, at most
-    int64_t keys_of_tile, values_of_tile, factors_of_tile, tile;  // floats
-    bool pre, post;
+// A call, divided into blocks of queries and tiles of keys.
+struct Plan : Call {
+    const int64_t R;  // the rank, padded
+    const int64_t queries = last_query - first_query, first_tile = first_key / TILE;
+    const int64_t tiles = (last_key + TILE - 1) / TILE - first_tile;
+    const int64_t channels = query.channels, value_channels = value.channels;
+    const int64_t key_row = rounded_up(channels, LANES), value_row = rounded_up(value_channels, LANES);
+    const int64_t heads_per_key = heads / key_heads;  // that share a key/value head
+    const int64_t row_factors = heads * (2 * R + 1);  // floats of one query's factors, and of one tile's, if it has any
+    const int64_t pre_factors = composes(pre) * row_factors * TILE, post_factors = composes(post) * row_factors * TILE;
+    int64_t tiles_in_sight = tiles;  // of one block, at most
+    int64_t rows, blocks, tile;      // queries of a block, blocks, and floats of the scores of a block and a tile
 
-    Sizes(const Call& call, int64_t C, int64_t most_rows)
-        : batch(call.batch),
-          heads(call.heads),
-          key_heads(call.key_heads),
-          served(call.heads / call.key_heads),
-          queries(call.queries),
-          channels(call.channels),
-          value_channels(call.value_channels),
-          value_row(rounded_up(call.value_channels, LANES)),
-          key_row(rounded_up(call.channels, LANES)),
-          tiles((call.keys + TILE - 1) / TILE),
-          tiles_in_sight(tiles),
-          pre(composes(call.pre)),
-          post(composes(call.post)) {
-        if (call.window) tiles_in_sight = least(tiles, (2 * call.window + most_rows) / TILE + 2);
+    Plan(const Call& call, int64_t padded_rank, int64_t most_rows) : Call(call), R(padded_rank) {
+        if (sliding_window) tiles_in_sight = least(tiles, (2 * sliding_window + most_rows) / TILE + 2);
         // All scores of a block are in memory at once, in 64 MB where the block can be that small.
         const int64_t affordable = (1 << 24) / (heads * tiles_in_sight * TILE) / ROWS * ROWS;
         rows = least(least(most_rows, rounded_up(queries, ROWS)), most(affordable, least(most_rows, ROWS)));
         blocks = (queries + rows - 1) / rows;
-        keys_of_tile = key_heads * channels * TILE;
-        values_of_tile = key_heads * value_row * TILE;
-        factors_of_tile = heads * C * TILE;
         tile = rows * heads * TILE;
     }
+
+    int64_t first_of(int64_t j) const { return (first_tile + j) * TILE; }  // key of tile j
+    // Tile j of the keys of query head h, among the tiles of all key/value heads.
+    int64_t key_tile(int64_t b, int64_t j, int64_t h) const { return (b * tiles + j) * key_heads + h / heads_per_key; }
 };
 
-// Keys, values and factors of all tiles, as float32 in the order in which they are read: rows of channels, or columns
+// Keys and values, as one of the passes reads them, and factors of all tiles in float32: rows of channels, or columns
 // of them as `read_columns` lays them out.
-template <int R>
 struct Packed {
-    float *key_columns, *key_rows = nullptr, *value_columns = nullptr, *value_rows = nullptr, *pre, *post;
-    Memory memory;
+    const Plan& plan;
+    const bool forward, backward;
+    const int64_t tiles = plan.batch * plan.tiles, keys = tiles * plan.key_heads * TILE;
+    const Floats key_columns{(forward || backward) * keys * plan.channels}, key_rows{backward * keys * plan.key_row};
+    const Floats value_columns{backward * keys * plan.value_channels}, value_rows{forward * keys * plan.value_row};
+    const Floats pre{tiles * plan.pre_factors}, post{tiles * plan.post_factors};
 
-    Packed(const Call& call, const Sizes& sizes, bool backward)
-        : memory(sizes.batch * sizes.tiles *
-                 (sizes.keys_of_tile +
-                  (backward ? sizes.key_heads * (sizes.key_row + sizes.value_channels) * TILE : sizes.values_of_tile) +
-                  (sizes.pre + sizes.post) * sizes.factors_of_tile)) {
-        const int64_t number = sizes.batch * sizes.tiles, KH = sizes.key_heads;
-        key_columns = memory.take(number * sizes.keys_of_tile);
-        if (backward) key_rows = memory.take(number * KH * sizes.key_row * TILE);
-        if (backward) value_columns = memory.take(number * KH * sizes.value_channels * TILE);
-        if (!backward) value_rows = memory.take(number * sizes.values_of_tile);
-        pre = memory.take(number * sizes.pre * sizes.factors_of_tile);
-        post = memory.take(number * sizes.post * sizes.factors_of_tile);
-        in_turn(call, number, [&](int64_t, int64_t i) {
-            const int64_t b = i / sizes.tiles, first = i % sizes.tiles * TILE, here = least(TILE, call.keys - first);
-            for (int64_t h = 0; h < KH; h++) {
-                read_columns(call.key, b, h, first, here, sizes.channels,
-                             key_columns + (i * KH + h) * sizes.channels * TILE);
-                if (backward) {
-                    read_columns(call.value, b, h, first, here, sizes.value_channels,
-                                 value_columns + (i * KH + h) * sizes.value_channels * TILE);
-                    read_rows(call.key, b, h, first, here, TILE, sizes.channels, sizes.key_row, 1.0f,
-                              key_rows + (i * KH + h) * sizes.key_row * TILE);
-                } else {
-                    read_rows(call.value, b, h, first, here, TILE, sizes.value_channels, sizes.value_row, 1.0f,
-                              value_rows + (i * KH + h) * sizes.value_row * TILE);
-                }
-            }
-            for (int64_t h = 0; h < sizes.heads; h++) {
-                const int64_t at = i * sizes.factors_of_tile + h * CHANNELS<R> * TILE;
-                if (sizes.pre) read_key_factors(call, call.pre, R, b, h, first, pre + at);
-                if (sizes.post) read_key_factors(call, call.post, R, b, h, first, post + at);
-            }
+    Packed(const Plan& p, bool is_forward, bool is_backward) : plan(p), forward(is_forward), backward(is_backward) {
+        parallel_on_demand(plan.threads, tiles, [&](auto next) {
+            for (int64_t i; next(i);) pack(i, i / plan.tiles, plan.first_of(i % plan.tiles));
         });
+    }
+
+    void pack(int64_t i, int64_t b, int64_t first) const {
+        const int64_t number = least(TILE, plan.last_key - first), columns = plan.value_channels;
+        const int64_t D = plan.channels, K = plan.key_row, V = plan.value_row;
+        for (int64_t h = 0, at = i * plan.key_heads; h < plan.key_heads; h++, at++) {
+            if (forward || backward) read_columns(plan.key, b, h, first, number, D, key_columns.part(at, TILE * D));
+            if (backward) {
+                read_rows(plan.key, b, h, first, number, TILE, D, K, 1.0f, key_rows.part(at, TILE * K));
+                read_columns(plan.value, b, h, first, number, columns, value_columns.part(at, TILE * columns));
+            }
+            if (forward)
+                read_rows(plan.value, b, h, first, number, TILE, columns, V, 1.0f, value_rows.part(at, TILE * V));
+        }
+        read_key_factors(plan, plan.pre, plan.R, b, first, pre.part(i, plan.pre_factors));
+        read_key_factors(plan, plan.post, plan.R, b, first, post.part(i, plan.post_factors));
     }
 };
 
@@ -100,14 +85,14 @@ struct Softmax {
         for (int64_t i = 0; i < queries * heads; i++) largest[i] = LOWEST, sums[i] = 0.0f;
     }
 
-    // One query's scores [head][TILE] become e^(score - largest so far), which is noted in `at_tile` [head].
+    // One query's scores [head][TILE] become e^(score - largest so far), which is stored in `at_tile` [head].
     void add_tile(int64_t query, float* scores, float* at_tile) const {
-        float *own_largest = largest + query * heads, *own_sums = sums + query * heads;
+        float *query_largest = largest + query * heads, *query_sums = sums + query * heads;
         for (int64_t h = 0; h < heads; h++) {
             float* x = scores + h * TILE;
             Vector top = load(x);
             for (int s = LANES; s < TILE; s += LANES) top = larger(load(x + s), top);
-            const float now = largest_of(top), before = own_largest[h];
+            const float now = largest_of(top), before = query_largest[h];
             at_tile[h] = now > before ? now : before;
         }
         for (int64_t h = 0; h < heads; h++) {
@@ -119,13 +104,13 @@ struct Softmax {
                 store(x + s, e);
                 sum += e;
             }
-            if (top != own_largest[h]) own_sums[h] *= expf(own_largest[h] - top);
-            own_sums[h] += sum_of(sum);
-            own_largest[h] = top;
+            if (top != query_largest[h]) query_sums[h] *= expf(query_largest[h] - top);
+            query_sums[h] += sum_of(sum);
+            query_largest[h] = top;
         }
     }
 
-    // By what the exponentials of a tile are to be multiplied, in place of `at_tile` [head].
+    // `at_tile` [head] becomes the factors that turn the exponentials of a tile into weights.
     void scales(int64_t query, float* at_tile) const {
         for (int64_t h = 0; h < heads; h++) {
             const int64_t i = query * heads + h;
@@ -140,599 +125,556 @@ inline void scale_tile(float* tile, int64_t queries, int64_t heads, const float*
         for (int s = 0; s < TILE; s += LANES) store(tile + i * TILE + s, load(tile + i * TILE + s) * scale[i]);
 }
 
-template <int R>
-struct Forward {
-    const Call& call;
-    const Sizes sizes;
-    const Packed<R> packed;
-
-    explicit Forward(const Call& c) : call(c), sizes(c, CHANNELS<R>, BLOCK), packed(c, sizes, false) {}
-
-    void run() {
-        in_parallel(call, least(call.threads, sizes.batch * sizes.blocks), [&](int64_t) {
-            const int64_t rows = sizes.rows, H = sizes.heads;
-            Memory memory(sizes.tiles_in_sight * (sizes.tile + rows * H) +
-                          rows * H * (sizes.channels + sizes.value_row + 2) + rows * H * CHANNELS<R> * 2 + rows * TILE +
-                          H * LANES * 4);
-            for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < sizes.batch * sizes.blocks;) {
-                memory.next = memory.start;
-                block(i % sizes.batch, sizes.blocks - 1 - i / sizes.batch, memory);
-            }
-        });
-    }
-    int64_t next = 0;
-
-    void block(int64_t b, int64_t number, Memory& memory) const {
-        constexpr int C = CHANNELS<R>;
-        const int64_t rows = sizes.rows, H = sizes.heads, start = number * rows;
-        const int64_t queries = least(rows, sizes.queries - start), row = H * TILE;
-        float* query = memory.take(H * rows * sizes.channels);
-        float* output = memory.take(H * rows * sizes.value_row);
-        float* pre = memory.take(rows * H * C);
-        float* post = memory.take(rows * H * C);
-        float* scratch = memory.take(H * LANES * 4);
-        const Mask mask{memory.take(rows * TILE)};
-        const Softmax softmax{H, memory.take(rows * H), memory.take(rows * H)};
-        float* at_tiles = memory.take(sizes.tiles_in_sight * rows * H);
-        float* scores = memory.take(sizes.tiles_in_sight * sizes.tile);
-        for (int64_t h = 0; h < H; h++)
-            read_rows(call.query, b, h, start, queries, rows, sizes.channels, sizes.channels, call.scaling,
-                      query + h * rows * sizes.channels);
-        if (sizes.pre) read_query_factors(call, call.pre, R, b, start, queries, rows, pre);
-        if (sizes.post) read_query_factors(call, call.post, R, b, start, queries, rows, post);
-        memset(output, 0, H * rows * sizes.value_row * 4);
-        softmax.begin(rows);
-
-        int64_t used = 0;
-        int64_t* seen = (int64_t*)alloca(sizes.tiles * sizeof(int64_t));  // the tiles that are not hidden altogether
-        for (int64_t j = 0; j < sizes.tiles; j++) {
-            const Sight sight = mask.look(call, b, start, queries, j * TILE);
-            if (sight == NOTHING) continue;
-            const int64_t i = b * sizes.tiles + j;
-            float *tile = scores + used * sizes.tile, *at_tile = at_tiles + used * rows * H;
-            for (int64_t h = 0; h < H; h++)
-                product<false>(rows, TILE, sizes.channels, query + h * rows * sizes.channels, sizes.channels, 1,
-                               packed.key_columns + i * sizes.keys_of_tile + h / sizes.served * sizes.channels * TILE,
-                               sizes.channels * PANEL, PANEL, tile + h * TILE, row);
-            if (sizes.pre)
-                compose<R, false>(tile, tile, queries, heads_of(call, call.pre), pre,
-                                  packed.pre + i * sizes.factors_of_tile, nullptr, scratch);
-            for (int64_t t = 0; t < queries; t++) {
-                if (sight == SOME)
-                    for (int64_t h = 0; h < H; h++) apply_mask(tile + t * row + h * TILE, mask.added + t * TILE);
-                softmax.add_tile(t, tile + t * row, at_tile + t * H);
-            }
-            seen[used++] = j;
-        }
-        while (used-- > 0) {  // the last tile is still in the cache
-            const int64_t i = b * sizes.tiles + seen[used];
-            float *tile = scores + used * sizes.tile, *at_tile = at_tiles + used * rows * H;
-            for (int64_t t = 0; t < queries; t++) softmax.scales(t, at_tile + t * H);
-            if (sizes.post)
-                compose<R, true>(tile, tile, queries, heads_of(call, call.post), post,
-                                 packed.post + i * sizes.factors_of_tile, at_tile, scratch);
-            else scale_tile(tile, queries, H, at_tile);
-            for (int64_t h = 0; h < H; h++)
-                product<true>(rows, sizes.value_row, TILE, tile + h * TILE, row, 1,
-                              packed.value_rows + i * sizes.values_of_tile + h / sizes.served * sizes.value_row * TILE,
-                              PANEL, sizes.value_row, output + h * rows * sizes.value_row, sizes.value_row);
-        }
-        for (int64_t h = 0; h < H; h++)
-            for (int64_t t = 0; t < queries; t++) {
-                write_row(call.output, offset_of(call.output, b, h, start + t),
-                          output + (h * rows + t) * sizes.value_row, sizes.value_channels, 1.0f);
-                if (call.log_sums.type != NONE) {
-                    const float sum = softmax.sums[t * H + h];
-                    ((float*)call.log_sums.data)[offset_of(call.log_sums, b, h, start + t)] =
-                        sum == 0.0f ? INFINITY : softmax.largest[t * H + h] + logf(sum);
-                }
-            }
-    }
-};
-
-// A few queries, as in decoding: keys and values are read once, where they lie, and nothing of them is laid out anew.
-template <int R>
-struct FewQueries {
-    static constexpr int C = CHANNELS<R>;
-    const Call& call;
-    const Sizes sizes;
-
-    explicit FewQueries(const Call& c) : call(c), sizes(c, C, c.queries) {}
-
-    struct Tile {
-        int64_t b, first;
-        bool is_whole;
-        float *scores, *largest, *sums;  // [query][head][TILE], [query][head] each
-    };
-
-    void run() const {
-        const int64_t Q = sizes.queries, H = sizes.heads, number = sizes.batch * sizes.tiles, heads = Q * H;
-        Memory looked(Q * TILE);
-        Tile* tiles = (Tile*)malloc(number * sizeof(Tile));
-        int64_t used = 0;
-        for (int64_t i = 0; i < number; i++) {
-            Tile& tile = tiles[used];
-            tile.b = i / sizes.tiles, tile.first = i % sizes.tiles * TILE;
-            const Sight sight = Mask{looked.start}.look(call, tile.b, 0, Q, tile.first);
-            tile.is_whole = sight == ALL;
-            used += sight != NOTHING;
-        }
-        const int64_t workers = most(1, least(call.threads, used)), row = heads * sizes.value_row;
-        Memory memory(sizes.batch * heads * (2 * C + sizes.channels) + used * heads * (TILE + 2) + used * 48 +
-                      workers * sizes.batch * row);
-        float* query = memory.take(sizes.batch * heads * sizes.channels);  // [batch][query][head][channel]
-        float *pre = memory.take(sizes.batch * heads * C), *post = memory.take(sizes.batch * heads * C);
-        float* outputs = memory.take(workers * sizes.batch * row);  // [worker][batch][query][head][channel]
-        for (int64_t i = 0; i < used; i++)
-            tiles[i].scores = memory.take(heads * TILE), tiles[i].largest = memory.take(heads),
-            tiles[i].sums = memory.take(heads);
-        memset(outputs, 0, workers * sizes.batch * row * 4);
-        for (int64_t b = 0; b < sizes.batch; b++) {
-            for (int64_t t = 0; t < Q; t++)
-                for (int64_t h = 0; h < H; h++)
-                    read_row(call.query, offset_of(call.query, b, h, t), 1, sizes.channels, call.scaling,
-                             query + ((b * Q + t) * H + h) * sizes.channels);
-            if (sizes.pre) read_query_factors(call, call.pre, R, b, 0, Q, Q, pre + b * heads * C);
-            if (sizes.post) read_query_factors(call, call.post, R, b, 0, Q, Q, post + b * heads * C);
-        }
-        in_parallel(call, workers, [&](int64_t w) {
-            Memory own(scratch_floats());
-            for (int64_t i = w * used / workers; i < (w + 1) * used / workers; i++)
-                score(tiles[i], query + tiles[i].b * heads * sizes.channels, pre + tiles[i].b * heads * C, own);
-        });
-        Memory totals(sizes.batch * heads * 2);
-        const Softmax softmax{1, totals.take(sizes.batch * heads), totals.take(sizes.batch * heads)};
-        softmax.begin(sizes.batch * heads);
-        for (int64_t i = 0; i < used; i++)
-            for (int64_t k = 0, total = tiles[i].b * heads; k < heads; k++, total++)
-                if (tiles[i].largest[k] > softmax.largest[total]) softmax.largest[total] = tiles[i].largest[k];
-        for (int64_t i = 0; i < used; i++)
-            for (int64_t k = 0, total = tiles[i].b * heads; k < heads; k++, total++)
-                softmax.sums[total] += tiles[i].sums[k] * expf(tiles[i].largest[k] - softmax.largest[total]);
-        in_parallel(call, workers, [&](int64_t w) {
-            Memory own(scratch_floats());
-            for (int64_t i = w * used / workers; i < (w + 1) * used / workers; i++) {
-                const int64_t b = tiles[i].b;
-                for (int64_t k = 0; k < heads; k++) softmax.scales(b * heads + k, tiles[i].largest + k);
-                sum_values(tiles[i], post + b * heads * C, outputs + (w * sizes.batch + b) * row, own);
-            }
-        });
-        for (int64_t w = 1; w < workers; w++)
-            for (int64_t i = 0; i < sizes.batch * row; i++) outputs[i] += outputs[w * sizes.batch * row + i];
-        for (int64_t b = 0; b < sizes.batch; b++)
-            for (int64_t t = 0; t < Q; t++)
-                for (int64_t h = 0; h < H; h++)
-                    write_row(call.output, offset_of(call.output, b, h, t),
-                              outputs + ((b * Q + t) * H + h) * sizes.value_row, sizes.value_channels, 1.0f);
-        free(tiles);
-    }
-
-    int64_t scratch_floats() const {
-        return sizes.factors_of_tile + TILE * (sizes.queries + most(sizes.value_row, 4 * sizes.channels)) +
-               4 * sizes.heads * LANES;
-    }
-
-    void score(const Tile& tile, const float* query, const float* pre, Memory& own) const {
-        const int64_t Q = sizes.queries, H = sizes.heads, D = sizes.channels,
-                      here = least(TILE, call.keys - tile.first);
-        own.next = own.start;
-        float *factors = own.take(sizes.factors_of_tile), *scratch = own.take(4 * H * LANES);
-        float *rows = own.take(TILE * D), *added = own.take(Q * TILE);
-        for (int64_t h = 0; h < H; h++) {
-            const float* keys = (const float*)call.key.data + offset_of(call.key, tile.b, h / sizes.served, tile.first);
-            int64_t step = call.key.strides[2];
-            if (call.key.type != FLOAT32) {
-                if (h % sizes.served == 0)
-                    read_rows(call.key, tile.b, h / sizes.served, tile.first, here, here, D, D, 1.0f, rows);
-                keys = rows, step = D;
-            }
-            for (int64_t t = 0; t < Q; t++) {
-                float* to = tile.scores + (t * H + h) * TILE;
-                multiply_rows(keys, step, query + (t * H + h) * D, D, here, to);
-                for (int64_t s = here; s < TILE; s++) to[s] = 0.0f;
-            }
-            if (sizes.pre) read_key_factors(call, call.pre, R, tile.b, h, tile.first, factors + h * C * TILE);
-        }
-        if (sizes.pre)
-            compose<R, false>(tile.scores, tile.scores, Q, heads_of(call, call.pre), pre, factors, nullptr, scratch);
-        if (!tile.is_whole) Mask{added}.look(call, tile.b, 0, Q, tile.first);
-        const Softmax softmax{H, tile.largest, tile.sums};
-        softmax.begin(Q);
-        for (int64_t t = 0; t < Q; t++) {
-            if (!tile.is_whole)
-                for (int64_t h = 0; h < H; h++) apply_mask(tile.scores + (t * H + h) * TILE, added + t * TILE);
-            softmax.add_tile(t, tile.scores + t * H * TILE, tile.largest + t * H);
-        }
-    }
-
-    void sum_values(const Tile& tile, const float* post, float* output, Memory& own) const {
-        const int64_t Q = sizes.queries, H = sizes.heads, here = least(TILE, call.keys - tile.first);
-        own.next = own.start;
-        float *factors = own.take(sizes.factors_of_tile), *scratch = own.take(4 * H * LANES);
-        float* rows = own.take(TILE * sizes.value_row);
-        if (sizes.post) {
-            for (int64_t h = 0; h < H; h++)
-                read_key_factors(call, call.post, R, tile.b, h, tile.first, factors + h * C * TILE);
-            compose<R, true>(tile.scores, tile.scores, Q, heads_of(call, call.post), post, factors, tile.largest,
-                             scratch);
-        } else {
-            scale_tile(tile.scores, Q, H, tile.largest);
-        }
-        const bool as_they_lie = call.value.type == FLOAT32 && sizes.value_channels == sizes.value_row;
-        for (int64_t h = 0; h < H; h++) {
-            const int64_t key_head = h / sizes.served;
-            const float* values = (const float*)call.value.data + offset_of(call.value, tile.b, key_head, tile.first);
-            int64_t step = call.value.strides[2];
-            if (!as_they_lie) {
-                if (h % sizes.served == 0)
-                    read_rows(call.value, tile.b, key_head, tile.first, here, here, sizes.value_channels,
-                              sizes.value_row, 1.0f, rows);
-                values = rows, step = sizes.value_row;
-            }
-            for (int64_t t = 0; t < Q; t++) {
-                const float* weights = tile.scores + (t * H + h) * TILE;
-                float* to = output + (t * H + h) * sizes.value_row;
-                int64_t d = 0;
-                for (; d + 8 * LANES <= sizes.value_row; d += 8 * LANES)
-                    product_in_registers<1, 8, true>(here, weights, 0, 1, values + d, step, to + d, 0);
-                for (; d < sizes.value_row; d += LANES)
-                    product_in_registers<1, 1, true>(here, weights, 0, 1, values + d, step, to + d, 0);
-            }
-        }
-    }
-};
-
-// The middle of attention alone, between products that others make: some queries' scores in 16 bits become their
-// composed weights in place.
-template <int R>
-void compose_block(const Call& call) {
-    constexpr int C = CHANNELS<R>;
-    constexpr int64_t TOGETHER = 2;
-    const Sizes sizes(call, C, TOGETHER);
-    const int64_t H = sizes.heads, first_tile = call.first_key / TILE,
-                  tiles = (call.last_key + TILE - 1) / TILE - first_tile;
-    Memory packed(sizes.batch * tiles * 2 * sizes.factors_of_tile);
-    float* key_factors = packed.start;  // [batch][tile][pre, post][head][factor][TILE]
-    in_turn(call, sizes.batch * tiles, [&](int64_t, int64_t i) {
-        for (int64_t h = 0; h < H; h++) {
-            const int64_t b = i / tiles, first = (first_tile + i % tiles) * TILE;
-            float* to = key_factors + i * 2 * sizes.factors_of_tile + h * C * TILE;
-            if (sizes.pre) read_key_factors(call, call.pre, R, b, h, first, to);
-            if (sizes.post) read_key_factors(call, call.post, R, b, h, first, to + sizes.factors_of_tile);
-        }
-    });
-    const int64_t groups = (call.last_query - call.first_query + TOGETHER - 1) / TOGETHER;
-    int64_t next = 0;
-    in_parallel(call, least(call.threads, sizes.batch * groups), [&](int64_t) {
-        const int64_t tile_floats = TOGETHER * H * TILE;
-        Memory memory(tiles * (tile_floats + TOGETHER * H) + TOGETHER * H * (2 * C + 2) + TOGETHER * TILE +
-                      4 * H * LANES);
-        float* scores = memory.take(tiles * tile_floats);
-        float* at_tiles = memory.take(tiles * TOGETHER * H);
-        float *pre = memory.take(TOGETHER * H * C), *post = memory.take(TOGETHER * H * C);
-        const Softmax softmax{H, memory.take(TOGETHER * H), memory.take(TOGETHER * H)};
-        const Mask mask{memory.take(TOGETHER * TILE)};
-        float* scratch = memory.take(4 * H * LANES);
-        bool* seen = (bool*)alloca(tiles);
-        for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < sizes.batch * groups;) {
-            const int64_t b = i / groups, start = call.first_query + i % groups * TOGETHER;
-            const int64_t queries = least(TOGETHER, call.last_query - start);
-            if (sizes.pre) read_query_factors(call, call.pre, R, b, start, queries, queries, pre);
-            if (sizes.post) read_query_factors(call, call.post, R, b, start, queries, queries, post);
-            softmax.begin(queries);
-            for (int64_t j = 0; j < tiles; j++) {
-                const int64_t first = (first_tile + j) * TILE;
-                const int64_t from = most(first, call.first_key), to = least(first + TILE, call.last_key);
-                const Sight sight = mask.look(call, b, start, queries, first);
-                seen[j] = sight != NOTHING;
-                if (!seen[j]) continue;
-                float *tile = scores + j * tile_floats, *at_tile = at_tiles + j * TOGETHER * H;
-                if (to - from < TILE) memset(tile, 0, tile_floats * 4);
-                for (int64_t k = 0; k < queries * H; k++)
-                    read_row(call.scores, offset_of(call.scores, b, k % H, start + k / H) + from, 1, to - from,
-                             call.scaling, tile + k * TILE + from - first);
-                if (sizes.pre)
-                    compose<R, false>(tile, tile, queries, heads_of(call, call.pre), pre,
-                                      key_factors + (b * tiles + j) * 2 * sizes.factors_of_tile, nullptr, scratch);
-                for (int64_t t = 0; t < queries; t++) {
-                    if (sight == SOME)
-                        for (int64_t h = 0; h < H; h++) apply_mask(tile + (t * H + h) * TILE, mask.added + t * TILE);
-                    softmax.add_tile(t, tile + t * H * TILE, at_tile + t * H);
-                }
-            }
-            for (int64_t j = 0; j < tiles; j++) {
-                const int64_t first = (first_tile + j) * TILE;
-                const int64_t from = most(first, call.first_key), to = least(first + TILE, call.last_key);
-                float *tile = scores + j * tile_floats, *at_tile = at_tiles + j * TOGETHER * H;
-                if (seen[j]) {
-                    for (int64_t t = 0; t < queries; t++) softmax.scales(t, at_tile + t * H);
-                    if (sizes.post)
-                        compose<R, true>(tile, tile, queries, heads_of(call, call.post), post,
-                                         key_factors + ((b * tiles + j) * 2 + 1) * sizes.factors_of_tile, at_tile,
-                                         scratch);
-                    else scale_tile(tile, queries, H, at_tile);
-                } else {
-                    memset(tile, 0, tile_floats * 4);
-                }
-                for (int64_t k = 0; k < queries * H; k++)
-                    write_row(call.scores, offset_of(call.scores, b, k % H, start + k / H) + from,
-                              tile + k * TILE + from - first, to - from, 1.0f);
-            }
-        }
-    });
+inline void add(float* to, const float* more, int64_t number) {
+    for (int64_t i = 0; i < number; i++) to[i] += more[i];
 }
 
-// What the queries that one thread works on add to the gradients of the keys, of one row of the batch, and of the
-// static maps, of all rows.
-struct Gradients {
-    Memory memory;
-    float *keys, *values;  // [key head][key][channels]
-    float *pre, *post;     // [tile][head][factor][TILE]
-    float *pre_static, *post_static;
-    int64_t floats_of_row;
+// Some queries of one row of the batch: their factors, the keys that they see, and the composition of their tiles.
+template <int R>
+struct Queries {
+    const Plan& plan;
+    const int64_t most, H = plan.heads;
+    const Floats pre{most * plan.row_factors}, post{most * plan.row_factors}, added{most * TILE},
+        scratch{4 * H * LANES};
+    int64_t b = -1, start = 0, number = 0;
 
-    static int64_t floats(const Sizes& sizes) {
-        return sizes.tiles * (TILE * sizes.key_heads * (sizes.key_row + sizes.value_row) +
-                              (sizes.pre + sizes.post) * sizes.factors_of_tile) +
-               2 * sizes.heads * sizes.heads;
+    Queries(const Plan& p, int64_t most_queries) : plan(p), most(most_queries) {}
+
+    void begin(int64_t row, int64_t first, int64_t queries) {
+        b = row, start = first, number = queries;
+        read_query_factors(plan, plan.pre, R, b, start, number, pre.part(0, number * plan.row_factors));
+        read_query_factors(plan, plan.post, R, b, start, number, post.part(0, number * plan.row_factors));
     }
-    Gradients(const Call& call, const Sizes& sizes) : memory(floats(sizes)) {
-        keys = memory.take(sizes.tiles * TILE * sizes.key_heads * sizes.key_row);
-        values = memory.take(sizes.tiles * TILE * sizes.key_heads * sizes.value_row);
-        pre = memory.take(sizes.pre * sizes.tiles * sizes.factors_of_tile);
-        post = memory.take(sizes.post * sizes.tiles * sizes.factors_of_tile);
-        floats_of_row = memory.next - memory.start;
-        pre_static = memory.take(sizes.heads * sizes.heads / call.pre.groups);
-        post_static = memory.take(sizes.heads * sizes.heads / call.post.groups);
-        memset(pre_static, 0, (memory.next - pre_static) * 4);
+
+    Visible visible(int64_t first) const {
+        return visible_keys(plan, b, start, number, first, added.part(0, number * TILE));
     }
-    void begin_row() { memset(keys, 0, floats_of_row * 4); }
+
+    template <bool SCALED>
+    void compose_tile(const Stage& stage, const Floats& factors, const float* in, float* out, const float* key_factors,
+                      const float* scale = nullptr) const {
+        compose<R, SCALED>(in, out, number, heads_of(plan, stage), factors.part(0, number * plan.row_factors),
+                           key_factors, scale, scratch.part(0, 4 * H * LANES));
+    }
+
+    // Scores are composed and masked; `use` gets those of every query, [head][TILE].
+    template <class Use>
+    void compose_scores(const float* in, float* out, const float* key_factors, Visible visible, const Use& use) const {
+        if (plan.pre_factors) compose_tile<false>(plan.pre, pre, in, out, key_factors);
+        for (int64_t t = 0; t < number; t++) {
+            float* scores = out + t * H * TILE;
+            if (visible == SOME)
+                for (int64_t h = 0; h < H; h++) apply_mask(scores + h * TILE, added.part(t, TILE));
+            use(t, scores);
+        }
+    }
+
+    // Scores become exponentials, relative to the largest so far, which `at_tile` keeps.
+    void to_exponentials(float* tile, const float* key_factors, Visible visible, const Softmax& softmax,
+                         float* at_tile) const {
+        compose_scores(tile, tile, key_factors, visible,
+                       [&](int64_t t, float* scores) { softmax.add_tile(t, scores, at_tile + t * H); });
+    }
+
+    // Exponentials become weights, which are composed.
+    void to_weights(float* tile, const float* key_factors, const Softmax& softmax, float* at_tile) const {
+        for (int64_t t = 0; t < number; t++) softmax.scales(t, at_tile + t * H);
+        if (plan.post_factors) compose_tile<true>(plan.post, post, tile, tile, key_factors, at_tile);
+        else scale_tile(tile, number, H, at_tile);
+    }
+};
+
+// All queries, block by block. If the call has `scores`, which are made and multiplied with the values elsewhere, these
+// become their composed weights.
+template <int R>
+struct Forward {
+    const Plan plan;
+    const bool has_scores = plan.scores.type != NONE;
+    const Packed packed{plan, !has_scores, false};
+
+    explicit Forward(const Call& call) : plan(call, R, call.scores.type == NONE ? BLOCK : PAIR) {}
+
+    void run() const {
+        parallel_on_demand(plan.threads, plan.batch * plan.blocks, [&](auto next) {
+            Worker worker(*this);
+            for (int64_t i; next(i);) worker.block(i % plan.batch, plan.blocks - 1 - i / plan.batch);
+        });
+    }
+
+    struct Worker {
+        const Plan& plan;
+        const Packed& packed;
+        const bool has_scores;
+        const int64_t H = plan.heads, rows = plan.rows, D = plan.channels, V = plan.value_row;
+        Queries<R> queries{plan, rows};
+        const Floats query{H * rows * D * !has_scores}, output{H * rows * V * !has_scores};
+        const Floats tiles{plan.tiles_in_sight * plan.tile}, blank{has_scores * plan.tile},
+            at_tiles{plan.tiles_in_sight * rows * H};
+        const Floats largest{rows * H}, sums{rows * H};
+        const Array<int64_t> seen{plan.tiles_in_sight};  // tiles of which something is visible
+
+        explicit Worker(const Forward& all) : plan(all.plan), packed(all.packed), has_scores(all.has_scores) {
+            blank.zeros(0, has_scores * plan.tile);
+        }
+
+        void block(int64_t b, int64_t number) {
+            const int64_t start = plan.first_query + number * rows;
+            const Softmax softmax{H, largest.part(0, rows * H), sums.part(0, rows * H)};
+            softmax.begin(rows);
+            queries.begin(b, start, least(rows, plan.last_query - start));
+            for (int64_t h = 0; h < H * !has_scores; h++) {
+                read_rows(plan.query, b, h, start, queries.number, rows, D, D, plan.scaling, query.part(h, rows * D));
+                output.zeros(h, rows * V);
+            }
+            int64_t used = 0;
+            for (int64_t j = 0; j < plan.tiles; j++) {
+                const Visible visible = queries.visible(plan.first_of(j));
+                if (visible != NOTHING) {
+                    float* tile = tiles.part(used, plan.tile);
+                    if (has_scores) read_scores(j, tile);
+                    for (int64_t h = 0; h < H * !has_scores; h++)
+                        product<false>(rows, TILE, D, query.part(h, rows * D), D, 1,
+                                       packed.key_columns.part(plan.key_tile(b, j, h), TILE * D), D * PANEL, PANEL,
+                                       tile + h * TILE, H * TILE);
+                    queries.to_exponentials(tile, packed.pre.part(b * plan.tiles + j, plan.pre_factors), visible,
+                                            softmax, at_tiles.part(used, rows * H));
+                    *seen.part(used++, 1) = j;
+                } else if (has_scores) {
+                    write_scores(j, blank.part(0, plan.tile));
+                }
+            }
+            while (used-- > 0) {  // the last tile is still in the cache
+                const int64_t j = *seen.part(used, 1);
+                float* tile = tiles.part(used, plan.tile);
+                queries.to_weights(tile, packed.post.part(b * plan.tiles + j, plan.post_factors), softmax,
+                                   at_tiles.part(used, rows * H));
+                if (has_scores) write_scores(j, tile);
+                for (int64_t h = 0; h < H * !has_scores; h++)
+                    product<true>(rows, V, TILE, tile + h * TILE, H * TILE, 1,
+                                  packed.value_rows.part(plan.key_tile(b, j, h), TILE * V), PANEL, V,
+                                  output.part(h, rows * V), V);
+            }
+            for (int64_t h = 0; h < H * !has_scores; h++)
+                for (int64_t t = 0; t < queries.number; t++) {
+                    write_row(plan.output, offset_of(plan.output, b, h, start + t), output.part(h * rows + t, V),
+                              plan.value_channels, 1.0f);
+                    if (plan.log_sums.type == NONE) continue;
+                    const float sum = softmax.sums[t * H + h];
+                    ((float*)plan.log_sums.data)[(b * H + h) * plan.queries + start + t] =
+                        sum == 0.0f ? INFINITY : softmax.largest[t * H + h] + logf(sum);
+                }
+        }
+
+        // For every query and head `work` gets its index, and of the scores in tile j the first and how many they are,
+        // and their offset among those of the call.
+        template <class Work>
+        void for_scores(int64_t j, const Work& work) const {
+            const int64_t first = plan.first_of(j), from = most(first, plan.first_key);
+            const int64_t number = least(first + TILE, plan.last_key) - from;
+            for (int64_t k = 0; k < queries.number * H; k++) {
+                const int64_t query = queries.start + k / H - plan.first_query;
+                work(k, from - first, number, offset_of(plan.scores, queries.b, k % H, query) + from - plan.first_key);
+            }
+        }
+
+        void read_scores(int64_t j, float* tile) const {
+            for_scores(j, [&](int64_t k, int64_t first, int64_t number, int64_t at) {
+                if (number < TILE) memset(tile + k * TILE, 0, TILE * 4);
+                read_row(plan.scores, at, 1, number, plan.scaling, tile + k * TILE + first);
+            });
+        }
+
+        void write_scores(int64_t j, const float* tile) const {
+            for_scores(j, [&](int64_t k, int64_t first, int64_t number, int64_t at) {
+                write_row(plan.scores, at, tile + k * TILE + first, number, 1.0f);
+            });
+        }
+    };
+};
+
+// A few queries, as in decoding: keys and values are read once, from where they are, and are not laid out anew.
+template <int R>
+struct FewQueries {
+    const Plan plan;
+    const int64_t rows = plan.queries * plan.heads, V = plan.value_row;
+
+    explicit FewQueries(const Call& call) : plan(call, R, call.last_query) {}
+
+    void run() const {
+        const Array<int64_t> seen(plan.batch * plan.tiles);  // tiles of which something is visible
+        const Floats added(plan.queries * TILE);
+        int64_t used = 0;
+        for (int64_t i = 0; i < plan.batch * plan.tiles; i++)
+            if (visible_keys(plan, i / plan.tiles, 0, plan.queries, i % plan.tiles * TILE,
+                             added.part(0, plan.queries * TILE)) != NOTHING)
+                *seen.part(used++, 1) = i;
+        const int64_t threads = most(1, least(plan.threads.number, used)), all = plan.batch * rows;
+        const Floats tiles(used * rows * TILE), at_tiles(used * rows), tile_sums(used * rows);
+        const Floats largest(all), sums(all), outputs(threads * all * V);
+        std::deque<Worker> workers;
+        for (int64_t w = 0; w < threads; w++) workers.emplace_back(plan);
+        const auto for_tiles = [&](const auto& work) {
+            parallel_for(plan.threads, threads, [&](int64_t w) {
+                for (int64_t i = w * used / threads; i < (w + 1) * used / threads; i++) {
+                    workers[w].begin(*seen.part(i, 1));
+                    work(w, i);
+                }
+            });
+        };
+        for_tiles([&](int64_t w, int64_t i) {
+            const Softmax softmax{plan.heads, at_tiles.part(i, rows), tile_sums.part(i, rows)};
+            workers[w].score(tiles.part(i, rows * TILE), softmax);
+        });
+        Softmax{1, largest.part(0, all), sums.part(0, all)}.begin(all);
+        for (int64_t i = 0; i < used; i++) {
+            const float* at_tile = at_tiles.part(i, rows);
+            float* total = largest.part(*seen.part(i, 1) / plan.tiles, rows);
+            for (int64_t k = 0; k < rows; k++) total[k] = at_tile[k] > total[k] ? at_tile[k] : total[k];
+        }
+        for (int64_t i = 0; i < used; i++) {
+            const int64_t b = *seen.part(i, 1) / plan.tiles;
+            const float *at_tile = at_tiles.part(i, rows), *sum = tile_sums.part(i, rows), *top = largest.part(b, rows);
+            float* total = sums.part(b, rows);
+            for (int64_t k = 0; k < rows; k++) total[k] += sum[k] * expf(at_tile[k] - top[k]);
+        }
+        outputs.zeros(0, threads * all * V);
+        for_tiles([&](int64_t w, int64_t i) {
+            const int64_t b = *seen.part(i, 1) / plan.tiles;
+            const Softmax softmax{plan.heads, largest.part(b, rows), sums.part(b, rows)};
+            workers[w].add_values(tiles.part(i, rows * TILE), softmax, at_tiles.part(i, rows),
+                                  outputs.part(w * plan.batch + b, rows * V));
+        });
+        for (int64_t w = 1; w < threads; w++) add(outputs.part(0, all * V), outputs.part(w, all * V), all * V);
+        for (int64_t i = 0; i < all; i++)
+            write_row(plan.output, offset_of(plan.output, i / rows, i % plan.heads, i % rows / plan.heads),
+                      outputs.part(i, V), plan.value_channels, 1.0f);
+    }
+
+    struct Worker {
+        const Plan& plan;
+        const int64_t H = plan.heads, rows = plan.queries * H, D = plan.channels, V = plan.value_row;
+        Queries<R> queries{plan, plan.queries};
+        const Floats query{rows * D}, factors{plan.row_factors * TILE}, copies{TILE * most(D, V)};
+        int64_t first = 0, number = 0;  // key of the tile, and its keys
+
+        explicit Worker(const Plan& p) : plan(p) {}
+
+        void begin(int64_t tile) {
+            first = tile % plan.tiles * TILE, number = least(TILE, plan.last_key - first);
+            if (queries.b == tile / plan.tiles) return;
+            queries.begin(tile / plan.tiles, 0, plan.queries);
+            for (int64_t k = 0; k < rows; k++)
+                read_row(plan.query, offset_of(plan.query, queries.b, k % H, k / H), 1, D, plan.scaling,
+                         query.part(k, D));
+        }
+
+        void score(float* tile, const Softmax& softmax) const {
+            for (int64_t h = 0; h < H; h++) {
+                const Rows keys = rows_of(plan.key, h, D, D);
+                for (int64_t k = h; k < rows; k += H) {
+                    multiply_rows(keys.start, keys.step, query.part(k, D), D, number, tile + k * TILE);
+                    for (int64_t s = number; s < TILE; s++) tile[k * TILE + s] = 0.0f;
+                }
+            }
+            read_key_factors(plan, plan.pre, R, queries.b, first, factors.part(0, plan.row_factors * TILE));
+            softmax.begin(plan.queries);
+            queries.to_exponentials(tile, factors.part(0, plan.pre_factors), queries.visible(first), softmax,
+                                    softmax.largest);
+        }
+
+        void add_values(float* tile, const Softmax& softmax, float* at_tile, float* output) const {
+            read_key_factors(plan, plan.post, R, queries.b, first, factors.part(0, plan.row_factors * TILE));
+            queries.to_weights(tile, factors.part(0, plan.post_factors), softmax, at_tile);
+            for (int64_t h = 0; h < H; h++) {
+                const Rows values = rows_of(plan.value, h, plan.value_channels, V);
+                for (int64_t k = h; k < rows; k += H) {
+                    const float *weights = tile + k * TILE, *from = values.start;
+                    float* to = output + k * V;
+                    int64_t d = 0;
+                    for (; d + 8 * LANES <= V; d += 8 * LANES)
+                        product_in_registers<1, 8, true>(number, weights, 0, 1, from + d, values.step, to + d, 0);
+                    for (; d < V; d += LANES)
+                        product_in_registers<1, 1, true>(number, weights, 0, 1, from + d, values.step, to + d, 0);
+                }
+            }
+        }
+
+        // The tile's keys or values of one head in float32: where they are if they fill whole vectors, else a copy.
+        struct Rows {
+            const float* start;
+            int64_t step;
+        };
+        Rows rows_of(const View& view, int64_t h, int64_t channels, int64_t padded) const {
+            const int64_t key_head = h / plan.heads_per_key;
+            if (view.type == FLOAT32 && channels == padded)
+                return {(const float*)view.data + offset_of(view, queries.b, key_head, first), view.strides[2]};
+            float* to = copies.part(0, TILE * padded);
+            if (h % plan.heads_per_key == 0)
+                read_rows(view, queries.b, key_head, first, number, number, channels, padded, 1.0f, to);
+            return {to, padded};
+        }
+    };
+};
+
+// What every thread's queries add to the gradients of keys, values and their factors in one row of the batch, and of
+// the static maps in all.
+struct Gradients {
+    const Plan& plan;
+    const int64_t threads, K = plan.tiles * TILE * plan.key_row, V = plan.tiles * TILE * plan.value_row;
+    const int64_t map = plan.heads * plan.heads / plan.groups;
+    const Floats keys{threads * plan.key_heads * K}, values{threads * plan.key_heads * V};
+    const Floats pre{threads * plan.tiles * plan.pre_factors}, post{threads * plan.tiles * plan.post_factors};
+    const Floats pre_static{threads * map}, post_static{threads * map};
+
+    Gradients(const Plan& p, int64_t number) : plan(p), threads(number) {
+        pre_static.zeros(0, threads * map), post_static.zeros(0, threads * map);
+    }
+    void begin_row(int64_t w) const {
+        keys.zeros(w, plan.key_heads * K), values.zeros(w, plan.key_heads * V);
+        pre.zeros(w, plan.tiles * plan.pre_factors), post.zeros(w, plan.tiles * plan.post_factors);
+    }
 };
 
 template <int R>
 struct Backward {
     static constexpr int C = CHANNELS<R>;
-    const Call& call;
-    const Sizes sizes;
-    const Packed<R> packed;
+    const Plan plan;
+    const Packed packed{plan, false, true};
 
-    explicit Backward(const Call& c) : call(c), sizes(c, C, BLOCK), packed(c, sizes, true) {}
+    explicit Backward(const Call& call) : plan(call, R, BLOCK) {}
 
     // Threads take rows of the batch where there are enough of them, else blocks of queries, always the same ones.
     void run() const {
-        const bool by_rows = sizes.batch >= call.threads;
-        const int64_t affordable = most(1, (1LL << 28) / Gradients::floats(sizes));  // a gigabyte in all
-        const int64_t workers = least(affordable, by_rows ? call.threads : least(call.threads, sizes.blocks));
-        Gradients** gradients = (Gradients**)alloca(workers * sizeof(Gradients*));
-        for (int64_t w = 0; w < workers; w++) gradients[w] = new Gradients(call, sizes);
+        const bool by_rows = plan.batch >= plan.threads.number;
+        const int64_t items = by_rows ? plan.batch : plan.blocks, channels = plan.key_row + plan.value_row;
+        const int64_t size = plan.tiles * (TILE * plan.key_heads * channels + plan.pre_factors + plan.post_factors);
+        const int64_t affordable = most(1, (1LL << 28) / size);  // a gigabyte in all
+        const int64_t threads = least(affordable, least(plan.threads.number, items));
+        const Gradients gradients(plan, threads);
         if (by_rows) {
-            in_parallel(call, workers, [&](int64_t w) {
-                Memory memory(floats_of_block());
-                for (int64_t b = w; b < sizes.batch; b += workers) {
-                    gradients[w]->begin_row();
-                    for (int64_t number = 0; number < sizes.blocks; number++) block(b, number, *gradients[w], memory);
-                    for (int64_t j = 0; j < sizes.tiles; j++) write_tile(b, j, gradients + w, 1);
+            parallel_for(plan.threads, threads, [&](int64_t w) {
+                Worker worker(*this, gradients, w);
+                for (int64_t b = w; b < plan.batch; b += threads) {
+                    gradients.begin_row(w);
+                    for (int64_t number = 0; number < plan.blocks; number++) worker.block(b, number);
+                    for (int64_t j = 0; j < plan.tiles; j++) write_tile(b, j, gradients, w, 1);
                 }
             });
         } else {
-            for (int64_t b = 0; b < sizes.batch; b++) {
-                in_parallel(call, workers, [&](int64_t w) {
-                    Memory memory(floats_of_block());
-                    gradients[w]->begin_row();
-                    for (int64_t number = 0; number < sizes.blocks; number++) {  // a cheap and a costly one in turn
-                        const int64_t place = number % (2 * workers);
-                        if (place == w || place == 2 * workers - 1 - w) block(b, number, *gradients[w], memory);
+            for (int64_t b = 0; b < plan.batch; b++) {
+                parallel_for(plan.threads, threads, [&](int64_t w) {
+                    Worker worker(*this, gradients, w);
+                    gradients.begin_row(w);
+                    for (int64_t number = 0; number < plan.blocks; number++) {  // a cheap and a costly one in turn
+                        const int64_t turn = number % (2 * threads);
+                        if (turn == w || turn == 2 * threads - 1 - w) worker.block(b, number);
                     }
                 });
-                in_turn(call, sizes.tiles, [&](int64_t, int64_t j) { write_tile(b, j, gradients, workers); });
+                parallel_on_demand(plan.threads, plan.tiles, [&](auto next) {
+                    for (int64_t j; next(j);) write_tile(b, j, gradients, 0, threads);
+                });
             }
         }
-        for (int64_t w = 0; w < workers; w++) {
-            add_static(call.pre, gradients[w]->pre_static);
-            add_static(call.post, gradients[w]->post_static);
-            delete gradients[w];
+        for (int64_t w = 0; w < threads; w++) {
+            if (plan.pre.static_map.type != NONE)
+                add((float*)plan.pre.static_gradient.data, gradients.pre_static.part(w, gradients.map), gradients.map);
+            if (plan.post.static_map.type != NONE)
+                add((float*)plan.post.static_gradient.data, gradients.post_static.part(w, gradients.map),
+                    gradients.map);
         }
     }
 
-    void add_static(const Stage& stage, const float* found) const {
-        if (stage.static_map.type == NONE) return;
-        for (int64_t i = 0; i < sizes.heads * sizes.heads / stage.groups; i++)
-            ((float*)stage.static_gradient.data)[i] += found[i];
-    }
+    struct Worker {
+        const Plan& plan;
+        const Packed& packed;
+        const Gradients& gradients;
+        const int64_t w, H = plan.heads, rows = plan.rows, D = plan.channels, K = plan.key_row, V = plan.value_row;
+        Queries<R> queries{plan, rows};
+        const Floats query{H * rows * K}, query_gradient{H * rows * K}, output_gradient{H * rows * V};
+        const Floats pre_gradient{rows * H * C}, post_gradient{rows * H * C}, log_sums{rows * H}, along_row{rows * H};
+        const Floats sums{(4 * R + H) * TILE}, composed{composes(plan.post) * plan.tile};
+        // Of every tile in sight: scores, weights, and the gradients of the weights, then of the scores.
+        const Floats scores{composes(plan.pre) * plan.tiles_in_sight * plan.tile};
+        const Floats weights{plan.tiles_in_sight * plan.tile}, changes{plan.tiles_in_sight * plan.tile};
+        const Array<int64_t> seen{plan.tiles_in_sight};
 
-    int64_t floats_of_block() const {
-        const int64_t rows = sizes.rows, H = sizes.heads;
-        return (sizes.tiles_in_sight * 3 + 1) * sizes.tile +
-               rows * H * (2 * sizes.key_row + sizes.value_row + 2 + 4 * C) + rows * TILE + H * LANES * 4 +
-               (4 * R + H) * TILE;
-    }
+        Worker(const Backward& all, const Gradients& sums_of_threads, int64_t number)
+            : plan(all.plan), packed(all.packed), gradients(sums_of_threads), w(number) {}
 
-    void block(int64_t b, int64_t number, Gradients& gradients, Memory& memory) const {
-        const int64_t rows = sizes.rows, H = sizes.heads, start = number * rows;
-        const int64_t queries = least(rows, sizes.queries - start), row = H * TILE;
-        const int64_t key_row = sizes.key_row, value_row = sizes.value_row;
-        memory.next = memory.start;
-        float* query = memory.take(H * rows * key_row);
-        float* query_gradient = memory.take(H * rows * key_row);
-        float* output_gradient = memory.take(H * rows * value_row);
-        float *pre = memory.take(rows * H * C), *post = memory.take(rows * H * C);
-        float *pre_gradient = memory.take(rows * H * C), *post_gradient = memory.take(rows * H * C);
-        float *log_sums = memory.take(rows * H), *along_row = memory.take(rows * H);
-        float *scratch = memory.take(H * LANES * 4), *sums = memory.take((4 * R + H) * TILE);
-        const Mask mask{memory.take(rows * TILE)};
-        float* composed = memory.take(sizes.tile);
-        for (int64_t h = 0; h < H; h++) {
-            read_rows(call.query, b, h, start, queries, rows, sizes.channels, key_row, call.scaling,
-                      query + h * rows * key_row);
-            read_rows(call.output_gradient, b, h, start, queries, rows, sizes.value_channels, value_row, 1.0f,
-                      output_gradient + h * rows * value_row);
-            for (int64_t t = 0; t < queries; t++)
-                log_sums[t * H + h] = ((float*)call.log_sums.data)[offset_of(call.log_sums, b, h, start + t)];
-        }
-        if (sizes.pre) read_query_factors(call, call.pre, R, b, start, queries, rows, pre);
-        if (sizes.post) read_query_factors(call, call.post, R, b, start, queries, rows, post);
-        memset(query_gradient, 0, H * rows * key_row * 4);
-        memset(pre_gradient, 0, rows * H * C * 4);
-        memset(post_gradient, 0, rows * H * C * 4);
-        memset(along_row, 0, rows * H * 4);
-
-        int64_t used = 0;
-        int64_t* seen = (int64_t*)alloca(sizes.tiles * sizeof(int64_t));
-        float* tiles =
-            memory.take(0);  // of every tile in sight: weights, their gradient, and scores if they are composed
-        const int64_t floats = sizes.tile * (sizes.pre ? 3 : 2);
-        for (int64_t j = 0; j < sizes.tiles; j++) {
-            const Sight sight = mask.look(call, b, start, queries, j * TILE);
-            if (sight == NOTHING) continue;
-            const int64_t i = b * sizes.tiles + j;
-            float *weights = tiles + used * floats, *gradient = weights + sizes.tile;
-            float* scores = sizes.pre ? gradient + sizes.tile : weights;
+        void block(int64_t b, int64_t number) {
+            queries.begin(b, number * rows, least(rows, plan.queries - number * rows));
+            const int64_t start = queries.start, count = queries.number;
             for (int64_t h = 0; h < H; h++) {
-                const int64_t key_head = i * sizes.key_heads + h / sizes.served;
-                product<false>(rows, TILE, sizes.channels, query + h * rows * key_row, key_row, 1,
-                               packed.key_columns + key_head * sizes.channels * TILE, sizes.channels * PANEL, PANEL,
-                               scores + h * TILE, row);
-                product<false>(rows, TILE, sizes.value_channels, output_gradient + h * rows * value_row, value_row, 1,
-                               packed.value_columns + key_head * sizes.value_channels * TILE,
-                               sizes.value_channels * PANEL, PANEL, gradient + h * TILE, row);
+                read_rows(plan.query, b, h, start, count, rows, D, K, plan.scaling, query.part(h, rows * K));
+                read_rows(plan.output_gradient, b, h, start, count, rows, plan.value_channels, V, 1.0f,
+                          output_gradient.part(h, rows * V));
+                for (int64_t t = 0; t < count; t++)
+                    read_row(plan.log_sums, (b * H + h) * plan.queries + start + t, 1, 1, 1.0f,
+                             log_sums.part(t * H + h, 1));
             }
-            if (sizes.pre)
-                compose<R, false>(scores, weights, queries, heads_of(call, call.pre), pre,
-                                  packed.pre + i * sizes.factors_of_tile, nullptr, scratch);
-            for (int64_t t = 0; t < queries; t++)
-                for (int64_t h = 0; h < H; h++) {
-                    float* x = weights + t * row + h * TILE;
-                    if (sight == SOME) apply_mask(x, mask.added + t * TILE);
-                    for (int s = 0; s < TILE; s += LANES) store(x + s, exponential(load(x + s) - log_sums[t * H + h]));
-                }
-            if (sizes.post)
-                compose<R, false>(weights, composed, queries, heads_of(call, call.post), post,
-                                  packed.post + i * sizes.factors_of_tile, nullptr, scratch);
+            query_gradient.zeros(0, H * rows * K), along_row.zeros(0, rows * H);
+            pre_gradient.zeros(0, rows * H * C), post_gradient.zeros(0, rows * H * C);
+            int64_t used = 0;
+            for (int64_t j = 0; j < plan.tiles; j++) {
+                const Visible visible = queries.visible(plan.first_of(j));
+                if (visible == NOTHING) continue;
+                add_value_gradients(j, used, visible);
+                *seen.part(used++, 1) = j;
+            }
+            while (used-- > 0) add_key_gradients(*seen.part(used, 1), used);
             for (int64_t h = 0; h < H; h++)
-                product<true>(TILE, value_row, queries, (sizes.post ? composed : weights) + h * TILE, 1, row,
-                              output_gradient + h * rows * value_row, PANEL, value_row,
-                              gradients.values + (h / sizes.served * sizes.tiles + j) * TILE * value_row, value_row);
-            if (sizes.post)
-                compose_backward<R>(weights, gradient, queries, heads_of(call, call.post), post,
-                                    packed.post + i * sizes.factors_of_tile, post_gradient,
-                                    gradients.post + j * sizes.factors_of_tile, gradients.post_static, sums);
-            for (int64_t k = 0; k < queries * H; k++) {
-                Vector sum{};
-                for (int s = 0; s < TILE; s += LANES)
-                    sum += load(weights + k * TILE + s) * load(gradient + k * TILE + s);
-                along_row[k] += sum_of(sum);
-            }
-            seen[used++] = j;
-        }
-        while (used-- > 0) {
-            const int64_t j = seen[used], i = b * sizes.tiles + j;
-            float *weights = tiles + used * floats, *gradient = weights + sizes.tile;
-            for (int64_t k = 0; k < queries * H; k++)
-                for (int s = 0; s < TILE; s += LANES) {
-                    float* d = gradient + k * TILE + s;
-                    store(d, load(weights + k * TILE + s) * (load(d) - along_row[k]));
+                for (int64_t t = 0; t < count; t++) {
+                    const int64_t k = t * H + h, position = start + t;
+                    write_row(plan.query_gradient, offset_of(plan.query_gradient, b, h, position),
+                              query_gradient.part(h * rows + t, K), D, plan.scaling);
+                    write_factors(plan.pre.query_gradient, R, b, h, position, 1, pre_gradient.part(k, C), 1);
+                    write_factors(plan.post.query_gradient, R, b, h, position, 1, post_gradient.part(k, C), 1);
                 }
-            if (sizes.pre)
-                compose_backward<R>(gradient + sizes.tile, gradient, queries, heads_of(call, call.pre), pre,
-                                    packed.pre + i * sizes.factors_of_tile, pre_gradient,
-                                    gradients.pre + j * sizes.factors_of_tile, gradients.pre_static, sums);
+        }
+
+        // The first sweep: weights, their gradients, and what they add to those of the values and of post's factors.
+        void add_value_gradients(int64_t j, int64_t used, Visible visible) const {
+            const int64_t i = queries.b * plan.tiles + j, row = H * TILE, columns = plan.value_channels;
+            float *weight = weights.part(used, plan.tile), *change = changes.part(used, plan.tile);
+            float* score = plan.pre_factors ? scores.part(used, plan.tile) : weight;
             for (int64_t h = 0; h < H; h++) {
-                const int64_t key_head = h / sizes.served;
-                product<true>(rows, key_row, TILE, gradient + h * TILE, row, 1,
-                              packed.key_rows + (i * sizes.key_heads + key_head) * key_row * TILE, PANEL, key_row,
-                              query_gradient + h * rows * key_row, key_row);
-                product<true>(TILE, key_row, queries, gradient + h * TILE, 1, row, query + h * rows * key_row, PANEL,
-                              key_row, gradients.keys + (key_head * sizes.tiles + j) * TILE * key_row, key_row);
+                const int64_t at = plan.key_tile(queries.b, j, h);
+                product<false>(rows, TILE, D, query.part(h, rows * K), K, 1, packed.key_columns.part(at, TILE * D),
+                               D * PANEL, PANEL, score + h * TILE, row);
+                product<false>(rows, TILE, columns, output_gradient.part(h, rows * V), V, 1,
+                               packed.value_columns.part(at, TILE * columns), columns * PANEL, PANEL, change + h * TILE,
+                               row);
+            }
+            const auto to_weights = [&](int64_t t, float* x) {
+                for (int64_t h = 0; h < H; h++, x += TILE) {
+                    const float log_sum = *log_sums.part(t * H + h, 1);
+                    for (int s = 0; s < TILE; s += LANES) store(x + s, exponential(load(x + s) - log_sum));
+                }
+            };
+            queries.compose_scores(score, weight, packed.pre.part(i, plan.pre_factors), visible, to_weights);
+            float* value_weight = plan.post_factors ? composed.part(0, plan.tile) : weight;
+            if (plan.post_factors)
+                queries.template compose_tile<false>(plan.post, queries.post, weight, value_weight,
+                                                     packed.post.part(i, plan.post_factors));
+            for (int64_t h = 0; h < H; h++)
+                product<true>(TILE, V, queries.number, value_weight + h * TILE, 1, row,
+                              output_gradient.part(h, rows * V), PANEL, V,
+                              gradients.values.part(plan.key_tile(w, j, h), TILE * V), V);
+            if (plan.post_factors)
+                go_back(plan.post, weight, change, queries.post, packed.post.part(i, plan.post_factors), post_gradient,
+                        gradients.post.part(w * plan.tiles + j, plan.post_factors), gradients.post_static);
+            for (int64_t k = 0; k < queries.number * H; k++) {
+                Vector sum{};
+                for (int64_t s = k * TILE; s < (k + 1) * TILE; s += LANES) sum += load(weight + s) * load(change + s);
+                *along_row.part(k, 1) += sum_of(sum);
             }
         }
-        for (int64_t h = 0; h < H; h++)
-            for (int64_t t = 0; t < queries; t++) {
-                write_row(call.query_gradient, offset_of(call.query_gradient, b, h, start + t),
-                          query_gradient + (h * rows + t) * key_row, sizes.channels, call.scaling);
-                write_query_factors(call.pre, b, h, start + t, pre_gradient + (t * H + h) * C);
-                write_query_factors(call.post, b, h, start + t, post_gradient + (t * H + h) * C);
-            }
-    }
 
-    void write_query_factors(const Stage& stage, int64_t b, int64_t h, int64_t t, const float* found) const {
-        if (stage.query.type == NONE) return;
-        float* to = (float*)stage.query_gradient.data + offset_of(stage.query_gradient, b, h, t);
-        for (int64_t c = 0; c < stage.query_channels; c++)
-            to[c * stage.query_gradient.strides[3]] = found[place(c, stage.query_channels, R)];
-    }
-
-    // The gradients of one tile's keys, values and factors: the sums of what the workers found.
-    void write_tile(int64_t b, int64_t j, Gradients** gradients, int64_t workers) const {
-        for (int64_t w = 1; w < workers; w++) {
-            for (int64_t h = 0; h < sizes.key_heads; h++) {
-                const int64_t tile = (h * sizes.tiles + j) * TILE;
-                add(gradients[0]->keys + tile * sizes.key_row, gradients[w]->keys + tile * sizes.key_row,
-                    TILE * sizes.key_row);
-                add(gradients[0]->values + tile * sizes.value_row, gradients[w]->values + tile * sizes.value_row,
-                    TILE * sizes.value_row);
+        // The second sweep: gradients of the scores, and what they add to those of queries, keys and pre's factors.
+        void add_key_gradients(int64_t j, int64_t used) const {
+            const float* weight = weights.part(used, plan.tile);
+            float* change = changes.part(used, plan.tile);
+            for (int64_t k = 0; k < queries.number * H; k++) {
+                const float sum = *along_row.part(k, 1);
+                for (int64_t s = k * TILE; s < (k + 1) * TILE; s += LANES)
+                    store(change + s, load(weight + s) * (load(change + s) - sum));
             }
-            const int64_t at = j * sizes.factors_of_tile;
-            if (sizes.pre) add(gradients[0]->pre + at, gradients[w]->pre + at, sizes.factors_of_tile);
-            if (sizes.post) add(gradients[0]->post + at, gradients[w]->post + at, sizes.factors_of_tile);
+            if (plan.pre_factors)
+                go_back(plan.pre, scores.part(used, plan.tile), change, queries.pre,
+                        packed.pre.part(queries.b * plan.tiles + j, plan.pre_factors), pre_gradient,
+                        gradients.pre.part(w * plan.tiles + j, plan.pre_factors), gradients.pre_static);
+            for (int64_t h = 0; h < H; h++) {
+                product<true>(rows, K, TILE, change + h * TILE, H * TILE, 1,
+                              packed.key_rows.part(plan.key_tile(queries.b, j, h), TILE * K), PANEL, K,
+                              query_gradient.part(h, rows * K), K);
+                product<true>(TILE, K, queries.number, change + h * TILE, 1, H * TILE, query.part(h, rows * K), PANEL,
+                              K, gradients.keys.part(plan.key_tile(w, j, h), TILE * K), K);
+            }
         }
-        const int64_t first = j * TILE, here = least(TILE, call.keys - first);
-        for (int64_t h = 0; h < sizes.key_heads; h++)
-            for (int64_t s = 0; s < here; s++) {
-                const int64_t at = (h * sizes.tiles + j) * TILE + s;
-                write_row(call.key_gradient, offset_of(call.key_gradient, b, h, first + s),
-                          gradients[0]->keys + at * sizes.key_row, sizes.channels, 1.0f);
-                write_row(call.value_gradient, offset_of(call.value_gradient, b, h, first + s),
-                          gradients[0]->values + at * sizes.value_row, sizes.value_channels, 1.0f);
-            }
-        write_key_factors(call.pre, b, first, here, gradients[0]->pre + j * sizes.factors_of_tile);
-        write_key_factors(call.post, b, first, here, gradients[0]->post + j * sizes.factors_of_tile);
-    }
 
-    static void add(float* to, const float* more, int64_t number) {
-        for (int64_t i = 0; i < number; i++) to[i] += more[i];
-    }
+        // From the gradient of a composition's output to that of its input, and of what it is composed by.
+        void go_back(const Stage& stage, const float* in, float* change, const Floats& factors,
+                     const float* key_factors, const Floats& factor_gradient, float* key_gradient,
+                     const Floats& static_gradient) const {
+            const int64_t size = queries.number * plan.row_factors;
+            compose_backward<R>(in, change, queries.number, heads_of(plan, stage), factors.part(0, size), key_factors,
+                                factor_gradient.part(0, size), key_gradient, static_gradient.part(w, gradients.map),
+                                sums.part(0, (4 * R + H) * TILE));
+        }
+    };
 
-    void write_key_factors(const Stage& stage, int64_t b, int64_t first, int64_t here, const float* found) const {
-        if (stage.key.type == NONE) return;
-        const View& view = stage.key_gradient;
-        for (int64_t h = 0; h < sizes.heads; h++)
-            for (int64_t c = 0; c < stage.key_channels; c++) {
-                const float* from = found + (h * C + place(c, stage.key_channels, R)) * TILE;
-                float* to = (float*)view.data + offset_of(view, b, h, first) + c * view.strides[3];
-                for (int64_t s = 0; s < here; s++) to[s * view.strides[2]] = from[s];
+    // The gradients of one tile's keys, values and factors: the sums of what these threads have.
+    void write_tile(int64_t b, int64_t j, const Gradients& all, int64_t first_thread, int64_t threads) const {
+        const auto sum = [&](const Floats& array, int64_t size) {
+            float* total = array.part(first_thread * plan.tiles + j, size);
+            for (int64_t w = first_thread + 1; w < first_thread + threads; w++)
+                add(total, array.part(w * plan.tiles + j, size), size);
+            return total;
+        };
+        const int64_t first = j * TILE, number = least(TILE, plan.last_key - first), KH = plan.key_heads;
+        const float *keys = sum(all.keys, KH * TILE * plan.key_row), *pre = sum(all.pre, plan.pre_factors);
+        const float *values = sum(all.values, KH * TILE * plan.value_row), *post = sum(all.post, plan.post_factors);
+        for (int64_t h = 0; h < KH; h++)
+            for (int64_t s = 0; s < number; s++) {
+                write_row(plan.key_gradient, offset_of(plan.key_gradient, b, h, first + s),
+                          keys + (h * TILE + s) * plan.key_row, plan.channels, 1.0f);
+                write_row(plan.value_gradient, offset_of(plan.value_gradient, b, h, first + s),
+                          values + (h * TILE + s) * plan.value_row, plan.value_channels, 1.0f);
             }
+        for (int64_t h = 0; h < plan.heads; h++) {
+            write_factors(plan.pre.key_gradient, R, b, h, first, number, pre + h * C * TILE, TILE);
+            write_factors(plan.post.key_gradient, R, b, h, first, number, post + h * C * TILE, TILE);
+        }
     }
 };
 
-template <class F>
-int by_rank(int64_t rank, F&& run) {
-    if (rank <= 2) run(std::integral_constant<int, 2>());
-    else if (rank <= 4) run(std::integral_constant<int, 4>());
-    else if (rank <= 8) run(std::integral_constant<int, 8>());
-    else return 1;
-    return 0;
+// Runs `work`, and returns null or why it failed.
+template <class Work>
+const char* failure_of(const Work& work) {
+    try {
+        work();
+    } catch (const char* failure) {
+        return failure;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return nullptr;
+}
+
+template <class Work>
+const char* by_rank(const Call& call, const Work& work) {
+    const int64_t channels = most(most(call.pre.query.channels, call.pre.key.channels),
+                                  most(call.post.query.channels, call.post.key.channels));
+    return failure_of([&] {
+        if (channels / 2 <= 2) work(std::integral_constant<int, 2>());
+        else if (channels / 2 <= 4) work(std::integral_constant<int, 4>());
+        else if (channels / 2 <= 8) work(std::integral_constant<int, 8>());
+        else throw "the rank is above 8";
+    });
 }
 
 }  // namespace
 
-#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define EXPORTED __attribute__((visibility("default")))
 
-EXPORTED int dcformer_forward(const Call* call) {
-    return by_rank(call->rank, [&](auto rank) {
-        if (call->queries <= FEW && call->log_sums.type == NONE) FewQueries<decltype(rank)::value>(*call).run();
-        else Forward<decltype(rank)::value>(*call).run();
+extern "C" {
+
+EXPORTED int64_t dcformer_sizes[] = {sizeof(Call), sizeof(Projection)};
+
+EXPORTED const char* dcformer_forward(const Call* call) {
+    const bool are_few = call->last_query <= FEW && call->scores.type == NONE && call->log_sums.type == NONE;
+    return by_rank(*call, [&](auto rank) {
+        if (are_few) FewQueries<rank()>(*call).run();
+        else Forward<rank()>(*call).run();
     });
 }
 
-EXPORTED int dcformer_backward(const Call* call) {
-    return by_rank(call->rank, [&](auto rank) { Backward<decltype(rank)::value>(*call).run(); });
+EXPORTED const char* dcformer_backward(const Call* call) {
+    return by_rank(*call, [&](auto rank) { Backward<rank()>(*call).run(); });
 }
 
-EXPORTED int dcformer_compose_block(const Call* call) {
-    return by_rank(call->rank, [&](auto rank) { compose_block<decltype(rank)::value>(*call); });
+EXPORTED const char* dcformer_project(const Projection* call) {
+    return failure_of([&] { project(*call); });
 }
 
-EXPORTED int dcformer_project(const ProjectionCall* call) {
-    project(*call);
-    return 0;
-}
+}  // extern "C"

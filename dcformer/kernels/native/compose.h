@@ -118,26 +118,26 @@ void compose_backward(const float* x, float* d, int64_t queries, const Heads& he
         float* query_gradient = query_gradients + t * heads.all * C;
         for (int64_t first = 0; first < heads.all; first += size) {
             for (int64_t s = 0; s < TILE; s += LANES) {
-                Vector found[4][R];
+                Vector totals[4][R];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++)
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) found[i][r] = Vector{};
+                    for (int r = 0; r < R; r++) totals[i][r] = Vector{};
                 for (int64_t h = first; h < first + size; h++) {
                     const float* keys = key_factors + h * C * TILE + s;
                     const Vector xs = load(x + h * TILE + s), ds = load(d + h * TILE + s);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
-                        found[0][r] += xs * of_query[h * C + r];
-                        found[1][r] += xs * load(keys + r * TILE);
-                        found[2][r] += ds * of_query[h * C + R + r];
-                        found[3][r] += ds * load(keys + (R + r) * TILE);
+                        totals[0][r] += xs * of_query[h * C + r];
+                        totals[1][r] += xs * load(keys + r * TILE);
+                        totals[2][r] += ds * of_query[h * C + R + r];
+                        totals[3][r] += ds * load(keys + (R + r) * TILE);
                     }
                 }
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++)
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) store(sums + (i * R + r) * TILE + s, found[i][r]);
+                    for (int r = 0; r < R; r++) store(sums + (i * R + r) * TILE + s, totals[i][r]);
             }
             if (heads.static_map)
                 for (int64_t m = 0; m < size; m++) {
@@ -158,13 +158,13 @@ void compose_backward(const float* x, float* d, int64_t queries, const Heads& he
             for (int64_t h = first; h < first + size; h++) {
                 const float *keys = key_factors + h * C * TILE, *queries_h = of_query + h * C;
                 float* key_gradient = key_gradients + h * C * TILE;
-                Vector own[C];
+                Vector partial[C];
 #pragma GCC unroll 17
-                for (int c = 0; c < C; c++) own[c] = Vector{};
+                for (int c = 0; c < C; c++) partial[c] = Vector{};
                 for (int64_t s = 0; s < TILE; s += LANES) {
                     const Vector xs = load(x + h * TILE + s), ds = load(d + h * TILE + s), both = xs * ds;
                     Vector dx = ds * (load(keys + 2 * R * TILE + s) + queries_h[2 * R]);
-                    own[2 * R] += both;
+                    partial[2 * R] += both;
                     store(key_gradient + 2 * R * TILE + s, load(key_gradient + 2 * R * TILE + s) + both);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) {
@@ -172,8 +172,8 @@ void compose_backward(const float* x, float* d, int64_t queries, const Heads& he
                         const Vector right_query = load(sums + (2 * R + r) * TILE + s);
                         const Vector right_key = load(sums + (3 * R + r) * TILE + s);
                         dx += right_query * queries_h[r] + right_key * load(keys + r * TILE + s);
-                        own[r] += xs * right_query;
-                        own[R + r] += ds * left_query;
+                        partial[r] += xs * right_query;
+                        partial[R + r] += ds * left_query;
                         float *w1 = key_gradient + r * TILE + s, *w2 = key_gradient + (R + r) * TILE + s;
                         store(w1, load(w1) + xs * right_key);
                         store(w2, load(w2) + ds * left_key);
@@ -182,7 +182,7 @@ void compose_backward(const float* x, float* d, int64_t queries, const Heads& he
                     store(d + h * TILE + s, dx);
                 }
 #pragma GCC unroll 17
-                for (int c = 0; c < C; c++) query_gradient[h * C + c] += sum_of(own[c]);
+                for (int c = 0; c < C; c++) query_gradient[h * C + c] += sum_of(partial[c]);
             }
         }
     }

@@ -7,22 +7,18 @@ namespace {
 
 enum Activation : int64_t { GELU = 0, GELU_TANH = 1, SILU = 2 };
 
-struct ProjectionCall {
-    int (*parallel_for)(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void*), void*);
-    int64_t threads;
-    int64_t batch, length, hidden_size, groups, heads, rank, activation;  // heads of a group; rank 0: no low-rank maps
-    double norm_eps;
-    View states;           // (batch, -, position, channel), channels side by side
-    View hidden_weight;    // (hidden, groups, 4, inner), contiguous; inner = 2 rank x heads
-    View low_rank_weight;  // (groups, 4, inner, 2 rank, heads), contiguous
-    View gate_weight;      // (hidden, groups, 4 x heads), contiguous; or nothing
-    View factors;          // (batch, all heads, position, channels) of every slot
-    int64_t slot_stride, slots, first_slot, slot_step;
-    // Queries, keys and values: `rows` of a weight (rows, hidden) in heads of `head_dim`, of which the first heads are
-    // normalised and rotated: `query_heads` of the queries and `key_heads` of the keys.
-    int64_t rows, head_dim, query_heads, key_heads, rotary_dim;
-    double query_eps, key_eps;
-    View weight, bias;          // contiguous; no bias, or (rows)
+struct Projection {
+    Threads threads;
+    int64_t batch, length, groups, heads, activation;  // heads of a group
+    int64_t branches, stride;                  // bits of which of the weights' 4; distance between their factors
+    int64_t head_dim, query_heads, key_heads;  // those of the values come last, and are not normalised or rotated
+    double norm_eps, query_eps, key_eps;
+    View states;                // (batch, -, position, channel), channels contiguous
+    View hidden_weight;         // (hidden, groups, 4, inner), contiguous; inner = 2 rank x heads
+    View low_rank_weight;       // (groups, 4, inner, 2 rank, heads), contiguous
+    View gate_weight;           // (hidden, groups, 4 x heads), contiguous; or nothing
+    View factors;               // (batch, all heads, position, 2 rank + gate) of the first branch
+    View weight, bias;          // (rows, hidden), contiguous; no bias, or (rows)
     View query_norm, key_norm;  // (head_dim), or nothing
     View cosine, sine;          // float32 (batch, -, position, rotary channel), or nothing
     View projected;             // (batch, -, position, row)
@@ -33,9 +29,6 @@ inline float activated(float x, int64_t activation) {
     if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
     return x / (1.0f + expf(-x));
 }
-
-inline float number(float x) { return x; }
-inline float number(uint16_t x) { return from_bfloat16(x); }
 
 // `sums` [columns] += x[from..to) times those rows of a weight, four rows at a time.
 template <class Weight>
@@ -48,16 +41,11 @@ void add_rows(const Weight* weight, int64_t columns, const float* x, int64_t fro
             store(sums + j, load(sums + j) + load(a + j) * x[k] + load(b + j) * x[k + 1] + load(c + j) * x[k + 2] +
                                 load(d + j) * x[k + 3]);
         for (; j < columns; j++)
-            sums[j] +=
-                number(a[j]) * x[k] + number(b[j]) * x[k + 1] + number(c[j]) * x[k + 2] + number(d[j]) * x[k + 3];
+            sums[j] += as_float(a[j]) * x[k] + as_float(b[j]) * x[k + 1] + as_float(c[j]) * x[k + 2] +
+                       as_float(d[j]) * x[k + 3];
     }
     for (; k < to; k++)
-        for (int64_t j = 0; j < columns; j++) sums[j] += x[k] * number(weight[k * columns + j]);
-}
-
-inline void add_rows(const View& weight, int64_t columns, const float* x, int64_t from, int64_t to, float* sums) {
-    if (weight.type == BFLOAT16) add_rows((const uint16_t*)weight.data, columns, x, from, to, sums);
-    else add_rows((const float*)weight.data, columns, x, from, to, sums);
+        for (int64_t j = 0; j < columns; j++) sums[j] += x[k] * as_float(weight[k * columns + j]);
 }
 
 // Products of ROWS_AT_ONCE rows of a weight with a vector: reading several of them at a time keeps memory busy.
@@ -75,7 +63,7 @@ void dot_products(const Weight* weight, int64_t row, const float* x, int64_t siz
         }
     for (int r = 0; r < ROWS; r++) {
         to[r] = sum_of(sums[r][0] + sums[r][1]);
-        for (int64_t k = i; k < size; k++) to[r] += number(weight[r * row + k]) * x[k];
+        for (int64_t k = i; k < size; k++) to[r] += as_float(weight[r * row + k]) * x[k];
     }
 }
 template <class Weight>
@@ -87,18 +75,14 @@ void multiply_rows(const Weight* weight, int64_t row, const float* x, int64_t si
 }
 
 // One head of one token, from the weight's rows to what the cache holds. `to` has head_dim floats.
-inline void project_head(const ProjectionCall& call, int64_t head, int64_t token, const float* x, float* to) {
-    const int64_t D = call.head_dim, half = call.rotary_dim / 2;
-    const int64_t size = call.hidden_size, first = head * D;
-    if (call.weight.type == BFLOAT16)
-        multiply_rows((const uint16_t*)call.weight.data + first * size, size, x, size, D, to);
-    else multiply_rows((const float*)call.weight.data + first * size, size, x, size, D, to);
+inline void project_head(const Projection& call, int64_t head, int64_t token, const float* x, float* to) {
+    const int64_t D = call.head_dim, half = call.cosine.channels / 2;
+    const int64_t size = call.states.channels, first = head * D;
+    with_numbers(call.weight, first * size, [&](auto* weight) { multiply_rows(weight, size, x, size, D, to); });
     if (call.bias.type != NONE)
-        for (int64_t d = 0; d < D; d++) {
-            float bias;
-            read_row(call.bias, first + d, 1, 1, 1.0f, &bias);
-            to[d] += bias;
-        }
+        with_numbers(call.bias, first, [&](auto* bias) {
+            for (int64_t d = 0; d < D; d++) to[d] += as_float(bias[d]);
+        });
     if (head >= call.query_heads + call.key_heads) return;
     const bool of_query = head < call.query_heads;
     const View& norm = of_query ? call.query_norm : call.key_norm;
@@ -106,11 +90,9 @@ inline void project_head(const ProjectionCall& call, int64_t head, int64_t token
         float squares = 0.0f;
         for (int64_t d = 0; d < D; d++) squares += to[d] * to[d];
         const float factor = 1.0f / sqrtf(squares / D + (float)(of_query ? call.query_eps : call.key_eps));
-        for (int64_t d = 0; d < D; d++) {
-            float weight;
-            read_row(norm, d, 1, 1, factor, &weight);
-            to[d] *= weight;
-        }
+        with_numbers(norm, 0, [&](auto* weight) {
+            for (int64_t d = 0; d < D; d++) to[d] *= as_float(weight[d]) * factor;
+        });
     }
     if (half == 0) return;
     const int64_t b = token / call.length, l = token % call.length;
@@ -123,73 +105,72 @@ inline void project_head(const ProjectionCall& call, int64_t head, int64_t token
     }
 }
 
-void project(const ProjectionCall& call) {
-    const int64_t tokens = call.batch * call.length, heads = call.heads, R = call.rank, inner = 2 * R * heads;
-    const int64_t hidden_columns = call.groups * 4 * inner;
+void project(const Projection& call) {
+    const int64_t tokens = call.batch * call.length, heads = call.heads, R = call.factors.channels / 2,
+                  inner = 2 * R * heads;
+    const int64_t size = call.states.channels, D = call.head_dim, all_heads = call.projected.channels / D;
+    const int64_t hidden_columns = call.groups * 4 * inner, first_gate = rounded_up(hidden_columns, 16);
     const int64_t gate_columns = call.gate_weight.type == NONE ? 0 : call.groups * 4 * heads;
-    const int64_t columns = rounded_up(hidden_columns, 16) + rounded_up(gate_columns, 16);
-    const int64_t workers = most(1, least(call.threads, call.hidden_size * (columns + call.rows) >> 16));
-    const int64_t all_heads = call.rows / call.head_dim;
-    Memory memory(tokens * (call.hidden_size + workers * columns) + 2 * inner + workers * call.head_dim + 1024);
-    float* rows = memory.take(workers * call.head_dim);
-    float* states = memory.take(tokens * call.hidden_size);
-    float* sums = memory.take(workers * tokens * columns);  // [worker][token][hidden columns, gate columns]
-    float* low_rank = memory.take(inner);                   // [w1 of each rank, w2 of each rank][head]
+    const int64_t columns = first_gate + rounded_up(gate_columns, 16);
+    const int64_t workers = most(1, least(call.threads.number, size * (columns + call.projected.channels) >> 16));
+    const Floats states(tokens * size), rows(workers * D), low_rank(inner);  // [w1 of each rank, w2 of each rank][head]
+    const Floats sums(workers * tokens * columns);  // [worker][token][hidden, then gate columns]
     for (int64_t n = 0; n < tokens; n++)
-        read_row(call.states, offset_of(call.states, n / call.length, 0, n % call.length), 1, call.hidden_size, 1.0f,
-                 states + n * call.hidden_size);
-    memset(sums, 0, workers * tokens * columns * 4);
+        read_row(call.states, offset_of(call.states, n / call.length, 0, n % call.length), 1, size, 1.0f,
+                 states.part(n, size));
     const auto multiply = [&](int64_t w) {
+        float* row = rows.part(w, D);
         for (int64_t head = w * all_heads / workers; head < (w + 1) * all_heads / workers; head++)
             for (int64_t n = 0; n < tokens; n++) {
-                float* row = rows + w * call.head_dim;
-                project_head(call, head, n, states + n * call.hidden_size, row);
-                write_row(call.projected,
-                          offset_of(call.projected, n / call.length, 0, n % call.length) + head * call.head_dim, row,
-                          call.head_dim, 1.0f);
+                project_head(call, head, n, states.part(n, size), row);
+                write_row(call.projected, offset_of(call.projected, n / call.length, 0, n % call.length) + head * D,
+                          row, D, 1.0f);
             }
-        const int64_t from = w * call.hidden_size / workers, to = (w + 1) * call.hidden_size / workers;
+        const int64_t from = w * size / workers, to = (w + 1) * size / workers;
         for (int64_t n = 0; n < tokens; n++) {
-            float* own = sums + (w * tokens + n) * columns;
-            const float* x = states + n * call.hidden_size;
-            if (R) add_rows(call.hidden_weight, hidden_columns, x, from, to, own);
-            if (gate_columns)
-                add_rows(call.gate_weight, gate_columns, x, from, to, own + rounded_up(hidden_columns, 16));
+            float *partial = sums.zeros(w * tokens + n, columns), *x = states.part(n, size);
+            const auto add = [&](const View& weight, int64_t number, float* to_columns) {
+                with_numbers(weight, 0, [&](auto* rows) { add_rows(rows, number, x, from, to, to_columns); });
+            };
+            if (R) add(call.hidden_weight, hidden_columns, partial);
+            if (gate_columns) add(call.gate_weight, gate_columns, partial + first_gate);
         }
     };
     if (workers == 1) multiply(0);
-    else in_parallel(call, workers, multiply);
-    for (int64_t w = 1; w < workers; w++)
-        for (int64_t i = 0; i < tokens * columns; i++) sums[i] += sums[w * tokens * columns + i];
+    else parallel_for(call.threads, workers, multiply);
+    float* totals = sums.part(0, tokens * columns);
+    for (int64_t w = 1; w < workers; w++) {
+        const float* partial = sums.part(w, tokens * columns);
+        for (int64_t i = 0; i < tokens * columns; i++) totals[i] += partial[i];
+    }
 
+    float* maps = low_rank.part(0, inner);
     for (int64_t n = 0; n < tokens; n++)
         for (int64_t g = 0; g < call.groups; g++)
-            for (int64_t i = 0; i < call.slots; i++) {
-                const int64_t slot = call.first_slot + i * call.slot_step, at = g * 4 + slot;
-                float* hidden = sums + n * columns + at * inner;
-                const float* gates = sums + n * columns + rounded_up(hidden_columns, 16) + at * heads;
+            for (int64_t branch = g * 4, i = 0; branch < g * 4 + 4; branch++) {
+                if (!(call.branches >> (branch - g * 4) & 1)) continue;
+                float* hidden = totals + n * columns + branch * inner;
+                const float* gates = totals + n * columns + first_gate + branch * heads;
                 for (int64_t k = 0; k < inner; k++) {
                     hidden[k] = activated(hidden[k], call.activation);
-                    low_rank[k] = 0.0f;
+                    maps[k] = 0.0f;
                 }
-                View maps = call.low_rank_weight;
-                maps.data = (char*)maps.data + at * inner * inner * (maps.type == BFLOAT16 ? 2 : 4);
-                if (R) add_rows(maps, inner, hidden, 0, inner, low_rank);
+                with_numbers(call.low_rank_weight, branch * inner * inner,
+                             [&](auto* weight) { add_rows(weight, inner, hidden, 0, inner, maps); });
                 for (int64_t r = 0; r < R; r++) {
                     float squares = 0.0f;
-                    for (int64_t h = 0; h < heads; h++) squares += low_rank[r * heads + h] * low_rank[r * heads + h];
+                    for (int64_t h = 0; h < heads; h++) squares += maps[r * heads + h] * maps[r * heads + h];
                     const float factor = 1.0f / sqrtf(squares / heads + (float)call.norm_eps);
-                    for (int64_t h = 0; h < heads; h++) low_rank[r * heads + h] *= factor;
+                    for (int64_t h = 0; h < heads; h++) maps[r * heads + h] *= factor;
                 }
                 for (int64_t h = 0; h < heads; h++) {
                     float row[2 * 8 + 1];
-                    for (int64_t r = 0; r < 2 * R; r++) row[r] = low_rank[r * heads + h];
+                    for (int64_t r = 0; r < 2 * R; r++) row[r] = maps[r * heads + h];
                     if (gate_columns) row[2 * R] = tanhf(gates[h]);
-                    write_row(
-                        call.factors,
-                        i * call.slot_stride + offset_of(call.factors, n / call.length, g * heads + h, n % call.length),
-                        row, 2 * R + (gate_columns > 0), 1.0f);
+                    const int64_t at = offset_of(call.factors, n / call.length, g * heads + h, n % call.length);
+                    write_row(call.factors, i * call.stride + at, row, 2 * R + (gate_columns > 0), 1.0f);
                 }
+                i++;
             }
 }
 

@@ -1,4 +1,4 @@
-// Vectors of float32 by the compiler's own extension: one source for AVX2, AVX-512 and NEON.
+// Vectors of float32 by an extension of the compilers: one source for AVX2, AVX-512 and NEON.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -34,28 +34,18 @@ inline void store(float* p, Vector v) { *(Unaligned*)p = v; }
 inline Vector fill(float x) { return x - Vector{}; }  // x + 0 would be computed, for the sake of -0
 inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
 
-#ifdef __clang__
-#define FOLD4(v, op)                                      \
-    v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1)); \
-    v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2));
-#else
-typedef int32_t Lanes4 __attribute__((vector_size(16)));
-#define FOLD4(v, op)                                     \
-    v = op(v, __builtin_shuffle(v, Lanes4{2, 3, 0, 1})); \
-    v = op(v, __builtin_shuffle(v, Lanes4{1, 0, 3, 2}));
-#endif
 typedef float Four __attribute__((vector_size(16)));
 inline Four add4(Four a, Four b) { return a + b; }
 inline Four larger4(Four a, Four b) { return a > b ? a : b; }
 
-template <Four (*op)(Four, Four)>
+template <Four (*fold)(Four, Four)>
 inline float reduced(Vector v) {
     Four parts[LANES / 4];
     memcpy(parts, &v, sizeof(v));
     for (int width = LANES / 8; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] = op(parts[i], parts[i + width]);
-    FOLD4(parts[0], op)
-    return parts[0][0];
+        for (int i = 0; i < width; i++) parts[i] = fold(parts[i], parts[i + width]);
+    const Four x = parts[0], y = fold(x, Four{x[2], x[3], x[0], x[1]});
+    return fold(y, Four{y[1], y[0], y[3], y[2]})[0];
 }
 inline float sum_of(Vector v) { return reduced<add4>(v); }
 inline float largest_of(Vector v) { return reduced<larger4>(v); }
@@ -81,7 +71,8 @@ inline Vector exponential(Vector x) {
     return x < -87.0f ? Vector{} : p * scale;
 }
 
-inline float from_bfloat16(uint16_t x) {
+inline float as_float(float x) { return x; }
+inline float as_float(uint16_t x) {  // bfloat16
     uint32_t bits = (uint32_t)x << 16;
     float value;
     memcpy(&value, &bits, 4);
@@ -98,20 +89,29 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Memory of one thread, 64-byte aligned, handed out piece by piece.
-struct Memory {
-    float* start;
-    float* next;
-    explicit Memory(int64_t floats)
-        : start((float*)aligned_alloc(64, rounded_up(floats * 4 + 4096, 64))), next(start) {}
-    ~Memory() { free(start); }
-    float* take(int64_t floats) {
-        float* taken = next;
-        next += rounded_up(floats, 16);
-        return taken;
+constexpr const char* NO_MEMORY = "there is not enough memory";
+
+// An array, 64-byte aligned. It is used in parts, with a check of their bounds.
+template <class T>
+class Array {
+    const int64_t size;
+    void* const memory;
+
+   public:
+    explicit Array(int64_t number) : size(number), memory(malloc(number * sizeof(T) + 64)) {
+        if (memory == nullptr) throw NO_MEMORY;
     }
-    Memory(const Memory&) = delete;
+    ~Array() { free(memory); }
+    Array(const Array&) = delete;
+
+    // Part i of the array in parts of `number` elements.
+    T* part(int64_t i, int64_t number) const {
+        if (i < 0 || number < 0 || (i + 1) * number > size) throw "an array is too small";
+        return (T*)(((uintptr_t)memory + 63) / 64 * 64) + i * number;
+    }
+    T* zeros(int64_t i, int64_t number) const { return (T*)memset(part(i, number), 0, number * sizeof(T)); }
 };
+typedef Array<float> Floats;
 
 // C (+)= A B for `rows` rows of A and `columns` columns of B, both multiples of ROWS and LANES. A is read one number at
 // a time, at a + row * a_row + k * a_step. B is read in panels of PANEL columns, at b + panel * b_panel + k * b_step.
