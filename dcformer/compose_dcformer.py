@@ -1,10 +1,9 @@
-"""From hidden states to compose weights (equations 5, 6 and 8, `dw_proj` of appendix D), and how a cache keeps them.
+"""From hidden states to the weights of a composition (equations 5, 6 and 8), and how a cache stores the key-wise ones.
 
-Key-wise weights depend on the key alone, so decoding reads them back from the cache instead of recomputing them. Per
-key and head they are 2 rank + 1 numbers before the softmax and as many after it. `pack` appends the former to the key
-states and the latter to the value states as extra channels, those of each query head that a key/value head serves one
-after the other, padded to a multiple of 8 so that rows stay 16-byte aligned in 16-bit types. Any Transformers cache and
-any operation on it (reorder, crop, repeat, offload) sees nothing but slightly wider heads.
+Key-wise weights depend on the key alone, so decoding reads them from the cache. They are 2 rank + 1 numbers per key,
+query head and stage. `pack` appends those before the softmax to the key states, and those after it to the value states,
+as extra channels: one query head after the other, padded to a multiple of 8 so that rows stay 16-byte aligned in 16-bit
+types. To a Transformers cache and its operations (reorder, crop, repeat, offload) these are slightly wider heads.
 """
 
 import math
@@ -25,14 +24,14 @@ from .dcmha import ComposeSide, ComposeWeights
 
 class DCFormerCompose(nn.Module):
     """
-    The weights that compose an attention's heads, computed from its input, for any attention.
+    Computes from the input of an attention layer the weights that compose its heads.
 
-    Each parameter holds four slots (query-wise and key-wise before the softmax, then the same after it), used or not,
-    as the authors' checkpoints do. Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group,
-    `low_rank_weight` (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group),
+    As in the authors' checkpoints, each parameter has four slots, used or not: query-wise and key-wise before the
+    softmax, then the same after it. Shapes: `hidden_weight` (hidden, groups, 4, K) with K = 2 rank x heads per group,
+    `low_rank_weight` (groups, 4, K, 2 rank, heads per group), `gate_weight` (hidden, groups, 4 x heads per group), and
     `static_weight` (2, groups, heads per group, heads per group), before and after the softmax, [in, out]. Key-wise
-    slots have a separate `key_hidden_weight` and `key_gate_weight` where `key_size` differs from `hidden_size`.
-    Parameters are not initialised before `reset_parameters` or `load_state_dict`.
+    slots have a separate `key_hidden_weight` and `key_gate_weight` where `key_size` differs from `hidden_size`. Call
+    `reset_parameters` or `load_state_dict` before the first use: parameters are not initialised.
 
     Args:
         hidden_size (`int`): Channels of the attention's input.
@@ -41,10 +40,10 @@ class DCFormerCompose(nn.Module):
         groups (`int`, defaults to 1): Groups of consecutive heads that compose among themselves (section 3.2).
         activation (`str`, defaults to `"gelu"`): Between the two projections of the low-rank maps.
         norm_eps (`float`, defaults to 1e-6): Epsilon of the normalisation of w1 over the heads of a group.
-        pre, post (`bool`, defaults to `True`): Compose the scores before the softmax, the weights after it.
-        query_wise, key_wise (`bool`, defaults to `True`): Compose by weights of the query, of the key.
-        low_rank, gate (`bool`, defaults to `True`): Compose by low-rank maps, by gates.
-        static (`bool`, defaults to `False`): Compose by an input-independent matrix too (Talking-Heads attention).
+        pre, post (`bool`, defaults to `True`): Compose scores before the softmax, weights after it.
+        query_wise, key_wise (`bool`, defaults to `True`): Use query-wise, key-wise weights.
+        low_rank, gate (`bool`, defaults to `True`): Use low-rank maps, gates.
+        static (`bool`, defaults to `False`): Use an input-independent matrix (Talking-Heads attention).
         key_size (`int`, *optional*): Channels of the sequence that the keys come from. None: `hidden_size`.
         device, dtype (*optional*): Of the parameters. None: torch's defaults.
 
@@ -112,15 +111,15 @@ class DCFormerCompose(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, identity: bool = False) -> None:
         """
-        Draw the parameters, but for those that Transformers has loaded from a file.
+        Initialise the parameters, except those that Transformers has loaded from a file.
 
         Args:
             identity (`bool`, defaults to `False`): Start with w2, gates and static matrices of zero: nothing is
-                composed at first, and every parameter that is zero has a gradient.
+                composed at first, but all parameters that are zero have a gradient.
 
-        Source: section 4 of the paper; its deviations keep the composition small. The authors' JAX code draws gates
-        with sqrt(2 / (hidden + heads)) * 0.005 and static matrices with a tenth of Xavier's deviation, their torch code
-        starts from zeros; the paper wins.
+        Source: section 4 of the paper; its standard deviations keep the composition small. The authors' JAX code has
+        sqrt(2 / (hidden + heads)) * 0.005 for gates and a tenth of Xavier's deviation for static matrices, and their
+        torch code starts from zeros.
         """
         heads = self.heads
         if self.hidden_weight is not None and self.low_rank_weight is not None:
@@ -130,9 +129,9 @@ class DCFormerCompose(nn.Module):
                     init.normal_(weight, std=math.sqrt(2 / (weight.shape[0] + inner)))
             std = 0.02 / (math.sqrt(inner) * (heads + self.rank))
             if identity:
-                drawn = torch.zeros_like(self.low_rank_weight)
-                drawn[..., : self.rank, :].normal_(std=std)  # w1; with both at zero neither had a gradient
-                init.copy_(self.low_rank_weight, drawn)
+                initial = torch.zeros_like(self.low_rank_weight)
+                initial[..., : self.rank, :].normal_(std=std)  # w1: if w1 and w2 were zero, neither had a gradient
+                init.copy_(self.low_rank_weight, initial)
             else:
                 init.normal_(self.low_rank_weight, std=std)
         for weight in (self.gate_weight, self.key_gate_weight):
@@ -147,15 +146,15 @@ class DCFormerCompose(nn.Module):
         """
         Args:
             hidden_states (`Tensor`): (batch, length, hidden), the input of the q, k and v projections.
-            key_states (`Tensor`, *optional*): (batch, key length, key size), the input of the k projection if it is
-                another sequence, from which the key-wise weights then come.
-            fused (`bool`, defaults to `True`): Take a kernel where there is one. False: torch's operators alone.
+            key_states (`Tensor`, *optional*): (batch, key length, key size), the input of the k projection in
+                cross-attention, from which the key-wise weights are then computed. None: `hidden_states`.
+            fused (`bool`, defaults to `True`): Use a fused kernel if there is one for these inputs.
 
         Returns:
-            The weights before and after the softmax; None where composition is switched off.
+            The weights before and after the softmax; None for a stage that is switched off.
         """
         if key_states is None and self.needs_key_states:
-            raise ValueError("key_states must be given, since the keys come from a sequence of another size.")
+            raise ValueError("key_states must be given, since key_size differs from hidden_size.")
         if key_states is None:
             sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots, fused)
         else:
@@ -181,7 +180,7 @@ class DCFormerCompose(nn.Module):
         if not slots or hidden_weight is gate_weight is None:
             return {}
         hidden = weight = gates = None
-        # As a slice, since torch turns a list into an index that has to reach the device first.
+        # A slice, since torch would copy a list of indices to the device.
         these = slice(slots[0], slots[-1] + 1, slots[1] - slots[0] if len(slots) > 1 else 1)
         if hidden_weight is not None and self.low_rank_weight is not None:
             hidden = _product(states, hidden_weight[:, :, these])
@@ -219,7 +218,7 @@ def plain_factors(
 
 
 def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
-    """The composition of a model's layer, or the share of one of `ranks` processes; None if it is switched off."""
+    """The composition of a layer, or the part of it that one of `ranks` processes computes; None if it is off."""
     if not config.composes_heads:
         return None
     return DCFormerCompose(
@@ -239,26 +238,36 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
     )
 
 
+_FUSED: dict[str, Callable[..., Any]] = {}
+
+
+def register_fused(projection: Callable[..., Any], factors: Callable[..., Any]) -> None:
+    """
+    Have a package of kernels compute what [`fused_projection`] and [`fused_factors`] return, from the same arguments.
+    Its functions return None for what they cannot compute.
+    """
+    _FUSED.update(projection=projection, factors=factors)
+
+
 def fused_projection(
     attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
     """
-    All projections of an attention layer at once, or None if the layer is to compute them itself. A package of kernels
-    puts its own function in place of this one.
+    All projections of an attention layer at once, by a registered function, or None if the layer computes them itself.
 
     Returns:
         Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
         composition's slots, (slots, batch, heads, length, channels).
     """
-    return None
+    return _FUSED["projection"](attention, hidden_states, position_embeddings) if _FUSED else None
 
 
 def fused_factors(
     act_fn: nn.Module, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
 ) -> Tensor | None:
     """
-    The factors of a composition from the products with the hidden states, or None if torch is to compute them. A
-    package of kernels puts its own function in place of this one.
+    The factors of a composition from the products with the hidden states, by a registered function, or None if torch
+    is to compute them.
 
     Args:
         act_fn (`nn.Module`): The activation of `hidden`.
@@ -271,13 +280,13 @@ def fused_factors(
     Returns:
         (slots, batch x length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
     """
-    return None
+    return _FUSED["factors"](act_fn, eps, hidden, weight, gates) if _FUSED else None
 
 
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """
-    Bytes per token, layer and sequence in the cache: keys, values and compose weights. A sliding layer holds at most
-    `sliding_window` tokens.
+    Bytes that the cache stores per token, layer and sequence: keys, values and key-wise weights. A layer with a sliding
+    window caches at most `sliding_window` tokens.
 
     Args:
         config (`DCFormerConfig`): The model.
@@ -293,7 +302,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
 
     Args:
         states (`Tensor`): (batch, key/value heads, key, channels).
-        width (`int`, defaults to 0): Channels that a row must have at least; zeros fill it up.
+        width (`int`, defaults to 0): Smallest number of channels of the result, which zeros fill up.
 
     Returns:
         `Tensor`: (batch, key/value heads, key, channels + extra).
@@ -310,7 +319,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
 
 
 def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
-    """Undo `pack`: states of so many channels, and their key-wise weights, which are `like` these but of all keys."""
+    """Undo `pack`: states of this number of channels, and the key-wise weights of all keys, of the layout of `like`."""
     if like is None:
         return packed[..., :channels], None
     kv_groups = heads // packed.shape[1]
@@ -321,7 +330,7 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
 
 
 def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
-    """Channels of the key and the value rows that a cache has allocated for a layer, 0 if it has not yet."""
+    """Channels of the key and value rows that a cache has allocated for a layer; 0 before it allocates them."""
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or not layer.is_initialized or layer.keys.dim() != 4:
         return 0, 0
@@ -330,11 +339,11 @@ def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
 
 def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
     """
-    Give cached rows that are as wide as a head alone (learned prefixes, static caches allocated by `head_dim`) room for
-    compose weights: zeros, which compose nothing.
+    Append zeros, which compose nothing, to cached rows without key-wise weights: those of learned prefixes, and of
+    static caches that were allocated with `head_dim` channels.
 
     Raises:
-        ValueError: for rows of another width, which hold something else.
+        ValueError: for rows of any other width, which another model has cached.
     """
     extra = dict(zip(("keys", "values"), config.compose_cache_channels))
     widest = config.head_dim + max(extra.values())

@@ -8,17 +8,16 @@ are translated on reading; only the names below are saved.
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Optional, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, Self, TypeAlias, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 
-# Cached rows are multiples of so many channels, which keeps them 16-byte aligned in 16-bit types.
+# Cached rows are multiples of this number of channels, which keeps them 16-byte aligned in 16-bit types.
 CACHE_ROW_ALIGNMENT = 8
 MAX_LAYERS = 4000  # more would only fill the memory with lists and modules
 
-_Config = TypeVar("_Config", bound="DCFormerConfig")
 _Value = TypeVar("_Value")
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }
 
-# What `validate_architecture` checks: the smallest value, a half-open range, choices, and what a field must divide.
+# What `validate_architecture` checks: smallest values, half-open ranges, choices, and what a field must divide.
 _SMALLEST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 1),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings", "mlp_gate_dim"), 1),
@@ -108,8 +107,8 @@ class DCFormerConfig(PreTrainedConfig):
         head_dim (`int`, *optional*): Channels per head. None: `hidden_size // num_attention_heads`.
         hidden_act (`str`, defaults to `"silu"`): Activation of the MLP.
         mlp_type (`str`, defaults to `"gated"`): `"gated"` (SwiGLU with silu) or `"plain"` (two matrices).
-        mlp_gate_dim (`int`, *optional*): Number of slices of the inner layer which a softmax over the input scales
-            (the authors' `mgate`; 44 in the 8B model). None: no such gate.
+        mlp_gate_dim (`int`, *optional*): Number of slices of the inner layer, each scaled by a softmax weight computed
+            from the input (the authors' `mgate`; 44 in the 8B model). None: no such gate.
         norm_type (`str`, defaults to `"rms_norm"`): `"rms_norm"`, or `"layer_norm"` (with bias).
         norm_eps (`float`, defaults to 1e-6): Epsilon of the block norms and the final norm.
         parallel_residual (`bool`, defaults to `False`): Attention and MLP read the same residual, as in GPT-NeoX.
@@ -128,8 +127,8 @@ class DCFormerConfig(PreTrainedConfig):
         attention_dropout (`float`, defaults to 0.0): Dropout on the composed attention weights.
         initializer_range (`float`, defaults to 0.02): Standard deviation of the linear layers and embeddings. The
             composition parameters follow section 4 of the paper instead.
-        oov_policy (`str`, defaults to `"error"`): What happens to token ids outside the embedding: `"error"` raises
-            ValueError, `"clamp"` takes the nearest row (as the authors' JAX code does).
+        oov_policy (`str`, defaults to `"error"`): For token ids outside the embedding: `"error"` raises ValueError,
+            `"clamp"` uses the nearest row (as the authors' JAX code does).
         compose_rank (`int`, defaults to 2): R, the rank of the dynamic projections.
         compose_groups (`int`, defaults to 1): Groups of heads that compose among themselves only (section 3.2).
         compose_activation (`str`, defaults to `"gelu"`): Activation of the dynamic projections. `"gelu"` (erf) in the
@@ -140,13 +139,13 @@ class DCFormerConfig(PreTrainedConfig):
         compose_low_rank, compose_gate (`bool`, default to `True`): Low-rank projections (branches 2 and 4) and gates
             (branches 3 and 5).
         compose_static (`bool`, defaults to `False`): Static projection (branch 1); alone it is Talking-Heads attention.
-        compose_layers (`list[int]`, *optional*): Numbers of the layers that compose their heads, from 0. None: all.
+        compose_layers (`list[int]`, *optional*): Indices of the layers that compose their heads. None: all.
 
     With every composition switched off the model is a plain multi-head Transformer and runs through sdpa or
     FlashAttention.
 
     Raises:
-        ValueError: for a value that no model can have, or a key of the authors beside one of ours that disagree.
+        ValueError: for a value that no model can have, or a key of the authors that contradicts one of ours.
 
     Source: section 3, section 4 and appendix D of the paper; the authors' `configuration_dcformer.py` for the keys.
     """
@@ -161,7 +160,7 @@ class DCFormerConfig(PreTrainedConfig):
         "block_size": "max_position_embeddings",
         "window_size": "sliding_window",
     }
-    # Heads of one group compose with each other, so every process gathers all heads and composes them.
+    # Heads compose with each other, so every process gathers all heads; `parallel_dcformer` divides groups of heads.
     base_model_tp_plan = {
         "layers.*.self_attn.qkv_proj": "colwise_gather_output",
         "layers.*.self_attn.o_proj": "rowwise_split_input",
@@ -262,7 +261,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     @property
     def compose_cache_channels(self) -> tuple[int, int]:
-        """Channels for compose weights in a key row and a value row that a composing layer caches, per such head."""
+        """Extra channels for key-wise weights in the cached keys and values of a composing layer."""
         numbers = 0
         if self.compose_key:
             numbers = 2 * self.compose_rank * self.compose_low_rank + self.compose_gate
@@ -272,7 +271,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class; theta and rotary share of `rope_parameters` in `kwargs` default to those of the file."""
+        """As the base class; `rope_theta` and `partial_rotary_factor` default to those of the file."""
         if new := kwargs.get("rope_parameters"):
             old = super().from_dict(config_dict).rope_parameters
             kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
@@ -285,7 +284,7 @@ class DCFormerConfig(PreTrainedConfig):
         return sorted(name for name, values in PRESETS.items() if values["model_type"] == cls.model_type)
 
     @classmethod
-    def from_preset(cls: type[_Config], name: str, **overrides: Any) -> _Config:
+    def from_preset(cls, name: str, **overrides: Any) -> Self:
         """
         The configuration of a published shape.
 
@@ -333,7 +332,7 @@ class DCFormerConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be at least {smallest} and at most {largest}, got {value}.")
 
     def validate_choices(self) -> None:
-        """The part of it for fields of a few values, also for those set after the configuration was made."""
+        """The part of it that models repeat, for fields that were set after the configuration was made."""
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 to_add = "; to add rows call model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=128)"
@@ -379,7 +378,7 @@ class DCPythiaConfig(DCFormerConfig):
 
 
 def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Turn the keys of the authors' `config.json` into fields; `given` holds all keys and fields that were given."""
+    """Turn the keys of the authors' `config.json` into fields; `given` are all keys and fields that were passed."""
     is_theirs = not {"dim", "n_layer", "n_head", "block_size"}.isdisjoint(given)
     if is_theirs:
         kwargs.setdefault("use_qk_norm", given.get("qk_norm", False))  # their class' default

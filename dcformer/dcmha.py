@@ -1,8 +1,8 @@
 """Dynamically Composable Multi-Head Attention as an operator: equations 3 to 8 and appendix D of the paper.
 
-`composed_attention` checks its arguments and hands them to an implementation from a table. `plain`, in torch operators,
-takes every device, mask and dtype; packages add faster ones by `register_implementation`. A model takes the one that
-`attn_implementation="dcmha_NAME"` names.
+`composed_attention` checks its arguments and passes them to an implementation from a table. `plain`, in torch
+operators, supports every device, mask and dtype; `register_implementation` adds faster ones. In a model,
+`attn_implementation="dcmha_NAME"` selects the implementation NAME.
 """
 
 import copy
@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,17 +28,15 @@ PREFIX = "dcmha_"
 
 class ComposeSide:
     """
-    What the queries or the keys contribute to a composition: a low-rank map, a gate, or both.
-
-    All of it lies in one tensor, as in the cache: every position has, in every head, a short row of channels.
+    The query-wise or the key-wise side of a composition: a low-rank map, a gate, or both, for every position.
 
     Args:
-        w1 (`Tensor`, *optional*): (batch, heads, length, rank), heads -> rank; W_q1 or W_k1 of equation 8, normalised
-            over heads. Given together with `w2`.
-        w2 (`Tensor`, *optional*): (batch, heads, length, rank), rank -> heads; W_q2 or W_k2.
+        w1 (`Tensor`, *optional*): (batch, heads, length, rank), maps heads to ranks; W_q1 or W_k1 of equation 8,
+            normalised over heads. Given together with `w2`.
+        w2 (`Tensor`, *optional*): (batch, heads, length, rank), maps ranks to heads; W_q2 or W_k2.
         gate (`Tensor`, *optional*): (batch, heads, length); W_qg or W_kg, after tanh.
-        factors (`Tensor`, *optional*): All of it in one tensor instead, (batch, heads, length, channels): w1 of every
-            rank, then w2 of every rank, then the gate if the number of channels is odd.
+        factors (`Tensor`, *optional*): All of this in one tensor (batch, heads, length, 2 rank + 1) instead, as the
+            cache stores it: w1, then w2, then the gate. 2 rank channels have no gate, a single one is a gate.
 
     Raises:
         ValueError: if too little or too much is given, or shapes do not fit.
@@ -89,14 +87,15 @@ class ComposeSide:
 
 class ComposeWeights(NamedTuple):
     """
-    Everything one composition (before or after the softmax) needs. With groups, `rank` is the rank per group and the
-    heads of a group are consecutive.
+    The weights of one stage of composition: of the attention scores, or of the attention weights.
 
     Args:
-        query (`ComposeSide`, *optional*): Query-wise weights (branches 2 and 3), length = queries.
-        key (`ComposeSide`, *optional*): Key-wise weights (branches 4 and 5), length = keys.
-        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; branch 1, no identity.
-        groups (`int`, defaults to 1): Groups of heads that compose among themselves (section 3.2).
+        query (`ComposeSide`, *optional*): Query-wise low-rank map and gate (branches 2 and 3), length = queries.
+        key (`ComposeSide`, *optional*): Key-wise low-rank map and gate (branches 4 and 5), length = keys.
+        static (`Tensor`, *optional*): (groups, heads per group, heads per group) [in, out]; the static matrix of
+            branch 1, to which equation 7 adds the identity.
+        groups (`int`, defaults to 1): Number of groups of consecutive heads that compose among themselves (section
+            3.2); the rank is per group.
     """
 
     query: ComposeSide | None = None
@@ -111,19 +110,19 @@ Observer: TypeAlias = Callable[[str, Tensor], Tensor]
 
 
 def map_tensors(weights: Weights, function: Callable[[Tensor, str], Tensor]) -> Weights:
-    """Apply `function(tensor, kind)` to every tensor; the kind is "query", "key" or "static"."""
+    """Apply `function(tensor, name)` to all tensors; their names are "query", "key" and "static"."""
     if weights is None:
         return None
     query, key = (
-        None if side is None else ComposeSide(factors=function(side.factors, kind))
-        for side, kind in ((weights.query, "query"), (weights.key, "key"))
+        None if side is None else ComposeSide(factors=function(side.factors, name))
+        for side, name in ((weights.query, "query"), (weights.key, "key"))
     )
     static = None if weights.static is None else function(weights.static, "static")
     return ComposeWeights(query, key, static, weights.groups)
 
 
 def values_are_known(values: Any) -> bool:
-    """Whether Python may look at values and decide by them: not in a graph that is traced, nor under `vmap`."""
+    """Whether Python can read the values and branch on them: not while a graph is traced, nor under `vmap`."""
     if not isinstance(values, Tensor):
         return True
     functorch = torch._C._functorch
@@ -134,48 +133,50 @@ def values_are_known(values: Any) -> bool:
 
 
 def is_number(length: int) -> bool:
-    """Whether a length is a number, not a symbol of a graph that is traced for any length."""
+    """Whether a length is a number, and not a symbol in a graph that is traced for all lengths."""
     return not torch.compiler.is_compiling() or has_static_value(length)
 
 
+@dataclass(eq=False, repr=False)
 class Visibility:
     """
-    The mask of one attention layer, evaluated block by block.
+    The mask of an attention layer, evaluated for one block of queries and keys at a time.
 
-    It grows linearly with the sequence: causality and the window follow from two indices, padding is one bit per key,
-    packed sequences are one number per token. Keys that no query of a block can see are never computed.
+    Except for `dense` it grows linearly with the sequence. Keys that no query of a block can see are not computed.
 
     Args:
         query_length (`int`): Number of queries.
         key_length (`int`): Number of keys.
         is_causal (`bool`, defaults to `True`): Hide keys after the query.
         sliding_window (`int`, *optional*): t - w < s <= t if causal, else |t - s| < w.
-        query_offset (`int`, *optional*): Position of the first query, counted in keys. None: the last query stands at
-            the last key.
+        query_offset (`int`, *optional*): Index of the key at the position of the first query. None: the last query is
+            at the position of the last key.
         padding (`Tensor`, *optional*): (batch, key), nonzero for real tokens.
         dense (`Tensor`, *optional*): (batch or 1, heads or 1, query, key), boolean with True for visible, or floating
-            point, added to the scores; at or below half the smallest number it hides.
-        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences; a token sees its sequence
-            sequence only. Queries and keys are the same tokens then.
+            point, added to the scores; values at or below half the dtype's smallest number hide.
+        sequence_ids (`Tensor`, *optional*): (batch, query) numbers of packed sequences: a token sees only tokens of
+            the same number. Queries and keys must be the same tokens.
 
     Raises:
         ValueError: if a shape does not fit, or the window is below 1.
     """
 
-    def __init__(
-        self,
-        query_length: int,
-        key_length: int,
-        *,
-        is_causal: bool = True,
-        sliding_window: int | None = None,
-        query_offset: int | None = None,
-        padding: Tensor | None = None,
-        dense: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
-    ):
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, got {sliding_window}; use None for full attention.")
+    query_length: int
+    key_length: int
+    _: KW_ONLY
+    is_causal: bool = True
+    sliding_window: int | None = None
+    query_offset: int | Any = None  # always a number once it is made
+    padding: Tensor | None = None
+    dense: Tensor | None = None
+    sequence_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        query_length, key_length = self.query_length, self.key_length
+        padding, dense, sequence_ids = self.padding, self.dense, self.sequence_ids
+        if self.sliding_window is not None and self.sliding_window < 1:
+            window = self.sliding_window
+            raise ValueError(f"sliding_window must be at least 1, got {window}; use None for full attention.")
         if padding is not None and padding.shape[-1] != key_length:
             raise ValueError(f"The padding mask covers {padding.shape[-1]} keys, but there are {key_length}.")
         if dense is not None and dense.shape[-2:] != (query_length, key_length):
@@ -187,17 +188,13 @@ class Visibility:
                 "Packed sequences need as many queries as keys and one number for each, got "
                 f"{query_length} queries, {key_length} keys and {sequence_ids.shape[-1]} numbers."
             )
-        self.query_length = query_length
-        self.key_length = key_length
-        self.is_causal = is_causal
-        self.sliding_window = sliding_window
-        self.query_offset = key_length - query_length if query_offset is None else query_offset
-        self.padding = None if padding is None else padding.to(torch.bool)
-        self.dense = dense
-        self.sequence_ids = sequence_ids
+        if self.query_offset is None:
+            self.query_offset = key_length - query_length
+        if padding is not None:
+            self.padding = padding.to(torch.bool)
 
     def to(self, *args: Any, **kwargs: Any) -> "Visibility":
-        """A copy with its tensors moved, as `Tensor.to`; models spread over devices move their inputs this way."""
+        """A copy with its tensors moved, as `Tensor.to`, for models spread over devices."""
         moved = copy.copy(self)
         for name in ("padding", "dense", "sequence_ids"):
             tensor = getattr(self, name)
@@ -206,11 +203,11 @@ class Visibility:
 
     @property
     def lengths_are_known(self) -> bool:
-        """Whether all of them are numbers."""
+        """Whether lengths and offset are numbers, see [`is_number`]."""
         return all(is_number(length) for length in (self.query_length, self.key_length, self.query_offset))
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
-        """First and last + 1 of the keys that queries start..stop may see, one key at least."""
+        """Range of keys, at least one, that covers those which queries start to stop - 1 see."""
         first, last = 0, self.key_length
         if self.is_causal:
             last = min(last, stop + self.query_offset)
@@ -218,7 +215,7 @@ class Visibility:
             first = max(first, start + self.query_offset - self.sliding_window + 1)
             last = min(last, stop - 1 + self.query_offset + self.sliding_window)
         for tensor in (self.dense, self.sequence_ids):
-            # Its values are read, which spares nothing for one query.
+            # Reading its values saves no work for a single query.
             if tensor is None or self.query_length == 1 or not values_are_known(tensor):
                 continue
             if tensor is self.dense:
@@ -232,7 +229,7 @@ class Visibility:
         return first, max(last, first + 1)
 
     def hidden(self, start: int, stop: int, first: int, last: int, device: torch.device | None = None) -> Tensor | None:
-        """Boolean, broadcasts to (batch, heads, query, key): where queries start..stop do not see keys first..last."""
+        """Which of the keys first to last - 1 those queries cannot see, broadcasts to (batch, heads, query, key)."""
         parts = self._hidden_by_band(start, stop, first, last, device)
         if self.dense is not None:
             parts.append(_hidden_by_dense(self.dense[:, :, start:stop, first:last]))
@@ -246,10 +243,10 @@ class Visibility:
     def _hidden_by_band(
         self, start: int, stop: int, first: int, last: int, device: torch.device | None
     ) -> list[Tensor]:
-        """(query, key) each: what causality and window hide, left out where they hide nothing."""
+        """Masks (query, key) of what causality and window hide, without those that hide nothing."""
         window, known = self.sliding_window, self.lengths_are_known
         first_position, last_position = start + self.query_offset, stop - 1 + self.query_offset
-        # Comparing symbols would tie the graph to the lengths for which the answer is the same.
+        # Comparing symbols would restrict the graph to lengths with the same result.
         too_late = self.is_causal and not (known and last - 1 <= first_position)
         too_old = window is not None and not (known and last_position - first < window)
         too_new = window is not None and not self.is_causal and not (known and last - 1 - first_position < window)
@@ -333,7 +330,7 @@ def plain_attention(
     (batch, heads, queries, _), keys = query.shape, key.shape[2]
     arguments = (query, key, value, pre, post, scaling, mask, dropout)
     if not mask.lengths_are_known:
-        # A graph for any length cannot hold one piece of code per chunk.
+        # A graph for all lengths cannot contain a loop over chunks.
         return _attend_block(*arguments, (0, queries, 0, keys))[0]
     chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * keys + 1)))
     # Recomputing hooks into what a backward pass saves, which torch.func does not support.
@@ -368,13 +365,13 @@ def _attend_block(
     dtype = torch.float64 if torch.float64 in (query.dtype, key.dtype) else torch.float32
     query, key, value = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
     if query.device.type == "cpu":
-        # Most CPUs multiply numbers of 16 bits by far more slowly than those of 32.
+        # Most CPUs multiply 16-bit numbers far more slowly than 32-bit numbers.
         query, key, value = (states.to(dtype) for states in (query, key, value))
 
-    def in_block(factors: Tensor, kind: str) -> Tensor:
-        if kind != "static":
-            factors = factors[:, :, start:stop] if kind == "query" else factors[:, :, first:last]
-        return factors.to(dtype)
+    def in_block(weights: Tensor, name: str) -> Tensor:
+        if name != "static":
+            weights = weights[:, :, start:stop] if name == "query" else weights[:, :, first:last]
+        return weights.to(dtype)
 
     pre, post = (map_tensors(stage, in_block) for stage in (pre, post))
     bias, hidden = mask.bias(*block), mask.hidden(*block, query.device)
@@ -398,7 +395,7 @@ def _scaled_scores(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtyp
     """Scores (batch, heads, query, key) in `dtype`; lines 43 and 44 of appendix D."""
     batch, heads, queries, channels = query.shape
     product_dtype = torch.promote_types(query.dtype, key.dtype)
-    # Folding the queries that share a key/value head into one matrix spares copying keys and values for each of them.
+    # The queries that share a key/value head are folded into one matrix, so that keys and values need not be repeated.
     query = query.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
     key = key.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
     # In 16 bits a power of two scales the query exactly, and before the product, which could leave float16's range.
@@ -424,10 +421,12 @@ class Implementation:
     Args:
         name (`str`): As `implementation=` takes it.
         forward (`Callable`): `forward(query, key, value, pre, post, *, scaling, mask, dropout, chunk_size)` returns the
-            output. Shapes are those of [`composed_attention`] and fit; the mask is a [`Visibility`]; autocast is off.
-        supports (`Callable`): Takes the same but `scaling` and `chunk_size`, returns None if it can compute them, else
-            the reason why not, as the end of a sentence.
-        automatic (`Callable`, *optional*): As `supports`, asked where none is named. None: it is only used when named.
+            output. Shapes are those of [`composed_attention`], already checked; `mask` is a [`Visibility`]; autocast
+            is off.
+        supports (`Callable`): `supports(query, key, value, pre, post, *, mask, dropout)` returns None if the
+            implementation can compute this, else the reason why not, which messages quote.
+        automatic (`Callable`, *optional*): As `supports`, for calls that name no implementation. None: those never
+            use this implementation.
     """
 
     name: str
@@ -446,8 +445,8 @@ def register_implementation(
     automatic: Callable[..., str | None] | None = None,
 ) -> None:
     """
-    Add an [`Implementation`] to the table, or replace the one of this name; the last one registered is tried first.
-    Models take it as `attn_implementation="dcmha_NAME"`.
+    Add an [`Implementation`], or replace the one with this name. The last one that was registered is tried first. In a
+    model, `attn_implementation="dcmha_NAME"` selects it.
     """
     _TABLE.pop(name, None)
     _TABLE[name] = Implementation(name, forward, supports, automatic)
@@ -456,7 +455,7 @@ def register_implementation(
 
 
 def implementations() -> dict[str, Implementation]:
-    """The table: every implementation by its name, in the order in which they were registered."""
+    """All implementations by name, in the order in which they were registered."""
     return dict(_TABLE)
 
 
@@ -464,11 +463,11 @@ def explain_choice(
     query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, *, dropout: float = 0.0, **mask: Any
 ) -> list[tuple[str, str | None]]:
     """
-    List the implementations that [`composed_attention`] tries for these arguments; `mask` stands for its `is_causal`,
+    The implementations that [`composed_attention`] would try for these arguments; `mask` stands for its `is_causal`,
     `sliding_window` and `attention_mask`.
 
     Returns:
-        `list[tuple[str, str | None]]`: names, each with the reason why it is passed over, None for the chosen one.
+        `list[tuple[str, str | None]]`: names with the reasons why they are not selected; None for the one that is.
     """
     visibility = _checked_mask(query, key, value, pre, post, **mask)
     return _tried(query, key, value, pre, post, mask=visibility, dropout=dropout)
@@ -512,9 +511,8 @@ def composed_attention(
     observe: Observer | None = None,
 ) -> Any:
     """
-    Dynamically Composable Multi-Head Attention for any model: softmax attention in which `pre` composes
-    scores across heads before the mask and the softmax, and `post` composes weights after it; equations 3 to 8 of the
-    paper.
+    Dynamically Composable Multi-Head Attention for any model: softmax attention in which `pre` mixes the scores across
+    heads before mask and softmax, and `post` mixes the weights after them; equations 3 to 8 of the paper.
 
     Args:
         query (`Tensor`): (batch, heads, query, channels).
@@ -531,11 +529,12 @@ def composed_attention(
             for all three.
         dropout (`float`, defaults to 0.0): Probability of dropping a composed weight.
         chunk_size (`int`, *optional*): Queries that "plain" computes at once. None: so many that a chunk stays small.
-        implementation (`str`, *optional*): A name of the table, see [`implementations`]. None: the first that can.
-        return_weights (`bool`, defaults to `False`): Return the composed weights too, by "plain", in quadratic memory.
-        observe (`Callable`, *optional*): Called with a name and a map (batch, heads, query, key), and returns what goes
-            on instead: "scores", scaled but not masked, "composed_scores", then "weights", which are masked, and
-            "composed_weights". By "plain", in quadratic memory.
+        implementation (`str`, *optional*): A name from [`implementations`]. None: see [`explain_choice`].
+        return_weights (`bool`, defaults to `False`): Also return the composed weights. Uses "plain" and quadratic
+            memory.
+        observe (`Callable`, *optional*): Called with the name and the values (batch, heads, query, key) of every
+            attention map; the values that it returns are used instead. The names are "scores" (scaled, not masked),
+            "composed_scores", "weights" (masked) and "composed_weights". Uses "plain" and quadratic memory.
 
     Returns:
         `Tensor`: (batch, heads, query, value channels), in the query's dtype; zeros for a query that sees no key. The
@@ -544,22 +543,23 @@ def composed_attention(
         Second derivatives need `implementation="plain"`.
 
     Raises:
-        ValueError: if shapes do not fit, a number is below 1, or the implementation cannot run; the message says why.
+        ValueError: if shapes do not fit, a number is below 1, or the implementation cannot compute this.
     """
     mask = _checked_mask(query, key, value, pre, post, is_causal, sliding_window, attention_mask)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}; use None to have it chosen.")
-    is_whole = return_weights or observe is not None
-    chosen = _choose("plain" if is_whole else implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
+    if wants_maps := return_weights or observe is not None:
+        implementation = "plain"
+    chosen = _choose(implementation, query, key, value, pre, post, mask=mask, dropout=dropout)
     if query.shape[0] * query.shape[2] * key.shape[2] == 0:
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         return (output, query.new_zeros(*query.shape[:3], key.shape[2])) if return_weights else output
     scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     device = query.device.type
     autocasts = device != "meta" and torch.is_autocast_enabled(device)
-    # Autocast would compute compositions in 16 bits; implementations choose their own types.
+    # Autocast would compute compositions in 16 bits; implementations choose the types.
     with torch.autocast(device, enabled=False) if autocasts else nullcontext():
-        if is_whole:
+        if wants_maps:
             block = (0, query.shape[2], 0, key.shape[2])
             output, weights = _attend_block(query, key, value, pre, post, scaling, mask, dropout, block, observe)
             return (output, weights.to(query.dtype)) if return_weights else output
@@ -585,25 +585,36 @@ def composed_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Composed attention as Transformers calls it: `is_causal` is the module's if it is not given.
+    Composed attention with the signature of Transformers' attention functions. `is_causal` defaults to the module's.
 
     Returns:
         (batch, query, heads, channels), and with `output_attentions` the composed weights (batch, heads, query, key).
     """
-    # A mask made elsewhere says all there is to say: causality and window are in it.
-    is_whole = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
+    # A mask of four dimensions contains causality and window.
+    is_dense = isinstance(attention_mask, Tensor) and attention_mask.dim() == 4
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "implementation": implementation}
-    options |= {"is_causal": is_causal and not is_whole, "sliding_window": None if is_whole else sliding_window}
-    options |= {"attention_mask": attention_mask, "return_weights": output_attentions, "observe": observe}
-    result = composed_attention(query, key, value, pre, post, **options)
+    result = composed_attention(
+        query,
+        key,
+        value,
+        pre,
+        post,
+        scaling=scaling,
+        is_causal=is_causal and not is_dense,
+        sliding_window=None if is_dense else sliding_window,
+        attention_mask=attention_mask,
+        dropout=dropout,
+        implementation=implementation,
+        return_weights=output_attentions,
+        observe=observe,
+    )
     output, weights = result if output_attentions else (result, None)
     return output.transpose(1, 2).contiguous(), weights
 
 
 def checked_implementation(name: str) -> str:
-    """`name` if that attention implementation can compose heads; any other would silently leave the composition out."""
+    """The name of an attention implementation that composes; ValueError for others, which would compute without it."""
     names = ["eager", *(PREFIX + known for known in _TABLE)]
     if name not in names:
         raise ValueError(
@@ -623,7 +634,7 @@ def _checked_mask(
     sliding_window: int | None = None,
     attention_mask: Tensor | Visibility | None = None,
 ) -> Visibility:
-    """The mask of a call; ValueError if the shapes of its arguments do not fit together."""
+    """The mask of a call of [`composed_attention`]; ValueError if the shapes of the arguments do not fit together."""
     fits = query.dim() == key.dim() == value.dim() == 4 and value.shape[:3] == key.shape[:3]
     if not fits or key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
         raise ValueError(
@@ -650,7 +661,7 @@ def _checked_mask(
                     f"= {(batch, heads, length)}, got {tuple(side.factors.shape)}."
                 )
     mask = attention_mask
-    if mask is None or isinstance(mask, Tensor):  # else it is a Visibility, perhaps of a copy of this file
+    if mask is None or isinstance(mask, Tensor):  # else a Visibility, which a copy of this file may have defined
         if mask is not None and mask.dim() not in (2, 4):
             raise ValueError(f"attention_mask must have 2 dimensions (batch, key) or 4, got shape {tuple(mask.shape)}.")
         padding, dense = (mask, None) if mask is None or mask.dim() == 2 else (None, mask)

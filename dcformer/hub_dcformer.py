@@ -1,4 +1,4 @@
-"""Checkpoints of composing models: the authors' parameter names in both directions, and what a load must find."""
+"""Loading and saving of models that compose heads: the authors' parameter names, and checks for missing weights."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from transformers.models.auto import modeling_auto
 from .dcmha import checked_implementation
 
 
-# The authors' name of a parameter, in parts, -> ours. Only renaming: to split or merge tensors while loading is wrong
-# when every rank of a sharded load sees a part of them.
+# Parts of the authors' parameter names -> ours. Renaming only: in a sharded load each rank has a part of a tensor, so
+# tensors cannot be split or merged.
 _SHARED_NAMES = {
     "tok_embeddings.": "embed_tokens.",
     ".attention.wqkv.": ".self_attn.qkv_proj.",
@@ -29,10 +29,10 @@ _SHARED_NAMES = {
     ".ffn_norm.": ".post_attention_layernorm.",
     ".feed_forward.w2.": ".mlp.down_proj.",
 }
-# Parameters of a composition, and the other fields of a configuration that a composition must fit.
+# Parameters of a composition, and the configuration fields besides `compose_*` that a saved composition must match.
 COMPOSITION = re.compile(r"\.compose\.\w+_weight$")
 COMPOSED_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-# By model type; and the output layer, which is outside the decoder.
+# By model type; the output layer is outside the decoder.
 AUTHORS_NAMES = {
     "dcformer": {
         **_SHARED_NAMES,
@@ -43,43 +43,45 @@ AUTHORS_NAMES = {
     "dcpythia": {**_SHARED_NAMES, ".feed_forward.w1.": ".mlp.up_proj."},
 }
 AUTHORS_OUTPUT_NAMES = {"output.": "lm_head."}
+# Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
+AUTHORS_BUFFERS = [
+    r"dyn_w_proj\.(dw_m|qkw_m|sw)$",
+    r"dyn_w_proj\.(pre|post)_proj\.w$",
+    r"attention\.kv_cache\.",
+    r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
+]
 
 
 def authors_patterns(model_type: str) -> dict[str, str]:
     """
-    The authors' names as the `key_mapping` of Transformers' `from_pretrained`.
-
-    Args:
-        model_type (`str`): Of a configuration.
-
-    Returns:
-        `dict[str, str]`: regular expression -> our part; empty for models that the authors have not published.
+    A `key_mapping` for Transformers' `from_pretrained` that renames the authors' parameters: regular expression -> our
+    part of the name. Empty for model types that the authors have not published.
     """
     names = {**AUTHORS_NAMES[model_type], **AUTHORS_OUTPUT_NAMES} if model_type in AUTHORS_NAMES else {}
     return {_pattern(theirs): ours for theirs, ours in names.items()}
 
 
 def _pattern(part: str) -> str:
-    # A part that does not start with a dot starts a name; one that does not end with a dot ends it. Transformers turns
-    # the pattern into a name when it saves, for which it drops lookarounds, but would keep a "$".
+    # A part without a leading dot starts the name; one without a trailing dot ends it. Transformers turns the pattern
+    # into a name when it saves, and then drops lookarounds, but would keep a "$".
     start, end = "" if part.startswith(".") else "(?<![^.])", "" if part.endswith(".") else "(?!.)"
     return start + re.escape(part) + end
 
 
 class ComposingModel(PreTrainedModel):
-    """A model that may compose its attention heads: how attention may run, and how its checkpoints are read."""
+    """Base class of models that may compose heads: which attention implementations they accept, and how they load."""
 
-    # These never see other heads' scores, so they cannot compose; plain models switch them on below.
+    # These compute one head at a time, so they cannot compose; models without composition switch them on below.
     _supports_sdpa = False
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Weights that start anew in a checkpoint of another task, as a regular expression.
+    # Weights that are initialised where the checkpoint of another task lacks them, as a regular expression.
     _heads_that_may_be_new: str | None = None
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """As the base class for plain models; composing models accept what can mix heads, and nothing else."""
+        """As the base class without composition; with it, only implementations that compose are accepted."""
         if self.config.composes_heads:
             return checked_implementation(requested_attention or "eager")
         self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = True
@@ -94,14 +96,14 @@ class ComposingModel(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """
-        As `PreTrainedModel.from_pretrained`. Files of the authors' torch code load as they are.
+        As `PreTrainedModel.from_pretrained`; also loads checkpoints of the authors' torch code.
 
         Args:
-            output_loading_info (`bool`, defaults to `False`): Return the loading info too. Weights that the file lacks
-                are then drawn at random and listed there, instead of being an error.
+            output_loading_info (`bool`, defaults to `False`): Also return the loading info. Weights that the checkpoint
+                lacks are then initialised at random and listed there, instead of being an error.
 
         Raises:
-            ValueError: if the file lacks a weight for which its configuration asks.
+            ValueError: if the checkpoint lacks a weight that its configuration needs.
         """
         if patterns := authors_patterns(cls.config_class.model_type):
             kwargs["key_mapping"] = {**patterns, **(kwargs.get("key_mapping") or {})}
@@ -113,13 +115,13 @@ class ComposingModel(PreTrainedModel):
                 raise ValueError(
                     f"{str(pretrained_model_name_or_path)!r} lacks {lost[0]} (and {len(lost) - 1} more weights), for "
                     "which its config.json asks; get the file again, convert older files of the authors by `dcformer "
-                    "convert torch`, or pass output_loading_info=True to draw them at random."
+                    "convert torch`, or pass output_loading_info=True to initialise them at random."
                 )
         return (model, info) if output_loading_info else model
 
     @classmethod
     def _expected_in_file(cls, config: Any) -> set[str]:
-        """Parameters that a file with this configuration must hold, of the decoder alone in a file of another task."""
+        """Parameters that a checkpoint of this configuration must have; of another task, only those of the decoder."""
         with torch.device("meta"):
             expected = {name for name, _ in cls(config).named_parameters()}
         if (config.architectures or [cls.__name__])[0] != cls.__name__:
@@ -129,10 +131,10 @@ class ComposingModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """
-        As `PreTrainedModel.save_pretrained`, but under our parameter names also where the authors' were read.
+        As `PreTrainedModel.save_pretrained`, with this package's parameter names even if the authors' were loaded.
 
         Args:
-            save_original_format (`bool`, defaults to `False`): Write the authors' names.
+            save_original_format (`bool`, defaults to `False`): Write the authors' parameter names.
         """
         read: Any = getattr(self, "_weight_conversions", None)
         if save_original_format:
@@ -146,7 +148,7 @@ class ComposingModel(PreTrainedModel):
             self._weight_conversions = read
 
     def freeze_all_but_composition(self) -> None:
-        """Leave a gradient to the parameters of the composition alone; ValueError if the model composes nothing."""
+        """Train the parameters of the composition only; ValueError if the model composes nothing."""
         if not any(".compose." in name for name, _ in self.named_parameters()):
             raise ValueError("The model composes no heads, so nothing would be trained; switch composition on.")
         for name, parameter in self.named_parameters():
@@ -154,8 +156,8 @@ class ComposingModel(PreTrainedModel):
 
     def save_composition(self, path: str | os.PathLike) -> None:
         """
-        Write the parameters of the composition alone as a safetensors file, for the option `--composition` of `dcformer
-        convert upcycle`; ValueError if there are none under their names.
+        Write only the parameters of the composition as a safetensors file, for `dcformer convert upcycle
+        --composition`; ValueError if there are none.
         """
         weights = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
         if not weights:
@@ -167,10 +169,10 @@ class ComposingModel(PreTrainedModel):
 
 def register_model(model_class: Any) -> None:
     """
-    Give a model to the Auto class of its task, and its name to the table of that task.
+    Register a model with the Auto class of its task, and its name in the task's table of model names.
 
-    By that table Trainer knows for which models label smoothing shifts the labels, lm-eval which are language models,
-    and `transformers serve` and the model cards of Trainer what a model is for.
+    Tools read that table: Trainer for label smoothing, which shifts the labels of language models, and for model cards,
+    lm-eval to recognise language models, and `transformers serve` to find the class.
     """
     config_class = model_class.config_class
     task = model_class.__name__.removeprefix(config_class.__name__.removesuffix("Config")).removeprefix("Model")

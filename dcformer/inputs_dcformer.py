@@ -1,10 +1,11 @@
-"""Checks of a model's inputs, and the masks that are made of them."""
+"""Checks of a model's inputs and labels, and the attention masks that are made of the inputs."""
 
 import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils import logging
@@ -12,7 +13,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import DCFormerConfig
-from .dcmha import Visibility, values_are_known
+from .dcmha import Visibility, checked_implementation, values_are_known
 
 
 logger = logging.get_logger(__name__)
@@ -22,7 +23,7 @@ CACHE_NAME = next(n for n in ("cache", "past_key_values") if n in inspect.signat
 
 
 def takes_older_cache_name(forward: Callable) -> Callable:
-    """Take `past_key_values` for `cache`: with a warning where Transformers warns too, else as the name it looks up."""
+    """Also accept `past_key_values` for `cache`: with the warning of Transformers from 5.24, in silence before it."""
     if CACHE_NAME == "cache":
         return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
     silent = deprecate_kwarg("past_key_values", "5.0.0", new_name="cache")(forward)
@@ -34,15 +35,15 @@ def takes_older_cache_name(forward: Callable) -> Callable:
 
 def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig) -> Tensor:
     """
-    Ids that all have an embedding row: clamped with `oov_policy="clamp"` and in graphs.
+    Token ids that all have an embedding row: clamped with `oov_policy="clamp"` and in graphs.
 
     Raises:
-        ValueError: for any other id without a row, for which torch would read foreign memory on a GPU, or crash.
+        ValueError: for any other id without a row; on a GPU torch would read beyond the embedding, or crash.
     """
     # Adapters and assisted generation wrap the embedding, and callers may replace it.
     sizes = (part.num_embeddings for part in embed_tokens.modules() if isinstance(part, nn.Embedding))
     rows = next(sizes, config.vocab_size)
-    # A graph cannot raise an error that depends on a value; clamping keeps compiled decoding safe.
+    # A graph cannot raise an error that depends on a value.
     if config.oov_policy == "clamp" or input_ids.is_meta or is_tracing(input_ids):
         return input_ids.clamp(0, rows - 1)
     if values_are_known(input_ids) and (outside := (input_ids < 0) | (input_ids >= rows)).any():
@@ -54,6 +55,36 @@ def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig)
     return input_ids
 
 
+def checked_labels(labels: Tensor, logits: Tensor, config: DCFormerConfig, ignore_index: int = -100) -> Tensor:
+    """The labels of these logits, clamped as the token ids that they repeat; ValueError for another shape."""
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"labels must be (batch, length) = {tuple(logits.shape[:2])} as the logits, got {tuple(labels.shape)}; "
+            "with logits_to_keep give the labels of the positions that are kept."
+        )
+    if config.oov_policy != "clamp":
+        return labels
+    return torch.where(labels == ignore_index, labels, labels.clamp(0, config.vocab_size - 1))
+
+
+def check_inputs(
+    config: DCFormerConfig,
+    inputs_embeds: Tensor,
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    cache: Any,
+    **kwargs: Any,
+) -> None:
+    """Raise ValueError for inputs that a model cannot take; arguments as those of [`DCFormerModel.forward`]."""
+    if config.composes_heads:  # Transformers does not ask the model about attention kernels from the Hub
+        checked_implementation(config._attn_implementation)
+    if position_ids is not None:
+        batch, length = inputs_embeds.shape[:2]
+        _check_positions(position_ids, (batch, length), attention_mask, cache is not None)
+    elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        raise ValueError("cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart.")
+
+
 def make_masks(
     config: DCFormerConfig,
     layer_ids: list[int],
@@ -63,11 +94,14 @@ def make_masks(
     position_ids: Tensor | None,
 ) -> dict[str, Any]:
     """
-    The mask of every layer type: a [`Visibility`], not quadratic in the length, where heads are composed. `layer_ids`
-    are the layers of this process, a stage of a pipeline or all. Arguments as those of [`DCFormerModel.forward`].
+    The mask of every layer type: where heads are composed a [`Visibility`], which grows linearly with the length.
+
+    Args:
+        layer_ids (`list[int]`): Layers of this process: all, or those of its pipeline stage.
+        config, inputs_embeds, attention_mask, cache, position_ids: As in [`DCFormerModel.forward`].
     """
     batch, length = inputs_embeds.shape[:2]
-    # Static caches are there to be compiled, which wants tensors, and know their length only on the device.
+    # Static caches are made for compiled steps, which take tensors, and know their length only on the device.
     is_static = getattr(cache, "is_compileable", False)
     sequence_ids = None
     if position_ids is not None and attention_mask is None and cache is None and not position_ids.is_meta:
@@ -88,7 +122,7 @@ def make_masks(
             key_length, key_offset = cache.get_mask_sizes(length, layer_idx)
         if isinstance(attention_mask, Tensor):
             total = key_offset + key_length if is_static else past_length + length
-            check_mask(attention_mask, batch, length, total, past_length + length)
+            _check_mask(attention_mask, batch, length, total, past_length + length)
             attention_mask = attention_mask.expand(batch, *attention_mask.shape[1:])
         if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4:
             is_bias = attention_mask.dtype.is_floating_point
@@ -100,7 +134,7 @@ def make_masks(
                 is_causal=getattr(config, "is_causal", True),
                 sliding_window=config.sliding_window if layer_type == "sliding_attention" else None,
                 query_offset=past_length - key_offset,
-                padding=padding_of_keys(attention_mask, key_offset),
+                padding=_padding_of_keys(attention_mask, key_offset),
                 sequence_ids=sequence_ids,
             )
         else:
@@ -112,12 +146,12 @@ def make_masks(
                 **{CACHE_NAME: cache_here},
                 position_ids=None if inputs_embeds.is_meta else position_ids,
             )
-            # Eager masks hold zero and the smallest number; as booleans every layer has less to do with them.
+            # Eager masks hold zero and the smallest number; booleans are less work for every layer.
             masks[layer_type] = mask == 0 if config.composes_heads and mask is not None else mask
     return masks
 
 
-def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
+def _check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask: Any, has_cache: bool) -> None:
     """Raise ValueError unless every token has a position; warn once of packed documents that see each other."""
     if tuple(position_ids.shape) not in (shape, (1, shape[1])):
         raise ValueError(
@@ -139,10 +173,10 @@ def check_positions(position_ids: Tensor, shape: tuple[int, int], attention_mask
         )
 
 
-def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tokens: int | Tensor) -> None:
+def _check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tokens: int | Tensor) -> None:
     """
-    Raise ValueError unless a mask covers `tokens`, those of cache and input, and at most `total`, which for a static
-    cache counts the rows not yet filled: a narrower one would shift keys against queries.
+    Raise ValueError unless a mask covers the `tokens` of cache and input, and no more than `total`, which for a static
+    cache counts the rows not yet filled. A narrower mask would shift keys against queries.
     """
     covered, is_dense = attention_mask.shape[-1], attention_mask.dim() == 4
     fits = attention_mask.dim() in (2, 4) and attention_mask.shape[0] in (1, batch)
@@ -157,7 +191,7 @@ def check_mask(attention_mask: Tensor, batch: int, length: int, total: int, toke
         )
 
 
-def padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
+def _padding_of_keys(attention_mask: Tensor | None, key_offset: int) -> Tensor | None:
     """The part of a (batch, past + length) mask that covers the keys, or None if it hides nothing."""
     if attention_mask is None:
         return None

@@ -1,8 +1,8 @@
 """DCFormer and DCPythia: decoders with Dynamically Composable Multi-Head Attention (ICML 2024).
 
-As OLMo 3 in its shape (fused qkv as Phi-3; parallel residual and partial rotary as GPT-NeoX), except for the attention:
-its scores are composed across heads before the softmax, and its weights after it. With composition switched off the
-same classes are the paper's Transformer++ and Transformer baselines and run through sdpa or FlashAttention.
+The architecture is that of OLMo 3 (with fused qkv as in Phi-3, parallel residual and partial rotary embedding as in
+GPT-NeoX), except that attention scores are mixed across heads before the softmax, and attention weights after it. With
+composition switched off the same classes are the paper's Transformer baselines, and use sdpa or FlashAttention.
 """
 
 from collections.abc import Callable
@@ -31,16 +31,9 @@ from transformers.utils.output_capturing import capture_outputs
 from . import compose_dcformer
 from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack, widen_cache_rows
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import (
-    PREFIX,
-    ComposeSide,
-    ComposeWeights,
-    Visibility,
-    checked_implementation,
-    composed_attention_forward,
-)
-from .hub_dcformer import ComposingModel, register_model
-from .inputs_dcformer import CACHE_NAME, check_positions, checked_ids, make_masks, takes_older_cache_name
+from .dcmha import PREFIX, ComposeSide, ComposeWeights, Visibility, composed_attention_forward
+from .hub_dcformer import AUTHORS_BUFFERS, ComposingModel, register_model
+from .inputs_dcformer import CACHE_NAME, check_inputs, checked_ids, checked_labels, make_masks, takes_older_cache_name
 
 
 class DCFormerRMSNorm(nn.Module):
@@ -121,50 +114,45 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of (batch, heads, length, channels), as many as cos and sin have; the rest pass."""
-    rotary_dim = cos.shape[-1]
-    rotated, passed = states[..., :rotary_dim], states[..., rotary_dim:]
+    """Rotate the first channels of (batch, heads, length, channels), as many as cos and sin have; keep the rest."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (batch, 1, length, rotary size)
+    rotated, rest = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
     rotated = (rotated * cos + rotate_half(rotated) * sin).to(states.dtype)
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] > 0 else rotated
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] > 0 else rotated
 
 
-def eager_attention_forward(
-    module: "DCFormerAttention",
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Unpack[TransformersKwargs],
-) -> tuple[Tensor, Tensor]:
-    """Plain multi-head attention, for models that compose nothing."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, query, key)
-    if attention_mask is not None and attention_mask.dtype.is_floating_point:
-        scores = scores + attention_mask
-    elif attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask.to(torch.bool), torch.finfo(scores.dtype).min)
-    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
-
-
-# Of every attention layer: scores are scaled but not masked, weights are masked.
+# Attention maps of a layer, (batch, heads, query, key): scores are scaled but not masked, weights are masked.
 ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 
 
 def is_hooked(module: nn.Module | None) -> bool:
-    """Whether somebody watches or changes what a module returns, or its gradient."""
-    if module is None:
-        return False
-    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_hooks)
+    """Whether a module has hooks, forward or backward."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name, None) for name in hooks)
+
+
+def hooked_attention_forward(
+    module: "DCFormerAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Visibility | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention that passes its maps through the modules of the layer that have their names, which run their hooks."""
+    implementation = str(module.config._attn_implementation)
+    if "flash" in implementation or "flex" in implementation:
+        raise ValueError(f"Maps are not computed with attn_implementation={implementation!r}; use sdpa.")
+    if implementation == "sdpa" and attention_mask is None and 1 < query.shape[2] < key.shape[2]:
+        # Transformers leaves out the mask of the first tokens in a static cache: they are its first rows.
+        attention_mask = Visibility(query.shape[2], key.shape[2], is_causal=module.is_causal, query_offset=0)
+    kwargs["observe"] = lambda name, attention: getattr(module, name)(attention)
+    return composed_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 class DCFormerAttention(nn.Module):
+    """Grouped-query attention; where a layer composes, `compose` computes from the same input how to mix the heads."""
+
     def __init__(self, config: DCFormerConfig, layer_idx: int):
         super().__init__()
         self.config = config
@@ -187,8 +175,7 @@ class DCFormerAttention(nn.Module):
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
         self.compose = make_compose(config) if config.composes_layer(layer_idx) else None
-        # For hooks: each is given its map, (batch, heads, query, key), and returns what goes on. While none of them has
-        # a hook, the maps are not computed.
+        # To be hooked: while one of them has a hook, the layer computes its maps and passes them through all of them.
         for name in ATTENTION_MAPS:
             self.add_module(name, nn.Identity())
 
@@ -205,21 +192,14 @@ class DCFormerAttention(nn.Module):
         if cache is not None:
             key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
-        eager: Callable = eager_attention_forward
-        if self.config.composes_heads:  # as the masks are made for, also in a layer that composes nothing itself
-            eager = composed_attention_forward
-            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
-            kwargs.update(pre=pre, post=post)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, composed_attention_forward
+        )
         if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
-            attention_interface = composed_attention_forward
-            if "flash" in (name := str(self.config._attn_implementation)) or "flex" in name:
-                raise ValueError(f"Maps are not computed with attn_implementation={name!r}; use sdpa.")
-            kwargs["observe"] = lambda name, attention: getattr(self, name)(attention)
-            is_first = attention_mask is None and 1 < query.shape[2] < key.shape[2]
-            if is_first and self.config._attn_implementation == "sdpa":
-                # So Transformers leaves the mask out for the first tokens of a static cache, which are its first rows.
-                attention_mask = Visibility(query.shape[2], key.shape[2], is_causal=self.is_causal, query_offset=0)
+            attention_interface = hooked_attention_forward
+        if self.compose is not None:
+            kwargs.update(pre=pre, post=post)
+        kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
         output, weights = attention_interface(
             self,
             query,
@@ -263,7 +243,7 @@ class DCFormerAttention(nn.Module):
     def update_cache(
         self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
     ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Store these keys and values with their compose weights, in one row each; return those of all cached keys."""
+        """Store keys and values with their key-wise weights; return keys, values and weights of all cached tokens."""
         pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
         key_width, value_width = allocated_widths(cache, self.layer_idx)
         key, value = pack(key, pre_side, key_width), pack(value, post_side, value_width)
@@ -334,19 +314,13 @@ class DCFormerPreTrainedModel(ComposingModel):
     _no_split_modules = ["DCFormerDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _can_record_outputs = {"hidden_states": DCFormerDecoderLayer, "attentions": DCFormerAttention}
-    # Merged copies, identity buffers and caches that the authors' files hold besides the parameters.
-    _keys_to_ignore_on_load_unexpected = [
-        r"dyn_w_proj\.(dw_m|qkw_m|sw)$",
-        r"dyn_w_proj\.(pre|post)_proj\.w$",
-        r"attention\.kv_cache\.",
-        r"(^|\.)(freqs_cis|causal_mask|mask_cache)$",
-    ]
+    _keys_to_ignore_on_load_unexpected = AUTHORS_BUFFERS
 
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # The heads of Transformers ask for their decoder by the class of the configuration; where code comes with a
-        # folder that may be another copy of it.
+        # Transformers' task heads find the decoder by the class of the configuration. Where a checkpoint folder brings
+        # this code along, that class is not the registered one.
         decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
         AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
 
@@ -389,9 +363,11 @@ class DCFormerModel(DCFormerPreTrainedModel):
         """
         Args:
             input_ids (`Tensor`, *optional*): (batch, length) token ids; either these or `inputs_embeds`.
-            attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or a
-                (batch, 1, query, key) mask which then says everything; or such masks by layer type.
-            position_ids (`Tensor`, *optional*): (batch, length). None: consecutive after the cache.
+            attention_mask (`Tensor`, *optional*): (batch, past + length), 0 for padding on either side; or
+                (batch or 1, heads or 1, length, past + length), boolean with True for visible or floating point, added
+                to the scores, which alone decides what is visible; or a dict of such masks by layer type.
+            position_ids (`Tensor`, *optional*): (batch, length) or (1, length). None: consecutive after the cache.
+                Without mask and cache, positions that restart separate packed documents.
             cache (`Cache`, *optional*): Any Transformers cache; `past_key_values` is its name before Transformers 5.24.
             inputs_embeds (`Tensor`, *optional*): (batch, length, hidden).
             use_cache (`bool`, *optional*): Create a cache if none is given.
@@ -404,33 +380,25 @@ class DCFormerModel(DCFormerPreTrainedModel):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(checked_ids(input_ids, self.embed_tokens, self.config))
-        batch, length = inputs_embeds.shape[:2]
-
-        if self.config.composes_heads:  # kernels of the Hub are not checked when they are chosen
-            checked_implementation(self.config._attn_implementation)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         if cache is not None:
             widen_cache_rows(cache, self.config)
-        if position_ids is not None:
-            check_positions(position_ids, (batch, length), attention_mask, cache is not None)
-        elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-            raise ValueError(
-                "cu_seq_lens_q and seq_idx do not separate documents here; give position_ids that restart."
-            )
+        check_inputs(self.config, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
 
-        masks, layer_ids = attention_mask, self.layers_here()
-        if not isinstance(masks, dict):
+        layer_ids = self.layers_here()
+        if not isinstance(masks := attention_mask, dict):
             masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
         if position_ids is None:
             past_length = 0 if cache is None else cache.get_seq_length(layer_ids[0])
-            position_ids = (torch.arange(length, device=inputs_embeds.device) + past_length).unsqueeze(0)
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
+            position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None and layer_ids[0] == 0:
             hidden_states = hidden_states + self.embed_positions(position_ids)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
-        # Assisted generation that exits early lowers the number of layers for the time of a draft.
+        # Assisted generation with early exit lowers `num_hidden_layers` while it drafts.
         for layer, layer_type in zip(self.layers[: self.config.num_hidden_layers], self.config.layer_types):
             hidden_states = layer(
                 hidden_states,
@@ -443,7 +411,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
-        """Numbers of the layers that this process computes: all, except in a stage of a pipeline."""
+        """Indices of the layers that this process computes: all, or those of its pipeline stage."""
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
         return [number for number, layer in layers if hasattr(layer, "self_attn")]
 
@@ -483,8 +451,8 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         Args:
             labels (`Tensor`, *optional*): (batch, length), shifted inside; -100 is left out of the loss.
                 `num_items_in_batch` as a further argument divides the summed loss by that number of tokens.
-            logits_to_keep (`int` or `Tensor`, defaults to 0): Logits of the last so many positions, or of these
-                positions; 0 for all.
+            logits_to_keep (`int` or `Tensor`, defaults to 0): Compute logits for this number of last positions, or for
+                positions with these indices; 0 for all.
 
         Returns:
             `CausalLMOutputWithPast`: logits (batch, kept length, vocabulary), the cache, and with labels the loss.
@@ -502,22 +470,10 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            if labels.shape != logits.shape[:2]:
-                raise ValueError(
-                    f"labels must be (batch, length) = {tuple(logits.shape[:2])} as the logits, got "
-                    f"{tuple(labels.shape)}; with logits_to_keep give the labels of the positions that are kept."
-                )
-            if self.config.oov_policy == "clamp":  # as the ids that they repeat
-                ignored = labels == kwargs.get("ignore_index", -100)
-                labels = torch.where(ignored, labels, labels.clamp(0, self.config.vocab_size - 1))
+            labels = checked_labels(labels, logits, self.config, kwargs.get("ignore_index", -100))
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss,
-            logits,
-            getattr(outputs, CACHE_NAME),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        cache = getattr(outputs, CACHE_NAME)
+        return CausalLMOutputWithPast(loss, logits, cache, outputs.hidden_states, outputs.attentions)
 
     @takes_older_cache_name
     def create_masks_for_generate(
@@ -528,12 +484,12 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The masks of static caches, outside of what is compiled."""
+        """The masks of a static cache by layer type, which `generate` makes outside the compiled graph."""
         layer_ids = self.model.layers_here()
         return make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
-        """Rows of static caches that are allocated before their first use: with room for compose weights."""
+        """Heads and channels of a static cache's rows, with room for the key-wise weights."""
         if (shape := super()._get_static_cache_init_shape()) is None:
             return None
         attention: Any = self.model.layers[self.model.layers_here()[0]].self_attn
@@ -541,15 +497,15 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
-    """A linear layer without bias on the last token of each row that is no padding."""
+    """The decoder with a linear classifier, without bias, on the last token of each row that is not padding."""
 
 
 class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
-    """Dropout and a linear layer on every token."""
+    """The decoder with dropout and a linear classifier on every token."""
 
 
 class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
-    """A linear layer that scores every token as the start and as the end of an answer in the text."""
+    """The decoder with a linear layer that scores every token as the start and the end of the answer."""
 
 
 class DCPythiaModel(DCFormerModel):
@@ -597,7 +553,7 @@ __all__ = [
     "DCPythiaModel",
 ]
 
-# Here, so that it happens too where this file was copied beside a checkpoint.
+# Here, so that a copy of this file beside a checkpoint registers its classes too.
 for _name in __all__:
     if not _name.endswith("PreTrainedModel"):
         register_model(globals()[_name])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DCViT: a vision transformer with Dynamically Composable Multi-Head Attention (section 4.5 of the paper).
 
-Embeddings, MLP, pooler and parameter names are those of Transformers' ViT; the attention's scores are composed across
-heads before the softmax, and its weights after it. With composition switched off it is a plain ViT and runs through
-sdpa or FlashAttention.
+Transformers' ViT, except that attention scores are mixed across heads before the softmax, and attention weights after
+it. Parameter names are those of ViT. With composition switched off it is a plain ViT, and uses sdpa or FlashAttention.
 """
 
 import os
@@ -42,17 +41,16 @@ from .hub_dcformer import ComposingModel, register_model
 @strict
 class DCViTConfig(ViTConfig):
     r"""
-    Configuration of a DCViT model: every field of Transformers' `ViTConfig`, and the composition of
-    [`DCFormerConfig`]. The defaults are DCViT-S/16 of Table 7 with 22 million parameters; what the paper does not say
-    (class token, learned positions, epsilons) is as in `ViTConfig`.
+    Configuration of a DCViT model: the fields of Transformers' `ViTConfig`, and the composition of [`DCFormerConfig`].
+    The defaults are DCViT-S/16 of Table 7 with 22 million parameters; what the paper does not specify (class token,
+    learned positions, epsilons) is as in `ViTConfig`.
 
     Args:
         hidden_size (`int`, defaults to 384): Width of the residual stream.
         num_attention_heads (`int`, defaults to 6): Heads; composition mixes these.
         intermediate_size (`int`, defaults to 1536): Width of the MLP's inner layer.
-        compose_init (`str`, defaults to `"paper"`): How composition parameters that no checkpoint holds start:
-            `"paper"` small, as section 4 draws them, or `"identity"`, composing nothing at first, for weights that
-            were trained without.
+        compose_init (`str`, defaults to `"paper"`): How composition parameters are initialised: `"paper"`, small, as
+            in section 4, or `"identity"`, composing nothing at first, for weights that were trained without.
         compose_rank, compose_groups, compose_activation, compose_norm_eps, compose_pre, compose_post, compose_query,
             compose_key, compose_low_rank, compose_gate, compose_static: As in [`DCFormerConfig`].
 
@@ -87,7 +85,7 @@ class DCViTConfig(ViTConfig):
 
     @classmethod
     def from_vit(cls, config: ViTConfig, **overrides: Any) -> Self:
-        """The configuration of a ViT with composition that starts as identity; `overrides` are fields to set."""
+        """A ViT's configuration as that of a DCViT whose composition starts as identity; `overrides` are fields."""
         return cls.from_dict({**_of_vit(config.to_dict()), **overrides})
 
     @classmethod
@@ -108,7 +106,7 @@ class DCViTConfig(ViTConfig):
 
 
 def _of_vit(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a ViT's configuration as those of a DCViT that starts with the identity as composition."""
+    """The values of a ViT's configuration as those of a DCViT whose composition starts as identity."""
     kept = {name: value for name, value in values.items() if name not in ("architectures", "auto_map")}
     return {**kept, "model_type": DCViTConfig.model_type, "compose_init": "identity"}
 
@@ -149,7 +147,7 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     config_class = DCViTConfig
     _no_split_modules = ["ViTEmbeddings", "DCViTLayer"]
     _can_record_outputs = {"hidden_states": DCViTLayer, "attentions": DCViTAttention}
-    # Weights that one task does not use and another starts anew, as in ViT.
+    # Weights that are initialised where the checkpoint of another task lacks them, as in ViT.
     _heads_that_may_be_new = r"^(classifier|(vit\.)?pooler)\."
     _vit_class: type[PreTrainedModel]
 
@@ -162,8 +160,8 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     @classmethod
     def from_vit(cls, vit: PreTrainedModel, **composition: Any) -> Any:
         """
-        A copy of a ViT (`ViTModel` or `ViTForImageClassification`, as this class) that starts with the identity as
-        composition: it gives the same outputs until it is trained. `composition` are fields of [`DCViTConfig`].
+        A copy of a ViT (a `ViTModel` or `ViTForImageClassification`, as this class) with the same outputs until its
+        composition is trained. `composition` are fields of [`DCViTConfig`].
         """
         if not isinstance(vit, cls._vit_class):
             raise ValueError(f"{cls.__name__} is made of a {cls._vit_class.__name__}, got a {type(vit).__name__}.")
@@ -180,29 +178,24 @@ class DCViTPreTrainedModel(ComposingModel, ViTPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As the base class. The files of a ViT load as they are; the composition then starts as identity."""
+        """As the base class; also loads the checkpoint of a ViT, with a composition that starts as identity."""
         wants_info = output_loading_info
         if pretrained_model_name_or_path is not None:
             where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
             values, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **where)
             if values.get("model_type") == ViTConfig.model_type:
-                # Files of a ViT keep older names of its parameters than its classes have today.
+                # Checkpoints of ViT have older parameter names than its classes.
                 renamings = get_checkpoint_conversion_mapping(ViTModel.__name__)
                 names = {renaming.source_patterns[0]: renaming.target_patterns[0] for renaming in renamings}
                 kwargs.setdefault("key_mapping", names)
-                wants_info = True  # with it, missing weights are no error
+                wants_info = True  # with it, missing weights are initialised
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs)
         return loaded[0] if wants_info and not output_loading_info else loaded
 
 
 class DCViTModel(DCViTPreTrainedModel):
     """
-    DCViT without a head.
-
-    Args:
-        config (`DCViTConfig`): Its shape.
-        add_pooling_layer (`bool`, defaults to `True`): Add a pooler over the class token.
-        use_mask_token (`bool`, defaults to `False`): Add a token that stands for masked patches.
+    DCViT without a head. Arguments as those of `ViTModel`: by default with a pooler, without a mask token.
     """
 
     _vit_class = ViTModel
@@ -227,12 +220,10 @@ class DCViTModel(DCViTPreTrainedModel):
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPooling:
         """
+        As `ViTModel.forward`, and:
+
         Args:
-            pixel_values (`Tensor`): (batch, channels, height, width), of an image processor.
-            bool_masked_pos (`Tensor`, *optional*): (batch, patches), True for patches to replace by the mask token.
-            interpolate_pos_encoding (`bool`, *optional*): Take images of another size than the configuration's, with
-                position embeddings interpolated between those there are.
-            attention_mask (`Tensor`, *optional*): (batch, 1 + patches), 0 for what nothing attends to; or
+            attention_mask (`Tensor`, *optional*): (batch, 1 + patches), 0 for hidden patches; or
                 (batch or 1, heads or 1, 1 + patches, 1 + patches), boolean with True for visible or floating point,
                 added to the scores.
 
@@ -281,8 +272,8 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
         As [`DCViTModel.forward`], and:
 
         Args:
-            labels (`Tensor`, *optional*): (batch,) numbers of classes; with a single class (`num_labels=1`) targets of
-                a regression, with `problem_type="multi_label_classification"` (batch, labels) of 0.0 and 1.0.
+            labels (`Tensor`, *optional*): (batch,) class ids; with `num_labels=1` regression targets, with
+                `problem_type="multi_label_classification"` (batch, labels) of 0.0 and 1.0.
 
         Returns:
             `ImageClassifierOutput`: logits (batch, labels), and with labels the loss.

@@ -1,7 +1,7 @@
 """`DCMultiheadAttention`: composed attention with the calling convention and the parameters of nn.MultiheadAttention.
 
-Section 3 of the paper calls DCMHA a drop-in replacement in any architecture. In cross-attention the query-wise weights
-come from the query's sequence and the key-wise ones from the key's, as equation 8 writes them; values compose nothing.
+In cross-attention the query-wise weights are computed from the query's sequence and the key-wise ones from the key's
+(equation 8 of the paper).
 """
 
 from typing import Any, Self
@@ -16,20 +16,20 @@ from .dcmha import Visibility, composed_attention
 
 class DCMultiheadAttention(nn.Module):
     """
-    Multi-head attention that composes its heads, to stand where an `nn.MultiheadAttention` stood.
+    Multi-head attention with composed heads, a drop-in replacement for `nn.MultiheadAttention`.
 
     Arguments, masks, shapes and parameter names are torch's: the state of an `nn.MultiheadAttention` loads with
-    `strict=False`, and then only `compose.*` is missing. [`from_torch`] makes a copy that starts from the same outputs.
+    `strict=False`, and lacks only `compose.*`. [`from_torch`] makes a copy that starts with the same outputs.
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. `dropout` drops
-            composed weights.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. `dropout` applies to
+            the composed weights.
         is_causal (`bool`, defaults to `False`): Hide later keys in every call. With fewer queries than keys, the last
-            query stands at the last key.
+            query is at the position of the last key.
         sliding_window (`int`, *optional*): Visible keys, the query's position included: t - w < s <= t if causal, else
             |t - s| < w.
-        identity (`bool`, defaults to `False`): Start as plain attention; the composition is then learned. Otherwise it
-            starts small, as the paper draws it.
+        identity (`bool`, defaults to `False`): Start as plain attention, and learn the composition. False: start with
+            the small composition of section 4 of the paper.
         rank, groups, activation, norm_eps, pre, post, query_wise, key_wise, low_rank, gate, static: The composition,
             see [`DCFormerCompose`].
 
@@ -94,7 +94,7 @@ class DCMultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters: the projections as torch's module, the composition as section 4 of the paper."""
+        """Initialise the projections as torch does, and the composition as in section 4 of the paper."""
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
             if weight is not None:
                 nn.init.xavier_uniform_(weight)
@@ -107,13 +107,12 @@ class DCMultiheadAttention(nn.Module):
     @classmethod
     def from_torch(cls, attention: nn.MultiheadAttention, *, identity: bool = True, **options: Any) -> Self:
         """
-        A copy of a torch module, which computes exactly what it computed until the composition is trained.
+        A copy of a torch module, with the same outputs until the composition is trained.
 
         Args:
-            attention (`nn.MultiheadAttention`): The module, without `add_bias_kv` and `add_zero_attn`: the key that
-                they add is in no sequence, so there is nothing to compute its key-wise weights from.
-            identity (`bool`, defaults to `True`): Start without composition. False: with the paper's small one.
-            options: Further arguments of this class by name: causality, window and the composition.
+            attention (`nn.MultiheadAttention`): Made without `add_bias_kv` and `add_zero_attn`, since no hidden state
+                belongs to the key that they add.
+            identity, options: Arguments of this class that torch's module does not have.
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("A module with add_bias_kv or add_zero_attn has a key without key-wise compose weights.")
@@ -142,26 +141,23 @@ class DCMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """
-        As `nn.MultiheadAttention.forward`; key-wise compose weights come from `key`.
+        As `nn.MultiheadAttention.forward`.
 
         Args:
             query, key, value (`Tensor`): (length, batch, channels), or (batch, length, channels) with `batch_first`, or
                 without a batch (length, channels).
-            key_padding_mask (`Tensor`, *optional*): (batch, key length), without a batch (key length): True for keys
-                to ignore, or floating point, added to the composed scores.
-            need_weights (`bool`, defaults to `True`): Return the weights too. Without them it is faster and memory
-                grows with the length, not with its square.
-            attn_mask (`Tensor`, *optional*): (query length, key length) or (batch x heads, query length, key length):
-                True for pairs to ignore, or floating point, added to the composed scores.
-            average_attn_weights (`bool`, defaults to `True`): Average the weights over the heads.
-            is_causal (`bool`, defaults to `False`): Hide later keys in this call, unless there is an `attn_mask`, which
-                then decides alone, as in torch.
+            key_padding_mask, attn_mask (`Tensor`, *optional*): (batch, key length), and (query length, key length) or
+                (batch x heads, query length, key length): True hides; floating point is added to the composed scores.
+            need_weights (`bool`, defaults to `True`): Also return the composed weights, which takes memory quadratic in
+                the length.
+            average_attn_weights (`bool`, defaults to `True`): Average these weights over the heads.
+            is_causal (`bool`, defaults to `False`): Hide later keys in this call if there is no `attn_mask`.
 
         Returns:
             The output, shaped as the query, and the composed weights or None: (batch, query length, key length), or
             with `average_attn_weights=False` (batch, heads, query length, key length), without the batch if there is
-            none. Composed weights can be negative, and a row need not sum to one. A query that sees no key gets
-            weights of zero (torch: nan).
+            none. Composed weights can be negative, and a row need not sum to one. For a query that sees no key they
+            are zero (torch: nan).
 
         Raises:
             ValueError: for shapes or dtypes that do not fit.
@@ -205,14 +201,12 @@ class DCMultiheadAttention(nn.Module):
         if not fits or key.shape[:-1] != value.shape[:-1]:
             order = "(batch, length, channels)" if self.batch_first else "(length, batch, channels)"
             raise ValueError(f"query, key and value must be {order} or (length, channels), of one batch, got {shapes}.")
-        if (query.shape[-1], key.shape[-1], value.shape[-1]) != (self.embed_dim, self.kdim, self.vdim):
-            raise ValueError(f"Channels must be {self.embed_dim}, {self.kdim} and {self.vdim}, got {shapes}.")
         return query.dim() == 3
 
     def _visibility(
         self, rows: torch.Size, keys: int, padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
     ) -> Visibility:
-        """Torch's masks, in which True hides, as one of ours."""
+        """The masks of a call, in which True hides, as a [`Visibility`]."""
         batch, queries = rows
         for name, mask in (("key_padding_mask", padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -238,10 +232,10 @@ class DCMultiheadAttention(nn.Module):
         return Visibility(queries, keys, **band, padding=padding, dense=dense)
 
     def _pairs(self, attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
-        """`attn_mask` as (batch or 1, heads or 1, query, key), in which True shows, or floating point."""
-        of_all, of_each = (queries, keys), (batch * self.num_heads, queries, keys)
-        if attn_mask.shape not in (of_all, of_each):
-            raise ValueError(f"attn_mask must have shape {of_all} or {of_each}, got {tuple(attn_mask.shape)}.")
+        """`attn_mask` as (batch or 1, heads or 1, query, key), in which True is visible, or floating point."""
+        shared, per_head = (queries, keys), (batch * self.num_heads, queries, keys)
+        if attn_mask.shape not in (shared, per_head):
+            raise ValueError(f"attn_mask must have shape {shared} or {per_head}, got {tuple(attn_mask.shape)}.")
         pairs = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.view(batch, self.num_heads, queries, keys)
         return ~pairs if pairs.dtype == torch.bool else pairs
 

@@ -1,13 +1,13 @@
-"""Tensor parallelism by heads: every process computes some groups of heads.
+"""Tensor parallelism by heads: each process computes some groups of heads.
 
-Section 3.2 of the paper lets heads compose inside groups only, so that groups can live on different devices. With
-`compose_groups` a multiple of the number of processes a layer then communicates as much as one of Llama: one sum after
-the attention and one after the MLP. A model without composition is as if every head were a group. Where the groups
-cannot be divided, each process computes its part of the linear layers, gathers it, and composes all heads.
+Heads compose only inside their group (section 3.2 of the paper), so groups can be on different devices. If
+`compose_groups` is a multiple of the number of processes, a layer communicates as much as in Llama: one sum after the
+attention and one after the MLP. Without composition every head counts as a group. If the groups do not divide, each
+process computes its part of the linear layers, gathers the results, and composes all heads.
 
-Importing this module puts the style of the attention into the tensor parallel plan of the configurations. Transformers'
-styles shard a linear layer by consecutive rows; those of `qkv_proj` are first all queries, then all keys, then all
-values, and a process needs a piece of each.
+Importing this module adds the style of the attention to the tensor parallel plan of the configurations. Transformers'
+styles shard a linear layer by consecutive rows, but `qkv_proj` has first all queries, then all keys, then all values,
+and a process needs some of each.
 """
 
 from collections.abc import Iterator
@@ -32,13 +32,7 @@ STYLE = "dcformer_attention"
 
 def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
     """
-    Whether the heads divide among `ranks` processes: groups and key/value heads divide evenly.
-
-    Args:
-        config (`DCFormerConfig`): The model.
-        ranks (`int`): `tp_size`, the number of processes that share it.
-
-    Source: section 3.2 of the paper for the groups.
+    Whether `ranks` processes (`tp_size`) can each compute some of the heads: groups and key/value heads divide evenly.
     """
     groups = config.compose_groups if config.composes_heads else config.num_attention_heads
     return groups % ranks == 0 and config.num_key_value_heads % ranks == 0
@@ -50,7 +44,7 @@ class _Attention(TensorParallelLayer):
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
         distributed, ranks = module.config.distributed_config, mesh.size()
         if isinstance(distributed.tp_plan, dict):
-            return module  # a plan of the caller
+            return module  # the caller's plan decides
         is_alone = (getattr(distributed, "dp_size", None) or distributed.fsdp_size or 1) == 1
         is_quantized = getattr(module.config, "quantization_config", None) is not None
         if is_quantized or not is_alone or not shards_heads(module.config, ranks):
@@ -58,9 +52,9 @@ class _Attention(TensorParallelLayer):
             _install(module.o_proj, "rowwise_split_input", mesh)
             return module
         if module.num_heads == module.num_key_value_heads:
-            # Of three equal parts torch has a placement for a piece of each.
+            # For three parts of equal size torch has a placement that shards each.
             for name, whole in list(module.qkv_proj.named_parameters()):
-                _place(module.qkv_proj, name, whole, mesh, _StridedShard(0, split_factor=3))
+                _shard(module.qkv_proj, name, whole, mesh, _StridedShard(0, split_factor=3))
             _LocalParameters().install_forward(module.qkv_proj, mesh)
         else:
             _RowsOfHeads(module.qkv_sizes).install_forward(module.qkv_proj, mesh)
@@ -69,7 +63,7 @@ class _Attention(TensorParallelLayer):
                 _SharedByHeads().install_forward(norm, mesh)
         if module.compose is not None:
             for name, whole in list(module.compose.named_parameters()):
-                _place(module.compose, name, whole, mesh, Shard(DIMENSION_OF_GROUPS[name]))
+                _shard(module.compose, name, whole, mesh, Shard(DIMENSION_OF_GROUPS[name]))
             module.compose.groups //= ranks
             _LocalParameters().install_forward(module.compose, mesh)
         _install(module.o_proj, "rowwise", mesh)
@@ -80,10 +74,10 @@ class _Attention(TensorParallelLayer):
 
 
 class _SharedByHeads(TensorParallelLayer):
-    """Parameters that are whole in every process, which sees only what its heads say: gradients are summed."""
+    """Parameters that every process has in full, with the gradient of its heads only: gradients are summed."""
 
     def local_part(self, parameter: Tensor, mesh: Any) -> Tensor:
-        return _with_summed_gradient(parameter, mesh.get_group())
+        return _with_summed_gradient(parameter, mesh)
 
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh: Any) -> Iterator[None]:
@@ -99,11 +93,8 @@ class _SharedByHeads(TensorParallelLayer):
 
 class _RowsOfHeads(_SharedByHeads):
     """
-    The fused projection with fewer keys and values than queries: whole in every process, which computes the rows of
-    its heads.
-
-    Args:
-        sizes (`list[int]`): Rows of all queries, keys and values.
+    The fused projection of grouped-query attention: every process has it in full, and computes the rows of its heads.
+    `sizes` are the numbers of rows of queries, keys and values.
     """
 
     def __init__(self, sizes: list[int]):
@@ -114,34 +105,33 @@ class _RowsOfHeads(_SharedByHeads):
         return torch.cat([part.chunk(mesh.size())[mesh.get_local_rank()] for part in parts])
 
     def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: Any) -> tuple:
-        return (_with_summed_gradient(args[0], mesh.get_group()), *args[1:]), kwargs
+        return (_with_summed_gradient(args[0], mesh), *args[1:]), kwargs
 
 
 class _LocalParameters(TensorParallelLayer):
-    """Computes with this process' part of the parameters, on inputs that every process holds whole."""
+    """Computes with this process's part of the parameters on inputs that every process has in full."""
+
+    transform_inputs_pre_forward = _RowsOfHeads.transform_inputs_pre_forward
 
     def should_use_local_tensors(self, module: nn.Module) -> bool:
         return True
 
-    def transform_inputs_pre_forward(self, module: nn.Module, args: tuple, kwargs: dict, mesh: Any) -> tuple:
-        return (_with_summed_gradient(args[0], mesh.get_group()), *args[1:]), kwargs
-
 
 def _install(module: nn.Module, style_name: str, mesh: Any) -> None:
-    """One of Transformers' styles."""
+    """Apply one of Transformers' styles."""
     style = ALL_PARALLEL_STYLES[style_name]
     for name, _ in list(module.named_parameters()):
         style.shard_param(module, name, mesh)
     style.install_forward(module, mesh)
 
 
-def _place(module: nn.Module, name: str, whole: Tensor, mesh: Any, placement: Any) -> None:
+def _shard(module: nn.Module, name: str, whole: Tensor, mesh: Any, placement: Any) -> None:
     part = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     module._parameters[name] = nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """The input as it is; its gradient is the sum of what the processes computed, each from its part of the model."""
+    """The identity; in the backward pass, the sum of the gradients of all processes."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: Any) -> Tensor:
@@ -155,10 +145,9 @@ class _SumOfGradients(torch.autograd.Function):
         return total, None
 
 
-def _with_summed_gradient(states: Tensor, group: Any) -> Tensor:
-    if not torch.is_grad_enabled() or not states.requires_grad:
-        return states
-    return _SumOfGradients.apply(states, group)
+def _with_summed_gradient(states: Tensor, mesh: Any) -> Tensor:
+    needs_gradient = torch.is_grad_enabled() and states.requires_grad
+    return _SumOfGradients.apply(states, mesh.get_group()) if needs_gradient else states
 
 
 ALL_PARALLEL_STYLES.register(STYLE, _Attention())

@@ -90,10 +90,8 @@ _PEFT_TABLES = "peft.utils.constants"
 
 def _add_peft_targets(constants: ModuleType) -> None:
     """
-    Give PEFT as defaults what it adapts in GPT-NeoX, where projections are fused like these, and Llama's norms.
-
-    Args:
-        constants: The module that holds PEFT's tables, one a method, from model types to names of modules.
+    Add default `target_modules` for our model types: those of GPT-NeoX, which has fused projections too, and for
+    LayerNorm tuning all norms. `constants` is PEFT's module of tables, one per method.
     """
     names = {"query_key_value": "qkv_proj", "dense_4h_to_h": "down_proj"}
     for name, table in vars(constants).items():
@@ -102,13 +100,13 @@ def _add_peft_targets(constants: ModuleType) -> None:
         targets = [names.get(target) for target in table.get("gpt_neox", ())]
         if "LNTUNING" in name:
             targets = ["input_layernorm", "post_attention_layernorm", "norm"]
-        if targets and None not in targets:  # half of a choice would be another one
+        if targets and None not in targets:  # no default where only some of the modules have a counterpart
             for config in (DCFormerConfig, DCPythiaConfig):
                 table.setdefault(config.model_type, list(targets))
 
 
 class _WhenPeftIsImported(importlib.abc.MetaPathFinder):
-    """Adds to PEFT's tables once they are imported; to import PEFT for it takes two seconds."""
+    """Adds the defaults when PEFT is imported; importing PEFT here would take two seconds."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != _PEFT_TABLES:

@@ -76,7 +76,10 @@ def tiny_model(variant: str = "dcformer", seed: int = 0, **overrides) -> DCForme
     """A model in evaluation mode whose weights keep activations near 1 and compose strongly."""
     config = tiny_config(variant, **overrides)
     model_class = DCPythiaForCausalLM if isinstance(config, DCPythiaConfig) else DCFormerForCausalLM
-    model = model_class(config)
+    return strengthened(model_class(config), seed)
+
+
+def strengthened(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -52,6 +52,14 @@ def logits(model) -> torch.Tensor:
     return model(input_ids=random_tokens(2, 13)).logits
 
 
+def assert_saving_keeps_the_logits(model, folder, variant="dcformer"):
+    """Saved and loaded onto the same base model, an adapter gives identical logits; returns them."""
+    expected = logits(model)
+    model.save_pretrained(folder)
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(variant), folder).eval()), expected)
+    return expected
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_choose_their_modules_and_train(method):
     options, targets = METHODS[method]
@@ -64,15 +72,10 @@ def test_methods_choose_their_modules_and_train(method):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_lora_that_was_saved_gives_identical_logits(variant, tmp_path):
-    base = tiny_model(variant)
-    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM"))
+    model = get_peft_model(tiny_model(variant), LoraConfig(r=4, task_type="CAUSAL_LM"))
     losses = train(model, steps=3)
     assert losses[-1] < losses[0]
-    expected = logits(model)
-    model.save_pretrained(tmp_path)
-
-    loaded = PeftModel.from_pretrained(tiny_model(variant), tmp_path).eval()
-    assert torch.equal(logits(loaded), expected)
+    expected = assert_saving_keeps_the_logits(model, tmp_path, variant)
     other = tiny_model(variant)
     other.load_adapter(str(tmp_path))
     assert torch.equal(logits(other.eval()), expected)
@@ -96,15 +99,13 @@ def test_adapters_can_be_switched_off_and_merged(tmp_path):
 
 
 def test_the_composition_trains_as_modules_to_save(tmp_path):
-    """Its parameters are no linear layers: they are trained whole and stored beside the adapter."""
+    """Its parameters are not linear layers: they are trained in full and stored beside the adapter."""
     model = get_peft_model(tiny_model(), LoraConfig(r=4, modules_to_save=["compose"], task_type="CAUSAL_LM"))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     train(model)
     changed = {name.rsplit(".")[-1] for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert changed == {"hidden_weight", "low_rank_weight", "gate_weight", "weight"}
-    expected = logits(model)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(), tmp_path).eval()), expected)
+    expected = assert_saving_keeps_the_logits(model, tmp_path)
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-4, rtol=0)  # as above
 
 
@@ -132,10 +133,7 @@ def test_learned_prompts_survive_saving(method, tmp_path):
     config = getattr(peft, method)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = get_peft_model(tiny_model(), config)
     train(model)
-    expected = logits(model)
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(tiny_model(), tmp_path).eval()
-    assert torch.equal(logits(loaded), expected)
+    assert_saving_keeps_the_logits(model, tmp_path)
 
 
 # What is adapted, and the option that says so.
@@ -151,12 +149,10 @@ ROWS = {
 def test_the_embedding_is_adapted(variant, rows, tmp_path):
     model = get_peft_model(tiny_model(variant), LoraConfig(r=4, task_type="CAUSAL_LM", **ROWS[rows]))
     train(model, steps=3)
-    expected, tokens = logits(model), random_tokens(1, 5)
+    expected = assert_saving_keeps_the_logits(model, tmp_path, variant)
     assert (expected - logits(tiny_model(variant))).abs().max() > 1e-3
-    assert model.generate(input_ids=tokens, max_new_tokens=2).shape == (1, 7)
+    assert model.generate(input_ids=random_tokens(1, 5), max_new_tokens=2).shape == (1, 7)
     with pytest.raises(ValueError, match=r"Token id 67 .* which has 67"):
         model(input_ids=torch.tensor([[67]]))
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PeftModel.from_pretrained(tiny_model(variant), tmp_path).eval()), expected)
     # float32: rows that were merged against rows that are added, as above
     torch.testing.assert_close(logits(model.merge_and_unload()), expected, atol=1e-4, rtol=0)

@@ -11,8 +11,8 @@ from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
 from dcformer.modeling_dcformer import CACHE_NAME
 
 
-# These models compose so strongly that float32 noise grows past 1e-5; in float64 the same comparison is sharper. What
-# float32 gives at the size of weights that training starts from has a test of its own.
+# These models compose so strongly that float32 noise grows past 1e-5; in float64 the same comparison is sharper. The
+# last test but one is in float32, with weights of the size that training starts from.
 TOLERANCE = {"atol": 1e-9, "rtol": 1e-9}
 WINDOW = TINY["sliding_window"]
 LENGTHS = [WINDOW, WINDOW + 1, 2 * WINDOW + 2]
@@ -29,22 +29,32 @@ def exact_model(*args, **kwargs):
 
 def feed(model, tokens, cache, pieces, attention_mask=None, position_ids=None):
     """Logits of `tokens` fed in pieces of the given lengths, the last of which repeats until the end."""
-    logits, start = [], 0
-    pieces = list(pieces)
+    logits, start, pieces = [], 0, list(pieces)
     while start < tokens.shape[1]:
-        piece = pieces.pop(0) if len(pieces) > 1 else pieces[0]
-        stop = min(start + piece, tokens.shape[1])
-        logits.append(
-            model(
-                tokens[:, start:stop],
-                attention_mask=None if attention_mask is None else attention_mask[:, :stop],
-                position_ids=None if position_ids is None else position_ids[:, start:stop],
-                cache=cache,
-                use_cache=True,
-            ).logits
-        )
+        stop = start + (pieces.pop(0) if len(pieces) > 1 else pieces[0])
+        masks = {} if attention_mask is None else {"attention_mask": attention_mask[:, :stop]}
+        if position_ids is not None:
+            masks["position_ids"] = position_ids[:, start:stop]
+        logits.append(model(tokens[:, start:stop], cache=cache, **masks).logits)
         start = stop
     return torch.cat(logits, dim=1)
+
+
+def padded(lengths, width, side="left"):
+    """Rows of tokens of these lengths, padded to a width, their mask, and the slice of each row that is not padding."""
+    tokens = torch.zeros(len(lengths), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    spans = [slice(width - length, width) if side == "left" else slice(0, length) for length in lengths]
+    for row, span in enumerate(spans):
+        tokens[row, span] = random_tokens(1, lengths[row], seed=row)[0]
+        mask[row, span] = 1
+    return tokens, mask, spans
+
+
+def assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, **tolerance):
+    for row, span in enumerate(spans):
+        alone = model(tokens[row : row + 1, span]).logits
+        torch.testing.assert_close(logits[row : row + 1, span], alone, **tolerance)
 
 
 @torch.no_grad()
@@ -73,38 +83,19 @@ def test_every_variant_decodes_as_it_prefills(variant):
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_rows_equal_their_unpadded_runs(side):
-    model = exact_model()
-    lengths = [19, 5, 12, 7]
-    width = max(lengths) + 3
-    tokens = torch.zeros(4, width, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in lengths]
-    for row, (n, span) in enumerate(zip(lengths, spans)):
-        tokens[row, span] = random_tokens(1, n, seed=row)[0]
-        mask[row, span] = 1
+    model, (tokens, mask, spans) = exact_model(), padded([19, 5, 12, 7], 22, side)
     logits = model(tokens, attention_mask=mask).logits
-    for row, span in enumerate(spans):
-        alone = model(tokens[row : row + 1, span]).logits
-        torch.testing.assert_close(logits[row : row + 1, span], alone, **TOLERANCE)
+    assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, **TOLERANCE)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("pieces", [[1], [10, 1], [4]], ids=["tokens", "prefill_then_tokens", "chunks"])
 def test_left_padded_decoding_equals_unpadded_runs(cache, pieces):
-    model = exact_model()
-    lengths = [23, 9, 16, 4]
-    width = max(lengths)
-    tokens = torch.zeros(len(lengths), width, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, n in enumerate(lengths):
-        tokens[row, width - n :] = random_tokens(1, n, seed=row)[0]
-        mask[row, width - n :] = 1
+    model, (tokens, mask, spans) = exact_model(), padded([23, 9, 16, 4], 23)
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = feed(model, tokens, CACHES[cache](model.config), pieces, mask, position_ids)
-    for row, n in enumerate(lengths):
-        alone = model(tokens[row : row + 1, width - n :]).logits
-        torch.testing.assert_close(logits[row : row + 1, width - n :], alone, **TOLERANCE)
+    assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -137,15 +128,9 @@ def test_a_four_dimensional_mask_says_everything():
 def test_float32_stays_within_1e_5_at_initialisation(cache):
     torch.manual_seed(0)
     model = DCFormerForCausalLM(tiny_config(hidden_size=64, num_hidden_layers=4)).eval()
-    lengths = [23, 9, 16, 4]
-    tokens, mask = torch.zeros(4, 23, dtype=torch.long), torch.zeros(4, 23, dtype=torch.long)
-    for row, n in enumerate(lengths):
-        tokens[row, 23 - n :] = random_tokens(1, n, seed=row)[0]
-        mask[row, 23 - n :] = 1
+    tokens, mask, spans = padded([23, 9, 16, 4], 23)
     logits = feed(model, tokens, CACHES[cache](model.config), [7, 1], mask)
-    for row, n in enumerate(lengths):
-        alone = model(tokens[row : row + 1, 23 - n :]).logits
-        torch.testing.assert_close(logits[row : row + 1, 23 - n :], alone, atol=1e-5, rtol=0)
+    assert_rows_equal_their_unpadded_runs(logits, model, tokens, spans, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -158,13 +143,13 @@ def test_the_older_name_of_the_cache_works_and_warns_as_in_transformers(part):
         "classifier": DCFormerForSequenceClassification(tiny_config(pad_token_id=0)).eval(),
         "attention": lambda _, **cache: model.model.layers[0].self_attn(torch.ones(1, 9, 32), None, **cache),
     }[part]
-    found = {}
+    keys = {}
     for name in ("cache", "past_key_values"):
         cache = DynamicCache(config=model.config)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call(tokens, **{name: cache})
-        found[name] = cache.layers[0].keys
+        keys[name] = cache.layers[0].keys
         is_warned = any("`past_key_values` is deprecated" in str(warning.message) for warning in caught)
         assert is_warned == (name != CACHE_NAME == "cache")
-    assert torch.equal(found["cache"], found["past_key_values"]) and found["cache"].shape[2] >= 5
+    assert torch.equal(keys["cache"], keys["past_key_values"]) and keys["cache"].shape[2] >= 5

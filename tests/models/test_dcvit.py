@@ -1,13 +1,13 @@
 """DCViT: sizes of the paper, the outputs of a ViT that it is made of, and everything people do with a ViT."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from reference import composed_attention_reference
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from test_loading import without
+from tiny_models import strengthened
 from torch.testing import assert_close
 from transformers import (
     AutoConfig,
@@ -35,19 +35,6 @@ TINY = {
     "patch_size": 4,
     "num_labels": 5,
 }
-
-
-def strengthened(model):
-    """With weights of ordinary size, so that every part of a layer moves the outputs."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            fan_in = 10 if "embed" in name else parameter.shape[0 if "compose" in name else -1]
-            if name.endswith("low_rank_weight"):
-                fan_in = parameter.shape[2]
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else noise / math.sqrt(fan_in))
-    return model.eval()
 
 
 def tiny_vit(model_class=ViTForImageClassification, **options):
@@ -122,6 +109,15 @@ def test_plain_models_are_vits_that_run_through_sdpa():
     assert_close(plain(images(), attention_mask=mask).logits, vit(images(), attention_mask=mask).logits, **CLOSE)
 
 
+@torch.no_grad()
+def test_a_layer_computes_composed_attention():
+    attention, x = tiny_dcvit().vit.layers[0].attention, torch.randn(2, 17, 32)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    operands = (projection(x).unflatten(-1, (4, 8)).transpose(1, 2) for projection in projections)
+    expected = composed_attention_reference(*operands, *attention.compose(x), is_causal=False)
+    assert_close(attention(x)[0], attention.o_proj(expected.transpose(1, 2).flatten(2)), rtol=0, atol=1e-4)
+
+
 def test_implementations_give_the_same_and_attention_that_cannot_compose_is_refused():
     model = tiny_dcvit()
     expected = model(images()).logits
@@ -162,10 +158,8 @@ def test_the_auto_classes_and_a_pipeline_know_a_saved_folder(tmp_path):
 
 def test_a_file_that_lacks_a_compose_weight_is_refused(tmp_path):
     tiny_dcvit().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["vit.layers.1.attention.compose.gate_weight"]
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks vit\.layers\.1\.attention\.compose\.gate_weight"):
+    (name,) = without(tmp_path, "layers.1.attention.compose.gate_weight")
+    with pytest.raises(ValueError, match=f"lacks {name}"):
         DCViTForImageClassification.from_pretrained(tmp_path)
 
 

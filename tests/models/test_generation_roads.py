@@ -1,4 +1,4 @@
-"""Every way through `generate()`, compared with greedy decoding without a cache."""
+"""Every mode of `generate()`, compared with greedy decoding without a cache."""
 
 import copy
 
@@ -14,6 +14,7 @@ from dcformer.modeling_dcformer import CACHE_NAME
 
 LENGTH, NEW = 9, 6  # prompt and answer reach past the window of 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+EVERY_OUTPUT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions")
 
 
 def from_embeddings(model, tokens, **options):
@@ -35,28 +36,21 @@ def with_cache(make):
     return lambda model, tokens, **options: model.generate(tokens, **{CACHE_NAME: make(model.config)}, **options)
 
 
-# Every way from a prompt to greedy tokens. The second table takes one row at a time.
-ROADS = {
+# Modes that return the tokens of greedy decoding. Those of the second table take one row at a time.
+MODES = {
     "dynamic_cache": option(cache_implementation="dynamic"),
     "static_cache": option(cache_implementation="static"),
-    "own_dynamic_cache": with_cache(lambda config: DynamicCache(config=config)),
-    "own_dynamic_cache_without_windows": with_cache(lambda config: DynamicCache()),
-    "own_static_cache_with_room_to_spare": with_cache(lambda config: StaticCache(config=config, max_cache_len=40)),
+    "given_dynamic_cache": with_cache(lambda config: DynamicCache(config=config)),
+    "given_dynamic_cache_without_windows": with_cache(lambda config: DynamicCache()),
+    "given_static_cache_longer_than_needed": with_cache(lambda config: StaticCache(config=config, max_cache_len=40)),
     "prefill_in_chunks": option(prefill_chunk_size=4),
     "prefill_in_chunks_to_a_static_cache": option(prefill_chunk_size=4, cache_implementation="static"),
     "embeddings": from_embeddings,
     "every_output": lambda model, tokens, **options: (
-        model.generate(
-            tokens,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-            output_attentions=True,
-            **options,
-        ).sequences
+        model.generate(tokens, **dict.fromkeys(EVERY_OUTPUT, True), **options).sequences
     ),
 }
-ROADS_OF_ONE_ROW = {
+MODES_FOR_ONE_ROW = {
     "draft_of_a_dcformer": lambda model, tokens, **options: model.generate(
         tokens, assistant_model=tiny_model(seed=7).double(), **options
     ),
@@ -71,18 +65,18 @@ FAMILIES = ["dcformer", "dcpythia"]
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_every_road_gives_the_tokens_of_the_uncached_run(variant):
+def test_every_mode_gives_the_tokens_of_the_uncached_run(variant):
     # In float64, where the order of sums cannot turn a choice between two tokens.
     model, tokens = tiny_model(variant).double(), random_tokens(1, LENGTH)
     expected = model.generate(tokens, use_cache=False, **GREEDY)
     assert expected.shape == (1, LENGTH + NEW)
-    for name, road in (ROADS | ROADS_OF_ONE_ROW).items():
-        assert torch.equal(road(model, tokens, **GREEDY), expected), name
+    for name, generate in (MODES | MODES_FOR_ONE_ROW).items():
+        assert torch.equal(generate(model, tokens, **GREEDY), expected), name
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", ["dcformer", "grouped_query_attention"])
-def test_every_road_gives_a_left_padded_row_what_it_gets_alone(variant):
+def test_every_mode_gives_a_left_padded_row_what_it_gets_alone(variant):
     model, tokens = tiny_model(variant).double(), random_tokens(3, LENGTH)
     padding = (4, 0, 7)
     mask = torch.ones_like(tokens)
@@ -92,8 +86,8 @@ def test_every_road_gives_a_left_padded_row_what_it_gets_alone(variant):
         model.generate(tokens[row : row + 1, padded:], use_cache=False, **GREEDY)[0, LENGTH - padded :]
         for row, padded in enumerate(padding)
     ]
-    for name, road in (ROADS | {"no_cache": option(use_cache=False)}).items():
-        together = road(model, tokens, attention_mask=mask, **GREEDY)[:, LENGTH:]
+    for name, generate in (MODES | {"no_cache": option(use_cache=False)}).items():
+        together = generate(model, tokens, attention_mask=mask, **GREEDY)[:, LENGTH:]
         assert torch.equal(together, torch.stack(alone)), name
 
 
@@ -113,11 +107,11 @@ def test_beams_samples_and_guidance_are_those_of_the_uncached_run(options):
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, **options}
-    found = []
+    generated = []
     for arguments in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {"cache_implementation": "static"}):
         torch.manual_seed(5)
-        found.append(model.generate(tokens, **options, **arguments))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        generated.append(model.generate(tokens, **options, **arguments))
+    assert torch.equal(generated[0], generated[1]) and torch.equal(generated[0], generated[2])
 
 
 @torch.no_grad()
@@ -131,7 +125,7 @@ def test_compiled_generation_makes_no_graph_a_second_time():
 
     model = tiny_model(num_hidden_layers=1).double()
     options = CompileConfig(fullgraph=True, backend=backend)
-    options._compile_all_devices = True  # Transformers compiles on accelerators alone unless told
+    options._compile_all_devices = True  # by default Transformers compiles on accelerators only
     for seed in (1, 2):
         tokens = random_tokens(2, LENGTH, seed=seed)
         mask = torch.ones_like(tokens)
@@ -146,19 +140,17 @@ def test_compiled_generation_makes_no_graph_a_second_time():
 @pytest.mark.parametrize("variant", ["dcformer", "plain_gated_transformer"])
 def test_drafts_of_the_first_layers_change_nothing(variant):
     model, tokens = tiny_model(variant, num_hidden_layers=4), random_tokens(1, 9)
-    greedy = model.generate(tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    greedy = model.generate(tokens, **options)
     for layers in (1, 3):
-        drafted = model.generate(
-            tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False, assistant_early_exit=layers
-        )
-        assert torch.equal(drafted, greedy)
+        assert torch.equal(model.generate(tokens, assistant_early_exit=layers, **options), greedy)
         assert model.config.num_hidden_layers == 4
-    assert torch.equal(model.generate(tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False), greedy)
+    assert torch.equal(model.generate(tokens, **options), greedy)
 
 
 @pytest.mark.parametrize("policy", ["error", "clamp"])
-def test_a_draft_of_another_tokenizer_serves_sampling_again_and_again(policy):
-    """Transformers then puts a module of its own in the place of the draft's embedding."""
+def test_a_draft_with_another_tokenizer_samples_again_and_again(policy):
+    """Transformers then replaces the embedding of the draft model by another module."""
     folder, other = pretrained_path("dcformer-tiny"), build_tokenizer(64)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     draft, prompt = tiny_model(vocab_size=len(other), oov_policy=policy), tokenizer("static int a", return_tensors="pt")

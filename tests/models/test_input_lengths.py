@@ -23,13 +23,15 @@ def reference(model, tokens, padding=None):
     return model(tokens, attention_mask=padding, use_cache=False).logits
 
 
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "dynamic_without_config": lambda config: DynamicCache(),
+    "static": lambda config: StaticCache(config=config, max_cache_len=PAST + LENGTH + 3),
+}
+
+
 def filled_cache(kind, model, tokens):
-    if kind == "dynamic":
-        cache = DynamicCache(config=model.config)
-    elif kind == "dynamic_without_config":
-        cache = DynamicCache()
-    else:
-        cache = StaticCache(config=model.config, max_cache_len=PAST + LENGTH + 3)
+    cache = CACHES[kind](model.config)
     model(tokens[:, :PAST], cache=cache)
     return cache
 
@@ -96,7 +98,7 @@ def test_a_mask_of_another_shape_is_refused(model_name, shape):
             model(tokens, attention_mask=torch.ones(shape, dtype=torch.bool), use_cache=use_cache)
 
 
-@pytest.mark.parametrize("model_name", ["dcformer", "plain_gated_transformer"])
+@pytest.mark.parametrize("model_name", MODELS)
 def test_masks_by_layer_type_fit_the_keys_of_their_layers(model_name):
     model, tokens = tiny_model(model_name), random_tokens(2, LENGTH)
     masks = {
@@ -135,7 +137,7 @@ def test_labels_are_clamped_as_the_ids():
     labels[0, 3], labels[1, 4] = 100, -100
     clamped = labels.clone()
     clamped[0, 3] = model.config.vocab_size - 1
-    torch.testing.assert_close(model(tokens, labels=labels).loss, model(tokens, labels=clamped).loss)
+    torch.testing.assert_close(model(tokens, labels=labels).loss, tiny_model()(tokens, labels=clamped).loss)
     with pytest.raises(IndexError, match="100"):  # by torch itself
         tiny_model()(tokens, labels=labels)
 

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VARIANTS, random_tokens, tiny_model
+from test_configuration import AUTHORS_FILE
+from tiny_models import VARIANTS, random_tokens, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM
 
 from dcformer import DCFormerForCausalLM, DCFormerModel
@@ -43,13 +44,19 @@ def authors_name(name: str, model_type: str = "dcformer") -> str:
     return name.removeprefix("model.")
 
 
+def authors_config(config, **changes):
+    """The values of a config.json as the authors' class writes it."""
+    sizes = ("dim", "n_layer", "n_head", "n_local_heads", "head_dim", "intermediate_size", "block_size", "window_size")
+    values = {name: getattr(config, name) for name in ("vocab_size", "norm_eps", *sizes)}
+    return {**AUTHORS_FILE, **values, "use_qk_norm": config.qk_norm, "torch_dtype": "float32", **changes}
+
+
 def write_authors_folder(folder, model, **changes):
-    """A DCFormer folder as the authors' class saves it, with the copies and caches their files hold."""
+    """Write the configuration, and return the state with the copies and caches that the authors' files hold."""
     config = model.config
-    layers = config.num_hidden_layers
     state = {authors_name(name): weight.clone() for name, weight in model.state_dict().items()}
     heads, head_dim, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
-    for layer in range(layers):
+    for layer in range(config.num_hidden_layers):
         prefix = f"layers.{layer}.attention"
         state[f"{prefix}.dyn_w_proj.dw_m"] = torch.zeros(hidden, 20 * heads)  # stale, as in published files
         state[f"{prefix}.dyn_w_proj.qkw_m"] = torch.zeros(4, 4 * heads, 4 * heads)
@@ -59,29 +66,8 @@ def write_authors_folder(folder, model, **changes):
         state[f"{prefix}.kv_cache.k_cache"] = torch.zeros(1, heads, 8, head_dim)
         state[f"{prefix}.kv_cache.v_cache"] = torch.zeros(1, heads, 8, head_dim)
         state[f"{prefix}.kv_cache.kw_cache"] = torch.zeros(1, 8, 2, heads, heads)
-    state.update(changes.pop("extra", {}))
-    values = {
-        "model_type": "dcformer",
-        "architectures": ["DCFormer"],
-        "auto_map": {"AutoModelForCausalLM": "modeling_dcformer.DCFormer"},
-        "vocab_size": config.vocab_size,
-        "dim": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_local_heads": heads,
-        "head_dim": head_dim,
-        "intermediate_size": config.intermediate_size,
-        "block_size": config.max_position_embeddings,
-        "norm_eps": config.norm_eps,
-        "rope_base": 10000,
-        "window_size": config.sliding_window,
-        "window_type": None,
-        "use_qk_norm": config.qk_norm,
-        "torch_dtype": "float32",
-        **changes,
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(authors_config(config, **changes)))
     return state
 
 
@@ -112,15 +98,25 @@ def test_authors_folder_loads_with_nothing_missing_or_unexpected(file_format, tm
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("original", [False, True], ids=["our_names", "authors_names"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_saving_and_loading_is_bit_identical(variant, tmp_path):
-    model, tokens = tiny_model(variant), random_tokens(1, 15)
-    model.save_pretrained(tmp_path)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+def test_saving_and_loading_is_bit_identical(variant, original, tmp_path):
+    model, tokens = tiny_model(variant), random_tokens(2, 13)
+    model.save_pretrained(tmp_path, save_original_format=original)
+    expected = model.state_dict()
+    if original:
+        expected = {authors_name(name, model.config.model_type): value for name, value in expected.items()}
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(again) is type(model)
-    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
-    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+    assert type(loaded) is type(model)
+    values, again = model.config.to_dict(), loaded.config.to_dict()
+    assert {**again, "_name_or_path": None} == {**values, "_name_or_path": None}
+    assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "ours")
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
 
 
 @torch.no_grad()
@@ -132,8 +128,11 @@ def test_base_model_and_head_load_from_each_other(authors_folder, tmp_path):
     hidden = model.model(tokens).last_hidden_state
     assert torch.equal(base.eval()(tokens).last_hidden_state, hidden)
     base.save_pretrained(tmp_path / "base")
-    head = DCFormerForCausalLM.from_pretrained(tmp_path / "base").eval()
+    head = DCFormerForCausalLM.from_pretrained(tmp_path / "base").eval()  # its output layer is initialised
     assert torch.equal(head.model(tokens).last_hidden_state, hidden)
+    lost = without(tmp_path / "base", "up_proj")
+    with pytest.raises(ValueError, match=f"lacks model.{lost[0]}"):
+        DCFormerForCausalLM.from_pretrained(tmp_path / "base")
 
 
 def without(folder, *parts):
@@ -166,18 +165,8 @@ def test_split_projections_are_refused(authors_folder):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_a_head_that_the_file_never_had_is_drawn(tmp_path):
-    backbone = tiny_model().model
-    backbone.save_pretrained(tmp_path)
-    model = DCFormerForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(model.model.norm.weight, backbone.norm.weight)
-    lost = without(tmp_path, "up_proj")
-    with pytest.raises(ValueError, match=f"lacks model.{lost[0]}"):
-        DCFormerForCausalLM.from_pretrained(tmp_path)
-
-
 def test_composition_can_be_switched_on_in_a_plain_model(tmp_path):
-    """The file's own configuration says what it holds; what the caller adds to it is drawn."""
+    """The configuration of the file says which weights it has; those that the caller adds are initialised."""
     plain = tiny_model("plain_gated_transformer")
     plain.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, compose_pre=True, compose_post=True)
@@ -185,34 +174,11 @@ def test_composition_can_be_switched_on_in_a_plain_model(tmp_path):
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, plain.model.layers[0].mlp.up_proj.weight)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_every_parameter_is_written_under_the_authors_name_and_read_from_it(variant, tmp_path):
-    """Hugging Face's suite tests no renaming that happens in `from_pretrained`."""
-    model, tokens = tiny_model(variant), random_tokens(2, 13)
-    model.save_pretrained(tmp_path, save_original_format=True)
-    expected = {authors_name(name, model.config.model_type): value for name, value in model.state_dict().items()}
-    written = load_file(tmp_path / "model.safetensors")
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], value) for name, value in expected.items())
-    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values()), info
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    loaded.save_pretrained(tmp_path / "ours")
-    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
-
-
 @pytest.mark.parametrize("model_type", ["dcformer", "dcpythia"])
 def test_no_renaming_is_without_a_parameter(model_type):
-    models = [
-        tiny_model(variant)
-        for variant, values in VARIANTS.items()
-        if values.get("model_type", "dcformer") == model_type
-    ]
+    models = [tiny_model(name) for name in VARIANTS if tiny_config(name).model_type == model_type]
     theirs = {authors_name(name, model_type) for model in models for name in model.state_dict()}
-    unused = [
-        pattern for pattern in authors_patterns(model_type) if not any(re.search(pattern, name) for name in theirs)
-    ]
-    assert theirs and not unused
+    assert theirs and all(any(re.search(pattern, name) for name in theirs) for pattern in authors_patterns(model_type))
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_position():
@@ -244,14 +210,14 @@ def test_oov_pad_is_refused_with_what_does_it_today(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["two", "tied"])
-def test_a_new_token_that_was_trained_is_said(is_tied, dtype, tmp_path):
+def test_a_new_token_that_was_trained_is_generated(is_tied, dtype, tmp_path):
     model, tokens, new = tiny_model(tie_word_embeddings=is_tied).to(dtype), random_tokens(2, 12), 70
     with torch.no_grad():
         before, mean = model(tokens).logits, model.lm_head.weight.float().mean(0)
         model.resize_token_embeddings(new + 1, pad_to_multiple_of=128)
         assert torch.equal(model(tokens).logits[..., :67], before)
     added = model.lm_head.weight[67:].float()
-    # An added row is the mean of the others, give or take what Transformers draws (3e-5 of their spread) and 16 bits.
+    # An added row is the mean of the others, plus noise from Transformers (3e-5 of their spread) and 16-bit rounding.
     torch.testing.assert_close(added, mean.expand_as(added), atol=1e-3, rtol=2**-8)
     assert (model(tokens).logits.argmax(-1) < 67).all()
     model.save_pretrained(tmp_path)

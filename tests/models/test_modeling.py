@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
-from reference import reference_attention
+from operator_inputs import Inputs, sixteen_bit_attention
+from reference import hidden_pairs, reference_attention
 from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dcformer import DCFormerForCausalLM, compose, register_implementation
+from dcformer import DCFormerForCausalLM, register_implementation
 
 
 PLAIN = [name for name in VARIANTS if not tiny_config(name).composes_heads]
@@ -54,6 +55,15 @@ def test_attentions_are_the_composed_weights(variant):
     assert not torch.allclose(weights.sum(-1), torch.ones(()).double(), atol=1e-3)  # composed, not renormalised
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_see_the_gradient_of_an_attention_map(register):
+    model, tokens, shapes = tiny_model(), random_tokens(1, 9), []
+    weights = model.model.layers[0].self_attn.composed_weights
+    getattr(weights, register)(lambda module, *gradients: shapes.append(gradients[-1][0].shape))
+    model(tokens, labels=tokens).loss.backward()
+    assert shapes == [(1, 4, 9, 9)]
+
+
 def reference_form(*arguments, scaling, mask, **options):
     return reference_attention(*arguments, scaling=scaling, mask=mask)[0]
 
@@ -73,15 +83,6 @@ def test_gradients_equal_those_of_the_reference(variant):
         torch.testing.assert_close(ours[name], expected, atol=1e-10, rtol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def eager_16_bit_attention(query, key, value, pre, post, *, scaling, mask, **options):
-    """How an eager model of Transformers computes in 16 bits: every tensor rounded, the softmax in float32."""
-    dtype = query.dtype
-    scores = compose(query.matmul(key.transpose(-1, -2)) * scaling, pre)
-    hidden = mask.hidden(0, query.shape[2], 0, key.shape[2])
-    weights = scores.masked_fill(hidden, torch.finfo(dtype).min).float().softmax(-1).to(dtype)
-    return compose(weights, post).masked_fill(hidden, 0).matmul(value)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
@@ -92,7 +93,10 @@ def test_16_bit_error_is_at_most_twice_that_of_the_eager_path(dtype):
     expected = exact(tokens).logits
     rounded = exact.to(dtype)
     ours = (rounded(tokens).logits.float() - expected).abs().mean()
-    register_implementation("eager_16_bit", eager_16_bit_attention)
+    register_implementation(
+        "eager_16_bit",
+        lambda *operands, mask, **_: sixteen_bit_attention(Inputs(*operands), ~hidden_pairs(mask, tokens.device)),
+    )
     rounded.set_attn_implementation("dcmha_eager_16_bit")
     eager = (rounded(tokens).logits.float() - expected).abs().mean()
     assert 0 < ours <= 2 * eager
@@ -143,17 +147,9 @@ def test_composition_starts_as_section_4_of_the_paper_says(groups):
 def test_a_model_without_composition_is_llama():
     config = tiny_config("plain_gated_transformer", qk_norm=False, sliding_window=None, num_key_value_heads=2)
     ours, tokens = DCFormerForCausalLM(config).eval(), random_tokens(2, 20)
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=2,
-            rms_norm_eps=config.norm_eps,
-        )
-    ).eval()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    values = {name: getattr(config, name) for name in (*sizes, "num_key_value_heads")}
+    llama = LlamaForCausalLM(LlamaConfig(**values, rms_norm_eps=config.norm_eps)).eval()
     weights = {}
     for name, weight in ours.state_dict().items():
         if "qkv_proj" in name:
@@ -174,20 +170,24 @@ def test_plain_models_run_through_sdpa_and_equal_eager(variant):
     assert model.config._attn_implementation == "sdpa"
     fast = model(tokens, attention_mask=mask).logits
     model.set_attn_implementation("eager")
-    eager = model(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(fast[mask == 1], eager[mask == 1], atol=1e-5, rtol=1e-5)
+    eager = model(tokens, attention_mask=mask, output_attentions=True)
+    torch.testing.assert_close(fast[mask == 1], eager.logits[mask == 1], atol=1e-5, rtol=1e-5)
+    for weights in eager.attentions:  # (batch, heads, query, key)
+        sums = weights.sum(-1).transpose(1, 2)[mask == 1]
+        torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2", "flex_attention", "paged|eager", "sdpaa"])
 def test_attention_that_cannot_mix_heads_is_refused(name):
-    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
-        DCFormerForCausalLM(tiny_config(attn_implementation=name))
-    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
-        tiny_model().set_attn_implementation(name)
-    model = tiny_model()
-    model.config._attn_implementation = name  # as a kernel of the Hub is set
-    with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
-        model(random_tokens(1, 5))
+    model, hub_model = tiny_model(), tiny_model()
+    hub_model.config._attn_implementation = name  # as a kernel of the Hub is set
+    for call in (
+        lambda: DCFormerForCausalLM(tiny_config(attn_implementation=name)),
+        lambda: model.set_attn_implementation(name),
+        lambda: hub_model(random_tokens(1, 5)),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
+            call()
 
 
 def test_continuous_batching_is_refused():
@@ -254,12 +254,12 @@ def test_gradients_of_single_samples_are_those_of_samples_alone(variant, batch):
         return functional_call(model, parameters, (), {**inputs, "use_cache": False}).loss
 
     samples = {"input_ids": tokens, "labels": tokens, **BATCHES[batch]}
-    found = vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
+    gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, samples)
     for number in range(3):
         alone = model(use_cache=False, **{name: rows[number : number + 1] for name, rows in samples.items()}).loss
         expected = torch.autograd.grad(alone, list(parameters.values()))
         for name, gradient in zip(parameters, expected):
-            torch.testing.assert_close(found[name][number], gradient, atol=1e-9, rtol=1e-9, msg=name)
+            torch.testing.assert_close(gradients[name][number], gradient, atol=1e-9, rtol=1e-9, msg=name)
     with pytest.raises(IndexError):  # no id is clamped without a word
         vmap(grad(loss), in_dims=(None, 0))(parameters, {**samples, "input_ids": tokens + 67})
 

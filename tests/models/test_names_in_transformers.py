@@ -1,4 +1,4 @@
-"""Tools that are given a path find the class that its config.json names, as they do for models of Transformers."""
+"""Tools that get a path find the class that its config.json names, as they do for models of Transformers."""
 
 import re
 
@@ -18,9 +18,9 @@ from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, DCPyth
 def test_all_public_models_and_configurations_are_found_by_name():
     public = [getattr(dcformer, name) for name in dcformer.__all__]
     classes = [value for value in public if isinstance(value, type)]
-    found = [value for value in classes if issubclass(value, PreTrainedConfig | PreTrainedModel)]
-    assert DCFormerForCausalLM in found and DCPythiaConfig in found
-    assert all(getattr(transformers, value.__name__) is value for value in found)
+    registered = [value for value in classes if issubclass(value, PreTrainedConfig | PreTrainedModel)]
+    assert DCFormerForCausalLM in registered and DCPythiaConfig in registered
+    assert all(getattr(transformers, value.__name__) is value for value in registered)
 
 
 MODELS = [name for name in dcformer.__all__ if re.search("Model$|For[A-Z]", name)]
@@ -35,18 +35,13 @@ TASKS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_auto_class_of_its_task_gives_every_public_model(name):
+def test_the_auto_class_and_the_table_of_its_task_have_every_public_model(name):
+    """Trainer's model cards, pipelines and lm-eval read the table."""
     family, ending = re.fullmatch("(DCFormer|DCPythia|DCViT)(Model|For.+)", name).groups()
     auto_class = getattr(transformers, f"AutoModel{ending.removeprefix('Model')}")
-    config_class = getattr(dcformer, f"{family}Config")
-    assert auto_class._model_mapping[config_class] is getattr(dcformer, name)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("Model")])
-def test_the_table_of_its_task_names_every_model(name):
-    """Trainer's model cards, pipelines and lm-eval look it up there."""
-    ending = re.search("For[A-Z].*", name).group()
-    assert [task for task, table in TASK_MAPPING.items() if name in table.values()] == [TASKS[ending]]
+    assert auto_class._model_mapping[getattr(dcformer, f"{family}Config")] is getattr(dcformer, name)
+    tasks = [task for task, table in TASK_MAPPING.items() if name in table.values()]
+    assert tasks == ([] if ending == "Model" else [TASKS[ending]])
 
 
 def smoothed_loss(model, tokens, labels, folder):

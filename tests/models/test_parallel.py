@@ -34,7 +34,7 @@ from dcformer.modeling_dcformer import CACHE_NAME
 TOLERANCE = 1e-9
 EXAMPLE = Path(__file__).parents[2] / "examples" / "several_processes.py"
 QUESTION = "There are Paris, Paris, Mumbai. Which is different? The city in"
-# Name -> variant of tiny_models, changes of it, whether two ranks can hold heads of their own.
+# Name -> variant of tiny_models, changes of it, whether its heads divide between two ranks.
 SHARED = {
     "one_group": ("dcformer", {}, False),
     "two_groups": ("grouped", {}, True),
@@ -52,30 +52,12 @@ def check(function):
     return function
 
 
-def call_as_one_of_two(rank, port, function, *arguments):
+def run_checks(rank, port, folder):
+    """Write the traceback of every check that fails into a file; both processes end one before the next begins."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
     dist.init_process_group("gloo")
-    function(*arguments)
-    dist.destroy_process_group()
-
-
-def run_in_two_processes(function, *arguments):
-    """Call a function of this module in two gloo processes."""
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-
-    processes = [killable.start(call_as_one_of_two, rank, port, function, *arguments) for rank in range(2)]
-    for process in processes:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
-
-
-def run_checks(folder):
-    """Write the traceback of every check that fails into a file; both processes end one before the next begins."""
-    found = {}
+    failed = {}
     for name, function in CHECKS.items():
         try:
             torch.manual_seed(0)
@@ -86,19 +68,28 @@ def run_checks(folder):
         errors = [None, None]
         dist.all_gather_object(errors, error)
         if any(errors):
-            found[name] = "\n".join(filter(None, errors))
-    if dist.get_rank() == 0:
-        (folder / "failed.json").write_text(json.dumps(found))
+            failed[name] = "\n".join(filter(None, errors))
+    if rank == 0:
+        (folder / "failed.json").write_text(json.dumps(failed))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
+    """Tracebacks by the name of the check, from two gloo processes."""
     folder = tmp_path_factory.mktemp("models")
     for name, (variant, changes, _) in SHARED.items():
         tiny_model(variant, **changes).save_pretrained(folder / name)
     tiny_model("mlp_gate_and_one_global_in_four").save_pretrained(folder / "four_layers")
     save_file(write_authors_folder(folder / "authors", tiny_model()), folder / "authors" / "model.safetensors")
-    run_in_two_processes(run_checks, folder)
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    processes = [killable.start(run_checks, rank, port, folder) for rank in range(2)]
+    for process in processes:
+        process.join(300)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
     return json.loads((folder / "failed.json").read_text())
 
 
@@ -121,27 +112,22 @@ def assert_near(actual, expected, name="", tolerance=TOLERANCE):
 def assert_saves(shared, original, again):
     shared.save_pretrained(again)
     dist.barrier()
-    expected, found = load_file(original / "model.safetensors"), load_file(again / "model.safetensors")
+    expected, saved = load_file(original / "model.safetensors"), load_file(again / "model.safetensors")
     if shared.config.tie_word_embeddings:  # Transformers writes tied weights twice once it has gathered them
         expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-        found.setdefault("lm_head.weight", found["model.embed_tokens.weight"])
-    assert found.keys() == expected.keys()
+        saved.setdefault("lm_head.weight", saved["model.embed_tokens.weight"])
+    assert saved.keys() == expected.keys()
     for name, weight in expected.items():
-        assert found[name].equal(weight.double()), name
+        assert saved[name].equal(weight.double()), name
 
 
-def assert_computes(shared, single, tokens):
-    with torch.no_grad():
-        assert_near(shared(tokens).logits, single(tokens).logits)
-
-
-def assert_learns(shared, single, tokens):
+def assert_learns(shared, single, steps=1, tolerance=TOLERANCE):
+    """Hold the gradients of `shared` after so many backward passes to those of one pass of one process."""
+    tokens = random_tokens(2, 21)
     single(tokens, labels=tokens, use_cache=False).loss.backward()
-    for _ in range(2):  # gradients add up
-        shared(tokens, labels=tokens, use_cache=False).loss.backward()
-    found = whole({name: parameter.grad for name, parameter in shared.named_parameters()})
+    gradients = whole({name.removeprefix("module."): parameter.grad for name, parameter in shared.named_parameters()})
     for name, parameter in single.named_parameters():
-        assert_near(found[name] / 2, parameter.grad, name)
+        assert_near(gradients[name] / steps, parameter.grad, name, tolerance)
 
 
 @torch.no_grad()
@@ -151,10 +137,10 @@ def assert_generates(shared, single, tokens, heads):
     for options in ({}, {"cache_implementation": "static", "prefill_chunk_size": 4}):
         options.update(attention_mask=mask, max_new_tokens=6, do_sample=False)
         options.update(return_dict_in_generate=True, output_logits=True)
-        found, expected = (model.generate(tokens, **options) for model in (shared, single))
-        assert found.sequences.equal(expected.sequences)
-        assert_near(torch.stack(found.logits), torch.stack(expected.logits))
-        assert {layer.keys.shape[1] for layer in getattr(found, CACHE_NAME).layers} == {heads}
+        generated, expected = (model.generate(tokens, **options) for model in (shared, single))
+        assert generated.sequences.equal(expected.sequences)
+        assert_near(torch.stack(generated.logits), torch.stack(expected.logits))
+        assert {layer.keys.shape[1] for layer in getattr(generated, CACHE_NAME).layers} == {heads}
 
 
 def shares(folder, name):
@@ -164,9 +150,12 @@ def shares(folder, name):
         assert (layer.self_attn.num_heads == other.self_attn.num_heads // 2) == by_heads
         weight = layer.self_attn.o_proj.weight
         assert weight.to_local().numel() == other.self_attn.o_proj.weight.numel() // 2
-    assert_computes(shared, single, random_tokens(2, 21))
+    tokens = random_tokens(2, 21)
+    assert_near(shared(tokens).logits, single(tokens).logits)
     assert_generates(shared, single, random_tokens(2, 9), single.config.num_key_value_heads // (2 if by_heads else 1))
-    assert_learns(shared, single, random_tokens(2, 21))
+    for _ in range(2):  # gradients add up
+        shared(tokens, labels=tokens, use_cache=False).loss.backward()
+    assert_learns(shared, single, steps=2)
     assert_saves(shared, folder / name, folder / f"{name}-again")
 
 
@@ -176,14 +165,15 @@ CHECKS.update({f"shares_{name}": functools.partial(shares, name=name) for name i
 @check
 def reads_files_of_the_authors(folder):
     single, shared = pair(folder / "authors")
-    found = whole(shared.state_dict())
+    state = whole(shared.state_dict())
     for key, weight in single.state_dict().items():
-        assert found[key].equal(weight), key
-    assert_computes(shared, single, random_tokens(2, 9))
+        assert state[key].equal(weight), key
+    tokens = random_tokens(2, 9)
+    assert_near(shared(tokens).logits, single(tokens).logits)
 
 
 @check
-def a_plan_of_the_callers_own_is_kept(folder):
+def a_plan_of_the_caller_is_kept(folder):
     plan = {"model.layers.*.self_attn.qkv_proj": "colwise_gather_output", "lm_head": "colwise_gather_output"}
     config = DistributedConfig(tp_size=2, tp_plan=plan)
     single = AutoModelForCausalLM.from_pretrained(folder / "two_groups")
@@ -246,13 +236,9 @@ def learns_by_shares_of_the_batch(folder, shard):
         accelerator.state.fsdp_plugin = plugin
     model.gradient_checkpointing_enable({"use_reentrant": not shard})
     model, _ = accelerator.prepare(model.train(), torch.optim.SGD(model.parameters()))
-    tokens = random_tokens(2, 21)
-    single(tokens, labels=tokens, use_cache=False).loss.backward()
-    rows = tokens[dist.get_rank() :][:1]
+    rows = random_tokens(2, 21)[dist.get_rank() :][:1]
     accelerator.backward(model(input_ids=rows, labels=rows, use_cache=False).loss)
-    found = whole({name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()})
-    for name, parameter in single.named_parameters():
-        assert_near(found[name], parameter.grad, name, tolerance=1e-5)  # of losses in float32
+    assert_learns(model, single, tolerance=1e-5)  # of losses in float32
 
 
 CHECKS["ddp"] = lambda folder: learns_by_shares_of_the_batch(folder / "two_groups", shard=False)
@@ -262,14 +248,13 @@ CHECKS["fsdp2"] = lambda folder: learns_by_shares_of_the_batch(folder / "two_gro
 @check
 def transformers_own_sharding(folder):
     single = DCFormerForCausalLM.from_pretrained(folder / "two_groups", dtype=torch.float64)
-    sharding = DistributedConfig(fsdp_size=2)
-    load = functools.partial(DCFormerForCausalLM.from_pretrained, dtype=torch.float64, distributed_config=sharding)
-    model = load(folder / "two_groups")
+    model = DCFormerForCausalLM.from_pretrained(
+        folder / "two_groups", dtype=torch.float64, distributed_config=DistributedConfig(fsdp_size=2)
+    )
     tokens = random_tokens(2, 21)
-    single(tokens, labels=tokens).loss.backward()
-    model(tokens[dist.get_rank() :][:1], labels=tokens[dist.get_rank() :][:1]).loss.backward()
-    for name, parameter in single.named_parameters():
-        assert_near(model.get_parameter(name).grad.full_tensor(), parameter.grad, name, 1e-6)  # of losses in float32
+    rows = tokens[dist.get_rank() :][:1]
+    model(rows, labels=rows).loss.backward()
+    assert_learns(model, single, tolerance=1e-6)  # of losses in float32
     generated = [copy.generate(tokens[:, :9], max_new_tokens=4, do_sample=False) for copy in (model, single)]
     assert generated[0].equal(generated[1])
     assert_saves(model, folder / "two_groups", folder / "fsdp-again")
@@ -303,9 +288,9 @@ def test_two_processes(name, failed):
 def test_layers_on_the_disk(tmp_path):
     model, tokens = tiny_model("dcpythia"), random_tokens(2, 9)
     model.save_pretrained(tmp_path)
-    places = {"model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "disk", "lm_head": "cpu"}
-    places.update({"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    devices = {"model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "disk", "lm_head": "cpu"}
+    devices.update({"model.embed_tokens": "cpu", "model.rotary_emb": "cpu"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=devices, offload_folder=tmp_path / "offload")
     assert next(loaded.model.layers[0].parameters()).is_meta
     options = {"max_new_tokens": 8, "do_sample": False}
     assert loaded.generate(tokens, **options).equal(model.generate(tokens, **options))

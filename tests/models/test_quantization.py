@@ -43,8 +43,8 @@ def logits(model) -> torch.Tensor:
     return model(random_tokens(2, 13)).logits
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,23 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_loading import authors_config
 from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import dcformer
-from dcformer import DCFormerConfig, DCFormerForCausalLM, DCViTConfig, DCViTForImageClassification
+from dcformer import DCFormerConfig, DCFormerForCausalLM, DCViTConfig
 
 
 PACKAGE = Path(dcformer.__file__).parent
-# Written by the authors' class, as far as it describes a model.
-AUTHORS_KEYS = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "block_size",
-    "sliding_window": "window_size",
-}
 # Family and ending of the classes that are shared besides the language models.
 HEADS = [
     ("DCFormer", "Model"),
@@ -45,15 +38,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 assert importlib.util.find_spec("dcformer") is None, "the package is there after all"
 shared, pythia, authors, again, *heads = map(Path, sys.argv[1:])
-ids, found = torch.arange(20)[None] % 67, {}
+ids, results = torch.arange(20)[None] % 67, {}
 for folder in (shared, pythia, authors):
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     for thing in (model, model.config):
         assert type(thing).__module__.startswith("transformers_modules."), folder
     torch.save(model(ids).logits.detach(), folder / "logits.pt")
-    found[folder.name] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
-found["presets"] = type(model.config).presets()
-found["names"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in ("dcformer", "dcpythia")]
+    results[folder.name] = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
+results["presets"] = type(model.config).presets()
+results["names"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in ("dcformer", "dcpythia")]
 for folder in heads:
     head = getattr(transformers, folder.name).from_pretrained(folder, trust_remote_code=True).eval()
     assert type(head).__module__.startswith("transformers_modules."), folder
@@ -62,50 +55,48 @@ for folder in heads:
 try:
     AutoModelForCausalLM.from_pretrained(shared, trust_remote_code=True, attn_implementation="sdpa")
 except ValueError as error:
-    found["sdpa"] = str(error)
+    results["sdpa"] = str(error)
 model.save_pretrained(again)
 reloaded = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True).eval()
 assert torch.equal(reloaded(ids).logits, model(ids).logits)
-print(json.dumps(found))
+print(json.dumps(results))
 """
+
+
+def save_with_code(model, folder, auto_class="AutoModelForCausalLM"):
+    classes = type(model.config), type(model)
+    classes[0].register_for_auto_class()
+    classes[1].register_for_auto_class(auto_class)
+    try:
+        model.save_pretrained(folder)
+    finally:
+        classes[0]._auto_class = classes[1]._auto_class = None
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A folder with models that were saved with their code."""
     root = tmp_path_factory.mktemp("shared")
-    DCFormerConfig.register_for_auto_class()
-    DCFormerForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-    try:
-        tiny_model().save_pretrained(root / "shared")
-        tiny_model("dcpythia").save_pretrained(root / "pythia")
-    finally:
-        DCFormerConfig._auto_class = DCFormerForCausalLM._auto_class = None
+    save_with_code(tiny_model(), root / "shared")
+    save_with_code(tiny_model("dcpythia"), root / "pythia")
     shutil.copytree(root / "shared", root / "authors")
-    values = json.loads((root / "shared" / "config.json").read_text())
-    kept = ("vocab_size", "intermediate_size", "norm_eps", "model_type", "auto_map", "bos_token_id", "eos_token_id")
-    theirs = {key: values.get(key) for key in kept} | {name: values[ours] for ours, name in AUTHORS_KEYS.items()}
-    (root / "authors" / "config.json").write_text(json.dumps({**theirs, "use_qk_norm": True, "rope_base": 10000}))
+    auto_map = json.loads((root / "shared" / "config.json").read_text())["auto_map"]
+    values = authors_config(tiny_config(), auto_map=auto_map, bos_token_id=None, eos_token_id=None)
+    (root / "authors" / "config.json").write_text(json.dumps(values))
     return root
 
 
 @pytest.fixture(scope="module")
 def heads(root):
     """A folder for each Auto class, named like it, with a model that was saved with its code, and what it computes."""
-    vit_config = DCViTConfig(num_hidden_layers=1, image_size=32)
-    classes = [getattr(dcformer, f"{family}{head}") for family, head in HEADS]
-    models = [cls(vit_config if cls is DCViTForImageClassification else tiny_config()).eval() for cls in classes]
+    image, configs = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32), {"DCFormer": tiny_config()}
+    configs["DCViT"] = DCViTConfig(num_hidden_layers=1, image_size=32)
     outputs = {}
-    for model, (_, head) in zip(models, HEADS):
-        is_vit = isinstance(model, DCViTForImageClassification)
+    for family, head in HEADS:
+        model = getattr(dcformer, f"{family}{head}")(configs[family]).eval()
         folder = root / f"AutoModel{head.removeprefix('Model')}"
-        type(model.config).register_for_auto_class()
-        type(model).register_for_auto_class(folder.name)
-        try:
-            model.save_pretrained(folder)
-        finally:
-            type(model.config)._auto_class = type(model)._auto_class = None
-        inputs = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32) if is_vit else torch.arange(20)[None]
+        save_with_code(model, folder, folder.name)
+        inputs = image if family == "DCViT" else torch.arange(20)[None]
         torch.save(inputs, folder / "inputs.pt")
         outputs[folder] = model(inputs)[0].detach()
     return outputs
@@ -127,14 +118,14 @@ def test_a_folder_with_its_code_runs_without_the_package(root, heads):
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True
     ).stdout.strip()
     # The .pth files over there, among them that of an editable package, count for nothing here.
-    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])}
-    (Path(inside) / "dependencies.pth").write_text("\n".join(sorted(places)))
+    folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])}
+    (Path(inside) / "dependencies.pth").write_text("\n".join(sorted(folders)))
     environment = {"PATH": str(python.parent), "HOME": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [python, "-c", STRANGER, *(str(root / name) for name in ("shared", "pythia", "authors", "again")), *heads]
     run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, text=True, cwd=root, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
 
-    found, ids = json.loads(run.stdout.splitlines()[-1]), torch.arange(20)[None] % 67
+    results, ids = json.loads(run.stdout.splitlines()[-1]), torch.arange(20)[None] % 67
     for folder, variant in (("shared", "dcformer"), ("pythia", "dcpythia"), ("authors", "dcformer")):
         model = tiny_model(variant)
         # Without the package attention runs in torch operators, with it in C++: in float32 both round differently.
@@ -142,12 +133,12 @@ def test_a_folder_with_its_code_runs_without_the_package(root, heads):
             expected = model(ids).logits
         torch.testing.assert_close(torch.load(root / folder / "logits.pt"), expected, rtol=1e-5, atol=1e-5)
         generated = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-        assert found[folder] == generated.tolist()
-    assert found["presets"] == DCFormerConfig.presets()
-    assert found["names"] == ["DCFormerForCausalLM", "DCPythiaForCausalLM"]  # for Trainer's label smoothing
+        assert results[folder] == generated.tolist()
+    assert results["presets"] == DCFormerConfig.presets()
+    assert results["names"] == ["DCFormerForCausalLM", "DCPythiaForCausalLM"]  # for Trainer's label smoothing
     for folder, output in heads.items():
         torch.testing.assert_close(torch.load(folder / "output.pt"), output, rtol=1e-5, atol=1e-5)  # as above
-    assert "sdpa" in found["sdpa"]
+    assert "sdpa" in results["sdpa"]
     assert {file.name for file in (root / "again").glob("*.py")} == {f.name for f in (root / "shared").glob("*.py")}
 
 

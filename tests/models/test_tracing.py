@@ -7,9 +7,6 @@ from transformers import GenerationConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
 
 
-FAMILIES = ["dcformer", "plain_gated_transformer"]
-
-
 def largest_difference(actual, expected):
     return (actual - expected).abs().max().item()
 

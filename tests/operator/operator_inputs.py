@@ -8,7 +8,15 @@ import torch
 from reference import as_visibility, composed_attention_reference
 from torch import Tensor
 
-from dcformer.dcmha import ComposeSide, ComposeWeights, Visibility, compose, composed_attention, implementations
+from dcformer.dcmha import (
+    ComposeSide,
+    ComposeWeights,
+    Visibility,
+    compose,
+    composed_attention,
+    implementations,
+    map_tensors,
+)
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,31 +39,18 @@ class Inputs(NamedTuple):
     post: ComposeWeights | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor with a name that says where it stands, such as `pre.query`."""
+        """Every tensor by its name, such as `pre.query`."""
         named = {"query": self.query, "key": self.key, "value": self.value}
-        for stage_name, stage in (("pre", self.pre), ("post", self.post)):
-            if stage is None:
-                continue
-            named[f"{stage_name}.static"] = stage.static
-            for side_name, side in (("query", stage.query), ("key", stage.key)):
-                named[f"{stage_name}.{side_name}"] = None if side is None else side.factors
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        for stage in ("pre", "post"):
+            map_tensors(
+                getattr(self, stage), lambda tensor, name, stage=stage: named.setdefault(f"{stage}.{name}", tensor)
+            )
+        return named
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Inputs":
         """The same structure with `function` applied to every tensor."""
-        new = {name: function(tensor) for name, tensor in self.tensors().items()}
-
-        def stage(name):
-            old = getattr(self, name)
-            if old is None:
-                return None
-            query, key = (
-                None if getattr(old, side) is None else ComposeSide(factors=new[f"{name}.{side}"])
-                for side in ("query", "key")
-            )
-            return ComposeWeights(query, key, new.get(f"{name}.static"), old.groups)
-
-        return Inputs(new["query"], new["key"], new["value"], stage("pre"), stage("post"))
+        pre, post = (map_tensors(stage, lambda tensor, _: function(tensor)) for stage in (self.pre, self.post))
+        return Inputs(function(self.query), function(self.key), function(self.value), pre, post)
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         return self.map(lambda tensor: tensor.to(dtype))
@@ -262,9 +257,9 @@ def supports(form: str, case: Case) -> bool:
     return implementations()[form].supports(*inputs, mask=mask, dropout=0.0) is None
 
 
-def largest_error(found: Tensor, expected: Tensor) -> float:
+def largest_error(actual: Tensor, expected: Tensor) -> float:
     """The largest error, relative to the largest number that is expected."""
-    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return float((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **options) -> None:
@@ -284,13 +279,13 @@ def hold_to_the_reference(form: str, inputs: Inputs, dtype: torch.dtype, **optio
 
 def hold_errors_to_those_of_pytorch(inputs: Inputs, **options) -> None:
     """Errors of the kernels' output and gradients, relative to the largest number, at most twice those of PyTorch."""
-    found = {}
+    results = {}
     for name, operands in (("exact", inputs.to(torch.float64)), ("plain", inputs), ("triton", inputs)):
         form = "triton" if name == "triton" else "plain"
         output, gradients = value_and_gradients(functools.partial(attend, form), operands, **options)
-        found[name] = {"output": output, **gradients}
-    for key, exact in found["exact"].items():
-        errors = [largest_error(found[name][key], exact) for name in ("plain", "triton")]
+        results[name] = {"output": output, **gradients}
+    for key, exact in results["exact"].items():
+        errors = [largest_error(results[name][key], exact) for name in ("plain", "triton")]
         # Where PyTorch happens to be exact, one rounding of the largest number is allowed.
         assert errors[1] <= 2 * errors[0] + torch.finfo(inputs.query.dtype).eps, (key, errors)
 

@@ -123,9 +123,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_strided_inputs_equal_contiguous_ones_and_stay_as_they_are(layout, queries, form, dtype):
     inputs = make_inputs(queries=queries, keys=20, key_value_heads=2).to(dtype)
-    found = value_and_gradients(lambda *leaves: attend(form, *Inputs(*leaves).map(layout)), inputs)
+    actual = value_and_gradients(lambda *leaves: attend(form, *Inputs(*leaves).map(layout)), inputs)
     expected = value_and_gradients(functools.partial(attend, form), inputs)
-    assert_close(found, expected)
+    assert_close(actual, expected)
     fresh = make_inputs(queries=queries, keys=20, key_value_heads=2).to(dtype)
     assert all(torch.equal(tensor, fresh.tensors()[name]) for name, tensor in inputs.tensors().items())
 
@@ -164,9 +164,9 @@ def test_sixteen_bit_error_is_at_most_twice_that_of_plain_eager_attention(querie
     inputs = make_inputs(batch=3, queries=queries, keys=64, channels=16).to(dtype)
     visible = ~hidden_pairs(Visibility(queries, 64, **options), inputs.query.device)
     expected = value_and_gradients(composed_attention_reference, inputs.to(torch.float64), **options)
-    found = value_and_gradients(functools.partial(attend, form), inputs, **options)
+    actual = value_and_gradients(functools.partial(attend, form), inputs, **options)
     eager = value_and_gradients(lambda *leaves: sixteen_bit_attention(Inputs(*leaves), visible), inputs)
-    named = [{"output": output, **gradients} for output, gradients in (found, eager, expected)]
+    named = [{"output": output, **gradients} for output, gradients in (actual, eager, expected)]
     for name in named[0]:
         tensor, of_eager, exact = (tensors[name] for tensors in named)
         assert tensor.dtype == dtype
@@ -194,7 +194,7 @@ def test_one_input_alone_gets_its_gradient(form):
     _, expected = value_and_gradients(functools.partial(attend, form), inputs)
     for name, tensor in inputs.tensors().items():
         leaf = tensor.clone().requires_grad_()
-        output = attend(form, *inputs.map(lambda other, own=tensor, leaf=leaf: leaf if other is own else other))
+        output = attend(form, *inputs.map(lambda other, tensor=tensor, leaf=leaf: leaf if other is tensor else other))
         cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output.dtype)
         assert_close(torch.autograd.grad(output, leaf, cotangent)[0], expected[name])
 
@@ -203,8 +203,8 @@ def test_one_input_alone_gets_its_gradient(form):
 def test_autocast_changes_nothing(form):
     inputs = make_inputs().to(torch.float32)
     autocast_forward = torch.autocast("cpu", torch.bfloat16)(functools.partial(attend, form))
-    found = value_and_gradients(autocast_forward, inputs)
-    assert_close(found, value_and_gradients(functools.partial(attend, form), inputs), rtol=0, atol=0)
+    actual = value_and_gradients(autocast_forward, inputs)
+    assert_close(actual, value_and_gradients(functools.partial(attend, form), inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("queries", [8, 20])
@@ -301,7 +301,7 @@ SAMPLES = torch.Generator().manual_seed(4)
     ],
     ids=["boolean", "float", "padding", "documents"],
 )
-def test_samples_bring_masks_of_their_own_under_vmap(name, masks):
+def test_every_sample_can_have_another_mask_under_vmap(name, masks):
     inputs = make_inputs(batch=1)
     queries = torch.stack([inputs.query, -inputs.query, 2 * inputs.query])
 
@@ -309,8 +309,8 @@ def test_samples_bring_masks_of_their_own_under_vmap(name, masks):
         visibility = Visibility(20, 20, sliding_window=9, **{name: mask[None]})
         return function(query, *inputs[1:], attention_mask=visibility, **options).square().sum()
 
-    found = torch.func.vmap(torch.func.grad(functools.partial(loss, chunk_size=8)))(queries, masks)
-    for gradient, query, mask in zip(found, queries, masks):
+    gradients = torch.func.vmap(torch.func.grad(functools.partial(loss, chunk_size=8)))(queries, masks)
+    for gradient, query, mask in zip(gradients, queries, masks):
         leaf = query.clone().requires_grad_()
         (expected,) = torch.autograd.grad(loss(leaf, mask, composed_attention_reference), leaf)
         assert_close(gradient, expected, **EXACT)
@@ -356,11 +356,11 @@ class Cost(TorchDispatchMode):
 def cost(length: int, heads: int = 2, *, backward: bool = False, **options) -> Cost:
     inputs = make_inputs(batch=1, heads=heads, queries=length, channels=16).to(torch.float32)
     inputs = inputs.leaves() if backward else inputs
-    with Cost(inputs) as found:
+    with Cost(inputs) as counted:
         output = attend("plain", *inputs, **options)
         if backward:
             torch.autograd.grad(output, list(inputs.tensors().values()), torch.ones_like(output))
-    return found
+    return counted
 
 
 def test_memory_of_the_plain_form_grows_linearly_with_the_length():

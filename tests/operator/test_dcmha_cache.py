@@ -19,8 +19,8 @@ any_case = settings(derandomize=True, deadline=None, max_examples=50)
 @st.composite
 def configs(draw):
     """Small models with every combination of what decides the layout of the cache."""
-    key_value_heads, served = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    heads = key_value_heads * served
+    key_value_heads, key_value_groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    heads = key_value_heads * key_value_groups
     switches = ("compose_pre", "compose_post", "compose_query", "compose_key", "compose_low_rank", "compose_gate")
     return DCFormerConfig(
         vocab_size=8,

@@ -1,4 +1,4 @@
-"""`Visibility` against the mask of the reference, pair by pair; and what malformed calls of the operator are told."""
+"""`Visibility` against the mask of the reference, pair by pair; and the errors of malformed calls of the operator."""
 
 import runpy
 
@@ -192,8 +192,8 @@ def test_masks_of_a_copy_of_the_code_are_taken():
     copy = runpy.run_path(dcformer.dcmha.__file__)
     try:
         expected = composed_attention(*inputs, sliding_window=3)
-        found = composed_attention(*inputs, attention_mask=copy["Visibility"](7, 7, sliding_window=3))
-        torch.testing.assert_close(found, expected)
+        actual = composed_attention(*inputs, attention_mask=copy["Visibility"](7, 7, sliding_window=3))
+        torch.testing.assert_close(actual, expected)
     finally:
         dcformer.register_implementation("plain", table["plain"].forward, automatic=table["plain"].automatic)
         for name in [name for name in table if name != "plain"]:
