@@ -1,6 +1,7 @@
 """Which server is used, and how it is started."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -81,3 +82,14 @@ def test_what_would_be_ignored_is_refused(started):
             serve(find_model("dcformer-tiny"), "vllm", arguments=another)
     assert CliRunner().invoke(app, ["serve", "--max-model-len", "512"]).exit_code == 2
     assert CliRunner().invoke(app, ["serve", "no/such/folder"]).exit_code == 1 and not started
+
+
+def test_without_its_packages_transformers_server_says_what_to_install(tmp_path):
+    # A copy of Transformers' check that finds nothing, whatever is installed.
+    code = "import runpy, transformers.utils.import_utils as u; u.is_serve_available = lambda: False; "
+    code += "runpy.run_module('dcformer.serving', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, ".", "serve", BUNDLED], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("Transformers' server needs more packages: pip install"), (
+        done.stderr
+    )
