@@ -121,6 +121,29 @@ def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] > 0 else rotated
 
 
+def eager_attention_forward(
+    module: "DCFormerAttention",
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Unpack[TransformersKwargs],
+) -> tuple[Tensor, Tensor]:
+    """Plain multi-head attention, for models that compose nothing."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (batch, heads, query, key)
+    if attention_mask is not None and attention_mask.dtype.is_floating_point:
+        scores = scores + attention_mask
+    elif attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask.to(torch.bool), torch.finfo(scores.dtype).min)
+    weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
 # Attention maps of a layer, (batch, heads, query, key): scores are scaled but not masked, weights are masked.
 ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 
@@ -192,9 +215,9 @@ class DCFormerAttention(nn.Module):
         if cache is not None:
             key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, composed_attention_forward
-        )
+        # Masks are made for the whole model: also a layer without composition may get a `Visibility`.
+        eager: Callable = composed_attention_forward if self.config.composes_heads else eager_attention_forward
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
             attention_interface = hooked_attention_forward
         if self.compose is not None:
