@@ -203,7 +203,7 @@ class Visibility:
 
     @property
     def lengths_are_known(self) -> bool:
-        """Whether lengths and offset are numbers, see [`is_number`]."""
+        """Whether lengths and offset are numbers, not symbols of a graph for all lengths."""
         return all(is_number(length) for length in (self.query_length, self.key_length, self.query_offset))
 
     def key_range(self, start: int, stop: int) -> tuple[int, int]:
