@@ -99,8 +99,8 @@ def main() -> None:
             console.print(text, markup=False)
     if arguments.folder is not None:
         return
-    table = Table(title="The C headers of NumPy, which neither has read")
-    for column in ("model", "nats a token", "next token right", "tokens/s read", "tokens/s written"):
+    table = Table(title="The C headers of NumPy, which neither was trained on")
+    for column in ("model", "nats per token", "next token right", "tokens/s read", "tokens/s written"):
         table.add_column(column, justify="right" if table.columns else "left", no_wrap=not table.columns)
     rows, losses = held_out_tokens(tokenizer), []
     for name, model in models.items():

@@ -29,12 +29,12 @@ def run_benchmark(
     Measure, print tables and write JSON; on a GPU in bfloat16 and with torch.compile, else in float32 without it.
 
     Returns the exit status: 1 if something computed wrong values or raised, else 0. The JSON goes to
-    `gpu-WHAT-DEVICE.json` in benchmarks/results, or here, by default.
+    `WHAT-DEVICE.json` in benchmarks/results, or here, by default.
     """
     chosen = choose_device(device)
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(chosen).lower()).strip("-")
     folder = Path("benchmarks", "results") if Path("benchmarks", "results").is_dir() else Path()
-    path = json or folder / f"gpu-{what}-{slug}{'-quick' if quick else ''}.json"
+    path = json or folder / f"{what}-{slug}{'-quick' if quick else ''}.json"
     run = Run(what, chosen, default_dtype(chosen), is_quick=quick, seconds=seconds)
     print(f"{what} on {device_name(chosen)}, torch {torch.__version__}, {run.dtype}", flush=True)
     # All on one stream: what autograd keeps of the default one could not be recorded as a CUDA graph.

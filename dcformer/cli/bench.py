@@ -25,7 +25,7 @@ def bench_command(
     seconds: Annotated[float, typer.Option(help="Start no new measurement after this many seconds.", min=1)] = 300.0,
     json: Annotated[
         Path | None,
-        typer.Option(help="File for all results.", show_default="gpu-WHAT-DEVICE.json, in benchmarks/results if there"),
+        typer.Option(help="File for all results.", show_default="WHAT-DEVICE.json, in benchmarks/results if there"),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the choice for the shape below.")] = False,
     heads: Annotated[int, typer.Option(help="Query heads.", min=1)] = 32,

@@ -1,6 +1,7 @@
 """`dcformer eval`, `report` and `tasks`."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ def eval_command(
         str,
         typer.Option(
             help="Suites, separated by commas: table4, head_tasks, head_tasks_authors, perplexity, wikitext2, all of "
-            "these (all), or lm_eval_0_4_13, four columns of table4 as that version words them."
+            "these (all), or lm_eval_0_4_13, four columns of table4 with the prompts of that version."
         ),
     ] = "table4",
     tasks: Annotated[
@@ -41,7 +42,7 @@ def eval_command(
     batch_size: Annotated[str, typer.Option(help="Inputs per forward pass (vllm: at most), or auto.")] = "auto",
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Number type of the parameters.", show_default="bfloat16; float32 for head tasks alone"),
+        typer.Option(help="Data type of the parameters.", show_default="bfloat16; float32 for head tasks alone"),
     ] = None,
     baseline: Baseline = None,
     max_length: Annotated[
@@ -74,6 +75,8 @@ def eval_command(
 
         if not options.pop("authors"):
             options["tasks"] = [task for task in find_tasks(suite, tasks) if task not in AUTHORS_TASKS]
+        if not re.fullmatch(r"\d+(,\d+)*", num_fewshot):
+            raise ValueError(f"--num-fewshot must be numbers such as 0,5, got {num_fewshot!r}.")
         options["num_fewshot"] = [int(part) for part in num_fewshot.split(",")]
         options["data_hash"] = _pairs("--data-hash", data_hash or [])
         with _progress() as on_progress:

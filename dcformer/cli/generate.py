@@ -37,7 +37,7 @@ def generate_command(
     chat: Annotated[bool | None, typer.Option("--chat", help="Answer every line of stdin as a message.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, for --chat.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum of new tokens.", show_default=f"{_CONFIG}, else 256")
+        int | None, typer.Option(min=1, help="Maximum number of new tokens.", show_default=f"{_CONFIG}, else 256")
     ] = None,
     do_sample: Annotated[
         bool | None, typer.Option("--do-sample/--greedy", help="Sample, or decode greedily.", show_default=_CONFIG)
@@ -45,10 +45,10 @@ def generate_command(
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0: decode greedily.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens with this total.")
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens that sum to this.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Least probability, relative to the highest.")
+        float | None, typer.Option(min=0, max=1, help="Minimum probability, relative to the highest.")
     ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
     num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None,

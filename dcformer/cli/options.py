@@ -15,7 +15,7 @@ TrainConfig = Annotated[str | None, typer.Option(help="YAML file with the traini
 PaxConfig = Annotated[str | None, typer.Option("--config", help="The config.json that describes a PAX checkpoint.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
-    typer.Option(help="Number type of the parameters.", show_default="as stored"),
+    typer.Option(help="Data type of the parameters.", show_default="as stored"),
 ]
 Device = Annotated[str | None, typer.Option(help="Such as cuda:1, mps or cpu.", show_default="the first GPU, else cpu")]
 Tokenizer = Annotated[

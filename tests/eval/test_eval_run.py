@@ -287,6 +287,8 @@ def test_commands(data, model, tmp_path):
     base = ["eval", model, "--tasks", "piqa", "--data-dir", data, "--dtype", "float32", "--device", "cpu"]
     result = CliRunner().invoke(app, [*base, "--num-fewshot", "0,2", "--output", str(tmp_path)])
     assert result.exit_code == 0 and "2-shot" in result.output
+    wrong = CliRunner().invoke(app, [*base, "--num-fewshot", "0,a"])
+    assert wrong.exit_code == 1 and "must be numbers such as 0,5, got '0,a'" in wrong.output
     listed = CliRunner().invoke(app, ["tasks"])
     assert listed.exit_code == 0 and "head_tasks_authors_k7" in listed.output
     folder = CliRunner().invoke(app, ["tasks", "--folder"]).output.strip()
