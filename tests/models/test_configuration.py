@@ -205,6 +205,28 @@ def test_a_value_spoilt_later_is_refused_when_saved(tmp_path):
         config.save_pretrained(tmp_path)
 
 
+# Layers, width and heads: Table 3 of the paper, those of Pythia and LLaMA of the same sizes, and the authors' 8B model.
+PAPER_SHAPES = {
+    "dcformer-405m": (24, 1024, 16),
+    "dcformer-834m": (24, 1536, 24),
+    "dcformer-1.4b": (24, 2048, 32),
+    "dcformer-13b": (40, 5120, 40),
+    "dcformer-33b": (60, 6656, 52),
+    "dcformer-8b": (48, 4096, 32),
+    **{f"{family}-2.8b": (32, 2560, 32) for family in ("dcformer", "dcpythia")},
+    **{f"{family}-6.9b": (32, 4096, 32) for family in ("dcformer", "dcpythia")},
+}
+
+
+def test_presets_have_the_published_shapes():
+    shapes = {}
+    for config_class in (DCFormerConfig, DCPythiaConfig):
+        for name in config_class.presets():
+            config = config_class.from_preset(name)
+            shapes[name] = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads)
+    assert shapes == PAPER_SHAPES
+
+
 @pytest.mark.parametrize("name", [*DCFormerConfig.presets(), *DCPythiaConfig.presets()])
 def test_compose_parameters_of_a_preset_follow_equation_10(name):
     """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
