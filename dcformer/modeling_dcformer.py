@@ -149,9 +149,11 @@ ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
 
 
 def is_hooked(module: nn.Module | None) -> bool:
-    """Whether a module has hooks, forward or backward."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, name, None) for name in hooks)
+    """Whether a module has hooks, forward or backward; asked several times by every layer of a decoding step."""
+    if module is None:
+        return False
+    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_hooks)
 
 
 def hooked_attention_forward(
@@ -215,14 +217,14 @@ class DCFormerAttention(nn.Module):
         if cache is not None:
             key, value, pre, post = self.update_cache(cache, key, value, pre, post)
 
-        # Masks are made for the whole model: also a layer without composition may get a `Visibility`.
-        eager: Callable = composed_attention_forward if self.config.composes_heads else eager_attention_forward
+        eager: Callable = eager_attention_forward
+        if self.config.composes_heads:  # as the masks are made for, also in a layer without composition
+            eager = composed_attention_forward
+            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
+            kwargs.update(pre=pre, post=post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
             attention_interface = hooked_attention_forward
-        if self.compose is not None:
-            kwargs.update(pre=pre, post=post)
-        kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
         output, weights = attention_interface(
             self,
             query,

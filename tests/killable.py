@@ -5,6 +5,7 @@ threads of torch and tensorstore would be missing in the copy, and torch refuses
 """
 
 import multiprocessing
+import socket
 from multiprocessing.process import BaseProcess
 
 
@@ -15,3 +16,15 @@ def start(function, *arguments, **options) -> BaseProcess:
     process = context.Process(target=function, args=arguments, kwargs=options, daemon=True)
     process.start()
     return process
+
+
+def run_two(function, *arguments, seconds) -> list[int | None]:
+    """Exit codes of two processes that call function(rank, free port, ...), killed after this many seconds each."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+    processes = [start(function, rank, port, *arguments) for rank in range(2)]
+    for process in processes:
+        process.join(seconds)
+        process.kill()
+    return [process.exitcode for process in processes]

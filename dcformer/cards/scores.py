@@ -15,6 +15,7 @@ import transformers
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, eval_result_entries_to_yaml
 
+from ..common.dtypes import dtype_name
 from ..common.files import write_atomically
 from ..eval import (
     AUTHORS_TASKS,
@@ -208,7 +209,7 @@ def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
     (class_name,) = config.architectures or ("",)
     with torch.device("meta"):
         parameters = getattr(transformers, class_name)(config).num_parameters()
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype = dtype_name(config.dtype)
     return write_card(folder.resolve().name, config, parameters=parameters, dtype=dtype)
 
 

@@ -4,5 +4,5 @@ import torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as `"bfloat16"`."""
+    """The name of a dtype without `torch.`, as configurations and reports have it: `"bfloat16"`."""
     return str(dtype).removeprefix("torch.")

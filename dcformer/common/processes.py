@@ -14,13 +14,18 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def count_processes() -> int:
+    """How many processes `torchrun` or `accelerate launch` started; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def in_first_process(work: Callable[[], Result]) -> Result:
     """
     Call `work` in the first process, and return its result or raise its error in all, so that none waits for ever.
 
     With several processes, accelerate's state must have been made; result and error are pickled.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if count_processes() == 1:
         return work()
     from accelerate.utils import broadcast_object_list
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from .processes import is_first_process
+from .processes import count_processes, is_first_process
 
 
 # Imported where it is used: the help of a command waits for all that is imported here.
@@ -77,7 +77,7 @@ def _signals_as_interruptions() -> Iterator[None]:
     """Raise KeyboardInterrupt with its number on SIGTERM and SIGHUP, so that results are kept as after Ctrl-C."""
     chosen = []
     # Processes of torchrun keep the default: one that waits for others in a collective would never raise.
-    if threading.current_thread() is threading.main_thread() and os.environ.get("WORLD_SIZE", "1") == "1":
+    if threading.current_thread() is threading.main_thread() and count_processes() == 1:
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
         chosen = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # nohup ignores SIGHUP
 

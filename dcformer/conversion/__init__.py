@@ -11,7 +11,8 @@ upcycle.py                        pretrained models of other families, with a co
 verify.py                         hashes, logits, and whether two checkpoints are the same model
 """
 
-from .arrays import SourceArray, dtype_name, open_weights
+from ..common.dtypes import dtype_name
+from .arrays import SourceArray, open_weights
 from .convert import convert_maxtext, convert_pax, convert_torch, write_model
 from .destination import Destination
 from .inspection import Inspection, detect_format, inspect_checkpoint

@@ -180,11 +180,6 @@ def from_numpy(values: np.ndarray) -> Tensor:
     return torch.from_numpy(values)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without `torch.`, as configurations and reports have it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def file_stamps(paths: Iterable[Path]) -> list[list[str | int]]:
     """Name, size and times of files, by which an interrupted conversion knows its source again."""
     stats = [(path, path.stat()) for path in sorted(paths)]

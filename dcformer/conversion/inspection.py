@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .arrays import SourceArray, dtype_name, open_weights
+from ..common.dtypes import dtype_name
+from .arrays import SourceArray, open_weights
 from .authors_torch import local_folder, plan_torch
 from .maxtext import TRAINING_STATE, plan_maxtext
 from .orbax import open_orbax

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.dtypes import dtype_name
 from ..configuration_dcformer import DCFormerConfig
 from ..modeling_dcformer import DCFormerForCausalLM, DCPythiaForCausalLM
-from .arrays import Region, SourceArray, dtype_name
+from .arrays import Region, SourceArray
 
 
 # Arrays that the model has no use for, kept for the conversion back to MaxText.

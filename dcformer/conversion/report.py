@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
+from ..common.dtypes import dtype_name
 from ..common.files import Manifest, check_relative, make_manifest, write_atomically
 from ..model_card import CARD_FILE, bullet_list, table, write_card
 from ..version_dcformer import __version__
-from .arrays import dtype_name
 from .plan import Origin, Plan
 from .settings import read_json
 

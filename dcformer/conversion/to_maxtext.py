@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import yaml
 
+from ..common.dtypes import dtype_name
 from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
-from .arrays import SourceArray, dtype_name, open_safetensors
+from .arrays import SourceArray, open_safetensors
 from .authors_torch import local_folder, plan_torch
 from .convert import remembered_source
 from .destination import Destination

@@ -11,8 +11,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..common.dtypes import dtype_name
 from ..common.files import json_digest
-from .arrays import dtype_name
 from .destination import Destination
 from .plan import UNUSED_FILE, Part, Plan, UnfitWeightsError
 

@@ -9,13 +9,13 @@ to texts are not part of a context.
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from ..common.processes import count_processes
 from ..loading import FoundModel, find_model
 from .data import import_extra
 from .perplexity import encode
@@ -258,7 +258,7 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
             # On a Mac's GPU torch raises no OutOfMemoryError by which batches could be halved.
             is_gpu = self.device.type not in ("cpu", "mps")
             self.batch_size_per_gpu = self.max_batch_size if is_gpu else CPU_BATCH_SIZE
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if count_processes() > 1:
             from accelerate import Accelerator
 
             self.accelerator = Accelerator(cpu=self.device.type == "cpu")

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ..common.files import file_lock
-from ..common.processes import in_first_process, is_first_process
+from ..common.processes import count_processes, in_first_process, is_first_process
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
@@ -164,14 +164,10 @@ def evaluate(
 
 def _join_processes(device: torch.device) -> torch.device:
     """Connect the processes of `accelerate launch` or `torchrun`, and return the device of this one."""
-    if _count_processes() == 1:
+    if count_processes() == 1:
         return device
     # One process may need hours more than another. Without `cpu`, accelerate does not connect processes on CPUs.
     return import_extra("accelerate").PartialState(cpu=device.type == "cpu", timeout=timedelta(weeks=52)).device
-
-
-def _count_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterable[str]) -> None:
@@ -180,7 +176,7 @@ def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterab
 
 
 def _check_options(limit: int | None, max_length: int | None, engine: str, device: torch.device) -> None:
-    processes = _count_processes()
+    processes = count_processes()
     if limit is not None and limit < processes:
         raise ValueError(f"limit must be at least 1, and one per process ({processes}), got {limit}.")
     if max_length is not None and max_length < 1:

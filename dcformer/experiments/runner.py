@@ -14,7 +14,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from rich.progress import TaskProgressColumn, TimeElapsedColumn, TimeRemainingCo
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..common.files import file_lock, read_sealed, seal, write_atomically
+from ..common.processes import count_processes
 from ..common.quiet import quiet_libraries
 from ..common.terminal import make_console, progress_bar
 from ..training import Recipe, fingerprint_inputs, first_difference, resolve_precision, train
@@ -64,7 +64,7 @@ def run_sweep(recipe: Recipe, resume: bool = True, on_progress: OnProgress | Non
         ValueError: for a wrong recipe, a folder with runs of another recipe, or one that another process is writing.
         RuntimeError: if runs diverged; all others are finished first.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if count_processes() > 1:
         raise ValueError("The runs of a sweep are trained one after another in one process; run it without torchrun.")
     sweep, runs = plan_sweep(recipe)
     output = Path(recipe.output)

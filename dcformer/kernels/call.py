@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.dtypes import dtype_name
 from ..dcmha import ComposeWeights, Visibility, Weights
 
 
@@ -71,7 +72,7 @@ def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str |
     call = Call.of(*inputs, mask, 1.0)
     for tensor in call[:DIFFERENTIABLE]:
         if tensor is not None and tensor.dtype not in DTYPES:
-            return f"it takes float32, bfloat16 and float16, not {str(tensor.dtype).removeprefix('torch.')}"
+            return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
     if (rank := call.rank()) > MOST_RANK:
         return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
     if any(groups != call.groups for groups in groups_of(*inputs[3:])):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from ..common.dtypes import dtype_name
 from ..dcmha import Visibility, Weights, is_number
 from .call import Call, groups_of, why_no_kernel
 from .ops import decode_op, forward_op
@@ -42,7 +43,7 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor, *stages: Weights, 
     if (reason := _why_not_here(query.device.type, query.device.index)) is not None:
         return reason
     if not query.dtype == key.dtype == value.dtype:
-        names = ", ".join(str(states.dtype).removeprefix("torch.") for states in (query, key, value))
+        names = ", ".join(dtype_name(states.dtype) for states in (query, key, value))
         return f"query, key and value must be of one type, and are {names}"
     if query.dtype == torch.bfloat16 and query.device.type == "cpu":
         return "Triton's interpreter multiplies no bfloat16; float16 comes closest"

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import shutil
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
-from ..common.processes import in_first_process
+from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer
 from . import checkpoints
@@ -62,7 +61,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
     """
     started = time.monotonic()
     output = Path(recipe.output)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = count_processes()
     if recipe.training.fsdp and processes == 1:
         raise ValueError("training.fsdp needs several processes; start it with torchrun, or set training.fsdp=false.")
     arguments = training_arguments(recipe, processes)

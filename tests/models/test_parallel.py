@@ -6,7 +6,6 @@ import io
 import json
 import os
 import runpy
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -82,14 +81,7 @@ def failed(tmp_path_factory):
         tiny_model(variant, **changes).save_pretrained(folder / name)
     tiny_model("mlp_gate_and_one_global_in_four").save_pretrained(folder / "four_layers")
     save_file(write_authors_folder(folder / "authors", tiny_model()), folder / "authors" / "model.safetensors")
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-    processes = [killable.start(run_checks, rank, port, folder) for rank in range(2)]
-    for process in processes:
-        process.join(300)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert killable.run_two(run_checks, folder, seconds=300) == [0, 0]
     return json.loads((folder / "failed.json").read_text())
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import killable
@@ -40,15 +39,7 @@ def train_in_two_processes(recipe):
     """Run the command in the environment of torchrun, but without the time of two imports of torch."""
     file = Path(recipe.output).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(recipe.to_mapping()))
-    with socket.socket() as unused:
-        unused.bind(("localhost", 0))
-        port = unused.getsockname()[1]
-
-    processes = [killable.start(train_as_one_of_two, rank, port, file) for rank in range(2)]
-    for process in processes:
-        process.join(120)
-        process.kill()
-    return [process.exitcode for process in processes]
+    return killable.run_two(train_as_one_of_two, file, seconds=120)
 
 
 @pytest.fixture(scope="module")
