@@ -26,7 +26,7 @@ from dcformer.bench.attention import Shape
 from dcformer.bench.candidates import relative_error
 from dcformer.bench.operands import Operands, prompt_operands, step_operands
 from dcformer.dcmha import Visibility
-from dcformer.kernels import backward, composing, decode, forward, plan
+from dcformer.kernels import backward, composing, decode, forward, ops, plan
 from dcformer.kernels.call import Call
 from dcformer.training import visible_pairs
 
@@ -61,7 +61,7 @@ SETTINGS = [
     Setting(512, 16, 1, 3),
 ]
 TOLERANCE = 6e-2  # of gradients in bfloat16
-WORKSPACES = 2**28, 2**30  # of the forward and of the backward pass, as `ops` has them
+WORKSPACES = ops.FORWARD_BYTES, ops.BACKWARD_BYTES
 
 
 def calls(of: Operands, window: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -32,9 +32,6 @@ from .products import launch_key_products, launch_output, launch_products
 
 # What the product over the keys is launched with.
 MATRIX_GRADIENTS = {"num_warps": 2, "num_stages": 4}
-# Bound of the scaled gradients of weights: both compositions together may make 2,000 times as much of them, as they can
-# of 64 heads that agree, before float16 ends.
-_LARGEST_GRADIENT = 2.0**5
 
 
 def composed_backward(
@@ -57,15 +54,15 @@ def composed_backward(
         elif tensor is not None:
             tensor = tensor.new_empty(tensor.shape, **({} if "query" in name else types))
         results.append(tensor)
-    scale = _scale(output_gradient, value)
-    deltas, of_totals = torch.empty_like(log_sums), torch.ones_like(log_sums)
+    norms = _largest_norms(output_gradient, value)
+    deltas, of_totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
     for chunk in chunks:
         work = Work(mask, chunk, sizes)
         scores = query.new_empty(chunk.shape(query.shape[1]), dtype=SCORE_TYPES[query.dtype])
         gradients, weights = torch.empty_like(scores), torch.empty_like(scores)
         composed, of_scores = query.new_empty(scores.shape), gradients.view(query.dtype)
         launch_products(work, query, key, scores, call.scaling * LOG2_E)
-        launch_products(work, output_gradient, value, gradients, 1.0, scale)
+        launch_products(work, output_gradient, value, gradients, 1.0, norms)
         matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
         inputs = (pre, post, scores, matrices, log_sums)
         totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
@@ -76,8 +73,8 @@ def composed_backward(
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
             join_over_keys(work, None, totals, of_totals)
             deltas /= of_totals.clamp(min=0.5)
-        _stage_gradients(work, post, 1, matrices, scale, weights, gradients, gradients, deltas, 1.0, *results[6:])
-        _stage_gradients(work, pre, 0, matrices, scale, scores, gradients, of_scores, None, call.scaling, *results[3:6])
+        _stage_gradients(work, post, 1, matrices, norms, weights, gradients, gradients, deltas, 1.0, *results[6:])
+        _stage_gradients(work, pre, 0, matrices, norms, scores, gradients, of_scores, None, call.scaling, *results[3:6])
         launch_key_products(work, composed, output_gradient, results[2])
         launch_output(work, of_scores, key, results[0])
         launch_key_products(work, of_scores, query, results[1])
@@ -92,12 +89,14 @@ def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> i
     return 4 * heads * query.element_size() + sums
 
 
-def _scale(output_gradient: Tensor, value: Tensor) -> Tensor | None:
-    """What gradients of 16-bit inputs are multiplied by: a power of 2, from a bound for those of composed weights."""
-    if value.dtype == torch.float32:
+def _largest_norms(*tensors: Tensor) -> Tensor | None:
+    """Of the vectors of two 16-bit tensors (batch, heads, length, channels), (2,) in float32."""
+    if tensors[0].dtype == torch.float32:
         return None
-    norms = [torch.linalg.vector_norm(tensor, dim=3, dtype=torch.float32).amax() for tensor in (output_gradient, value)]
-    return (_LARGEST_GRADIENT / (norms[0] * norms[1])).log2().floor().clamp(-100, 100).exp2()
+    largest = tensors[0].new_empty(2, dtype=torch.float32)
+    for tensor, result in zip(tensors, largest.unbind()):
+        torch.amax(torch.linalg.vector_norm(tensor, dim=3, dtype=torch.float32), (0, 1, 2), out=result)
+    return largest
 
 
 def _stage_gradients(
@@ -105,7 +104,7 @@ def _stage_gradients(
     stage: Stage,
     index: int,
     matrices: Tensor,
-    scale: Tensor | None,
+    norms: Tensor | None,
     inputs: Tensor,
     gradients: Tensor,
     outputs: Tensor,
@@ -127,7 +126,7 @@ def _stage_gradients(
         maps = None
         if of_static is not None:
             maps = matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
-        arguments = (stage, inputs, gradients, scale, of_query, maps, of_factors)
+        arguments = (stage, inputs, gradients, norms, of_query, maps, of_factors)
         grid = (chunk.rows, 1, chunk.number * sizes.GROUPS)
         work.launch(_matrix_gradients_kernel, grid, MATRIX_GRADIENTS, *arguments)
         if of_static is not None:
@@ -137,7 +136,7 @@ def _stage_gradients(
         number = stage.key.NUMBER.value
         shape = (chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, number, heads)
         partial = inputs.new_empty(shape, dtype=torch.float32)
-    arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, scale, partial, factor)
+    arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, norms, partial, factor)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
     work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
     if of_key is not None:

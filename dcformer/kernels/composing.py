@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .plan import PART
+from .products import load_scale
 from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, load_factors, rows_in_sight
 
 
@@ -56,7 +57,7 @@ def heads_of_program(chunk, sizes):
 def tile_of_program(mask, b, chunk, sizes):
     """First row and that after the last, columns, key of column 0, and whether any of the queries may see any key."""
     first_row = tl.program_id(1) * sizes.COMPOSE_M
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.BLOCK_M)
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes)
     begin, end = blocks_in_sight(first, last, sizes.COMPOSE_N)
     column = tl.program_id(0) * sizes.COMPOSE_N + tl.arange(0, sizes.COMPOSE_N)
     end_row = tl.minimum(first_row + sizes.COMPOSE_M, mask.queries - chunk.start)
@@ -105,7 +106,7 @@ def is_seen_by_product(mask, b, chunk, first_row, sizes):
     """
     first_column = tl.program_id(0) * sizes.COMPOSE_N
     block_row = first_row // sizes.BLOCK_M * sizes.BLOCK_M
-    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes.BLOCK_M)
+    first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes)
     begin, end = blocks_in_sight(first, last, sizes.BLOCK_N)
     return (first_column >= begin * sizes.BLOCK_N) & (first_column < end * sizes.BLOCK_N)
 
@@ -271,8 +272,7 @@ def _weights_kernel(
                     if totals is not None:
                         total = tl.sum(tl.reshape(e, product.shape), 1)
                         tl.store(totals + part, total, mask=is_head[None, :])
-    elif log_sums is not None and gradients is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
-        # [`launch_output`] reads it; the products over queries look for themselves.
+    elif log_sums is not None and is_seen_by_product(mask, b, chunk, first_row, sizes):
         store_zeros(composed + offsets, chunk, first_row, is_head, sizes)
 
 
@@ -288,7 +288,7 @@ def _compositions_kernel(
     outputs,
     matrices,
     deltas,
-    scale,
+    norms,
     key_sums,
     factor,
 ):
@@ -307,8 +307,8 @@ def _compositions_kernel(
         inside = real[:, None] & is_head[None, :]
         key = load_factors(stage.key, b, h[None, :], s[:, None], inside, inputs.dtype.element_ty)
         inverse = 1.0
-        if scale is not None:
-            inverse = 1.0 / tl.load(scale)
+        if norms is not None:
+            inverse = 1.0 / load_scale(norms)
             if deltas is None:
                 factor *= inverse
         w1_sums = zero_sums(stage.key.RANK, sizes)
@@ -360,7 +360,7 @@ def add_products(sums, maps, tile):
 
 
 @triton.jit
-def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale, of_query, of_matrices, factor):
+def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms, of_query, of_matrices, factor):
     """
     Of one query: the gradient of its matrix, heads in by heads out, and from it those of its factors, (batch, heads,
     query, factors). Program (row, 0, group in a row of the batch).
@@ -371,7 +371,7 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale
     t = chunk.start + row
     if t < mask.queries:
         first, last = key_ranges(mask, b, t)
-        base = first_key_of_block(mask, chunk.start + row // sizes.BLOCK_M * sizes.BLOCK_M)
+        base = first_key_of_block(mask, chunk.start, row, sizes)
         begin, end = blocks_in_sight(tl.maximum(first - base, 0), last - base, sizes.COMPOSE_N)
         offsets = tile_offsets(chunk, batch_row, h, tl.arange(0, sizes.COMPOSE_N), sizes) + row * chunk.columns
         total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
@@ -379,8 +379,8 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, scale
             a = load_heads(inputs + (offsets + block * sizes.COMPOSE_N), is_head, sizes)  # [HEADS, COMPOSE_N]
             d = load_heads(gradients + (offsets + block * sizes.COMPOSE_N), is_head, sizes)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
-        if scale is not None:
-            factor /= tl.load(scale)
+        if norms is not None:
+            factor /= load_scale(norms)
         total *= factor
         if of_query is not None:
             at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * stage.query.NUMBER
@@ -405,7 +405,7 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     first_row = tl.program_id(1) * sizes.COMPOSE_M
-    first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes.BLOCK_M)
+    first, last, _base = columns_in_sight(mask, b, chunk.start, first_row, sizes.COMPOSE_M, sizes)
     begin, end = blocks_in_sight(first, last, sizes.COMPOSE_N)
     begin, end = begin * (sizes.COMPOSE_N // PART), end * (sizes.COMPOSE_N // PART)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -449,14 +449,10 @@ def _join_over_queries_kernel(
     is_value = (value < NUMBER * HEADS)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK], tl.float32)
     for start in range(begin, end, sizes.COMPOSE_M):
-        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes.BLOCK_M)
-        # A block of keys may lie across tiles of columns, each of which was computed if any query sees it.
-        column = s - base
-        tile = column // sizes.COMPOSE_N
+        first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes)
         first_tile, last_tile = blocks_in_sight(first, last, sizes.COMPOSE_N)
-        is_there = (
-            (column >= 0) & (column < chunk.columns) & (tile >= first_tile) & (tile < last_tile) & (s < mask.keys)
-        )
+        column = s - base
+        is_there = (column // sizes.COMPOSE_N >= first_tile) & (column // sizes.COMPOSE_N < last_tile)
         at = (batch_row * (chunk.rows // sizes.COMPOSE_M) + start // sizes.COMPOSE_M) * chunk.columns + column
         offsets = at[:, None] * (NUMBER * HEADS) + value[None, :]
         total += tl.load(partial + offsets, mask=is_value & is_there[:, None], other=0.0)

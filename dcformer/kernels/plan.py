@@ -19,8 +19,8 @@ from .call import LOG2_E, Call, readable_mask
 _GRID_LIMIT = 2**16 - 1
 _INDEX_LIMIT = 2**31 - 1
 
-# Queries that a program composes one after another, or half as many where there would be fewer programs than this.
-COMPOSE_M, _PROGRAMS = 64, 512
+# Queries that a program composes one after another.
+COMPOSE_M = 64
 # Keys whose scores it adds up: those of a warp, so that no sum waits for another warp.
 PART = tl.constexpr(16)
 # What a program composes at once, of one query: scores of all heads of a group, and keys, at least. Then the warps, and
@@ -150,20 +150,22 @@ class Sizes(NamedTuple):
         return Sizes(*map(tl.constexpr, self))  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, call: Call) -> "Sizes":
+    def of(cls, call: Call, fewest_programs: int = 512) -> "Sizes":
+        """For kernels that compose by fewer programs a block of queries is halved."""
         heads = call.query.shape[1] // call.groups
         padded = max(triton.next_power_of_2(heads), 16)
-        # Large tiles read queries and keys less often. They need the registers of 16-bit products, and waste much at
-        # the edges of a narrow band.
+        # Large tiles read queries and keys less often. They need the registers of 16-bit products and the memory of few
+        # channels, and waste much at the edges of a narrow band.
         window = call.sliding_window or call.key.shape[2]
-        large = call.query.dtype != torch.float32 and min(window, call.query.shape[2]) > 256
-        rows = 128 if large else 64
+        channels = max(call.query.shape[3], call.value.shape[3])
+        is_large = min(window, call.query.shape[2]) > 256 and channels <= 128
+        rows = 128 if is_large and call.query.dtype != torch.float32 else 64
         kind = "float32" if call.query.dtype == torch.float32 else "hopper" if is_hopper(call.query) else "others"
         scores, keys, warps, stages = TILES[kind]
         keys = min(rows, max(keys, scores // padded))
         seen = min(window + COMPOSE_M, call.key.shape[2])
         programs = -(-call.query.shape[2] // COMPOSE_M) * -(-seen // keys) * call.query.shape[0] * call.groups
-        composed = COMPOSE_M if programs >= _PROGRAMS else COMPOSE_M // 2
+        composed = COMPOSE_M if programs >= fewest_programs else COMPOSE_M // 2
         assert rows % composed == 0 and rows % keys == 0
         # More heads take the shared memory of fewer stages.
         stages = stages if padded < 64 else min(stages, 3)
@@ -216,18 +218,18 @@ def row_stride(tensor: Tensor | None) -> int:
 
 def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes: int) -> Iterator[Chunk]:
     """
-    Chunks of queries, and of the batch if it is large, whose workspace stays within a bound: at least one block of
-    queries of one row of the batch. A query takes `bytes_per_column` for each of its columns, and its matrices.
+    Chunks of whole rows of the batch whose workspace stays within a bound, or where one is too large for it of its
+    queries, at least one block of them. A query takes `bytes_per_column` for each of its columns, and its matrices.
     """
     batch, heads, queries, _ = call.query.shape
     columns = _columns(call, queries, sizes)
     matrices = 2 * sizes.GROUPS * sizes.HEADS_PADDED**2 * call.query.element_size()
     block_bytes = sizes.BLOCK_M * (columns * bytes_per_column + matrices)
-    batch_step = max(1, min(batch, workspace_bytes // block_bytes, _GRID_LIMIT // heads))
-    blocks = min(workspace_bytes // (block_bytes * batch_step), _INDEX_LIMIT // (sizes.BLOCK_M * columns))
-    # As many chunks as that takes, of about as many queries each.
-    all_blocks = -(-queries // sizes.BLOCK_M)
-    rows = -(-all_blocks // -(-all_blocks // max(1, blocks))) * sizes.BLOCK_M
+    all_blocks = triton.cdiv(queries, sizes.BLOCK_M)
+    blocks = min(workspace_bytes // block_bytes, _INDEX_LIMIT // (sizes.BLOCK_M * columns))
+    # As many chunks as that takes, of about as many rows, or queries, each.
+    batch_step = _even_steps(batch, min(blocks // all_blocks, _GRID_LIMIT // heads))
+    rows = _even_steps(all_blocks, blocks) * sizes.BLOCK_M
     for first in range(0, batch, batch_step):
         for start in range(0, queries, rows):
             stop = min(start + rows, queries)
@@ -235,13 +237,18 @@ def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes
             yield Chunk(first, min(batch_step, batch - first), start, padded, _columns(call, stop, sizes))
 
 
+def _even_steps(number: int, most: int) -> int:
+    """The size of as few steps as a number takes, of about the same size and at most so large."""
+    return triton.cdiv(number, triton.cdiv(number, max(1, most)))
+
+
 def _columns(call: Call, stop: int, sizes: Sizes) -> int:
     """Columns that queries up to `stop` need: the band of a block of queries, or all keys up to the last one's."""
     keys = seen = call.key.shape[2]
     if call.sliding_window is not None:
-        # The first column's key is rounded down by up to 15.
+        # The first column's key is rounded down to a multiple of BLOCK_N.
         sides = 1 if call.is_causal else 2
-        seen = min(sides * call.sliding_window + sizes.BLOCK_M + 15, keys + 15)
+        seen = min(sides * call.sliding_window + sizes.BLOCK_M + sizes.BLOCK_N, keys)
     elif call.is_causal:
         seen = min(stop + call.query_offset, keys)
     return round_up(max(1, seen), sizes.BLOCK_N)

@@ -8,23 +8,29 @@ import triton.language as tl
 from torch import Tensor
 
 from .plan import Sizes, States, Work
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, offsets_of, rows_in_sight
+from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, offsets_of, rows_in_sight
+
+
+# Blocks of keys that a program multiplies its queries with, which it reads once, while the next keys are on their way;
+# one where there would be fewer programs than this.
+_BLOCKS, _PROGRAMS = 4, 1024
 
 
 def launch_products(
-    work: Work, query: Tensor, key: Tensor, products: Tensor, factor: float, scale: Tensor | None = None
+    work: Work, query: Tensor, key: Tensor, products: Tensor, factor: float, norms: Tensor | None = None
 ) -> None:
     """
-    products = factor * scale * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights;
-    the scale is a number on the device.
+    products = factor * query . key of a chunk, (batch, heads, row, column): scores, or gradients of weights, scaled by
+    the norms of both (2,).
     """
-    heads, channels = query.shape[1], query.shape[3]
-    # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow. What divides the
-    # channels wastes nothing on heads of 80 or 96.
-    steps = (32,) if query.dtype == torch.float32 else (64, 32)
-    step = next((size for size in steps if channels % size == 0), 16)
-    arguments = (States.of(query), States.of(key, heads), products, factor, scale, step)
-    _launch(work, _products_kernel, work.chunk.columns // work.sizes.BLOCK_N, query, *arguments)
+    # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
+    step = min(32 if query.dtype == torch.float32 else 64, max(16, triton.next_power_of_2(query.shape[3])))
+    chunk, sizes = work.chunk, work.sizes
+    columns = chunk.columns // sizes.BLOCK_N
+    tiles = columns * (chunk.rows // sizes.BLOCK_M) * chunk.number * query.shape[1]
+    blocks = _BLOCKS if tiles >= _BLOCKS * _PROGRAMS else 1
+    arguments = (States.of(query), States.of(key, query.shape[1]), products, factor, norms, blocks, 64, step)
+    _launch(work, _products_kernel, triton.cdiv(columns, blocks), query, *arguments)
 
 
 def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
@@ -66,7 +72,18 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
     """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
     is_float32 = states.dtype == torch.float32
     warps = 8 if is_float32 or sizes.BLOCK_M > 64 else 4
-    return {"num_warps": warps, "num_stages": 2 if is_float32 else 3}
+    return {"num_warps": warps, "num_stages": 2 if is_float32 or states.shape[3] > 128 else 3}
+
+
+@triton.jit
+def load_scale(norms):
+    """
+    What gradients of 16-bit inputs are multiplied by to be in float16: a power of 2, from the largest norms of output
+    gradients and of values, which bound gradients of weights. Bounded by 2^5 they leave room for both compositions,
+    which may make 2,000 times as much of them, as they can of 64 heads that agree, before float16 ends.
+    """
+    exponent = tl.floor(tl.log2(32.0 / (tl.load(norms) * tl.load(norms + 1))))
+    return tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
 
 
 @triton.jit
@@ -78,30 +95,39 @@ def _rows_of_program(mask, chunk, sizes):
     HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
     first_row = tl.program_id(1) * sizes.BLOCK_M
-    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.BLOCK_M, sizes.BLOCK_M)
+    first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.BLOCK_M, sizes)
     row = first_row + tl.arange(0, sizes.BLOCK_M)
     block = tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
     return b, (tl.program_id(2) % HEADS).to(tl.int64), block, row, chunk.start + row, first, last, base
 
 
 @triton.jit
-def _products_kernel(mask, chunk, sizes, query, key, products, factor, scale, BLOCK_K: tl.constexpr):
+def _products_kernel(
+    mask, chunk, sizes, query, key, products, factor, norms, blocks, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Program (some blocks of columns, whose keys are loaded ahead; block of rows; head of a row of the batch)."""
     b, h, block, row, t, first, last, base = _rows_of_program(mask, chunk, sizes)
     begin, end = blocks_in_sight(first, last, sizes.BLOCK_N)
-    if (tl.program_id(0) >= begin) & (tl.program_id(0) < end):
-        column = tl.program_id(0) * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
+    begin = tl.maximum(begin, tl.program_id(0) * blocks) * sizes.BLOCK_N
+    end = tl.minimum(end, tl.program_id(0) * blocks + blocks) * sizes.BLOCK_N
+    if norms is not None:
+        factor *= load_scale(norms)
+    queries = query.pointer + offsets_of(query, b, h, t.to(tl.int64))[:, None]
+    parts = ()
+    for start in tl.static_range(0, query.CHANNELS, BLOCK_K):
+        d = start + tl.arange(0, BLOCK_K)
+        inside = (t < mask.queries)[:, None] & (d < query.CHANNELS)[None, :]
+        parts = parts + (tl.load(queries + d[None, :], mask=inside, other=0.0),)
+    for start in range(begin, end, WIDTH):
+        column = start + tl.arange(0, WIDTH)
         s = base + column
-        queries = query.pointer + offsets_of(query, b, h, t.to(tl.int64))[:, None]
         keys = key.pointer + offsets_of(key, b, h, s.to(tl.int64))[None, :]
-        total = tl.zeros([sizes.BLOCK_M, sizes.BLOCK_N], tl.float32)
-        for start in tl.static_range(0, query.CHANNELS, BLOCK_K):
-            d = start + tl.arange(0, BLOCK_K)
-            inside = d < query.CHANNELS
-            q = tl.load(queries + d[None, :], mask=(t < mask.queries)[:, None] & inside[None, :], other=0.0)
-            k = tl.load(keys + d[:, None], mask=(s < mask.keys)[None, :] & inside[:, None], other=0.0)
-            total = tl.dot(q, k, total, input_precision="ieee")
-        if scale is not None:
-            factor *= tl.load(scale)
+        total = tl.zeros([sizes.BLOCK_M, WIDTH], tl.float32)
+        for i in tl.static_range(len(parts)):
+            d = i * BLOCK_K + tl.arange(0, BLOCK_K)
+            is_there = (s < mask.keys)[None, :] & (d < query.CHANNELS)[:, None]
+            k = tl.load(keys + d[:, None], mask=is_there, other=0.0)
+            total = tl.dot(parts[i], k, total, input_precision="ieee")
         offsets = row[:, None] * chunk.columns + column[None, :]
         tl.store(products + block + offsets, (total * factor).to(products.dtype.element_ty))
 
@@ -143,16 +169,19 @@ def _key_products_kernel(
         for start in range(begin, end, BLOCK_K):
             row = start + tl.arange(0, BLOCK_K)
             t = chunk.start + row
-            first, last = key_ranges(mask, b, t)
-            column = s - first_key_of_block(mask, chunk.start + start // sizes.BLOCK_M * sizes.BLOCK_M)
-            inside = ((column >= 0) & (column < chunk.columns))[None, :] & (row < chunk.rows)[:, None]
-            w = tl.load(of_head + (row[:, None] * chunk.columns + column[None, :]), mask=inside, other=0.0)
-            # A block of keys may lie across two tiles of columns; one that no query sees was never written. Loading
-            # with this mask would be slower: it has no multiples of 16.
-            seen = (s[None, :] >= first[:, None]) & (s[None, :] <= last[:, None])
-            w = tl.where(seen, w, 0.0).to(w.dtype)  # [BLOCK_K, BLOCK_N]
+            stop = mask.queries
+            if mask.first_keys is not None:
+                # A document that comes back has others in between, which may see none of the block of keys.
+                block_row = start // sizes.BLOCK_M * sizes.BLOCK_M
+                first, last, base = columns_in_sight(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes)
+                first_block, last_block = blocks_in_sight(first, last, sizes.BLOCK_N)
+                block = tl.program_id(1) - base // sizes.BLOCK_N
+                stop = tl.where((block >= first_block) & (block < last_block), stop, 0)
+            inside = t < stop
+            column = s - first_key_of_block(mask, chunk.start, start, sizes)
+            w = tl.load(of_head + (row[:, None] * chunk.columns + column[None, :]), mask=inside[:, None], other=0.0)
             queries = query.pointer + (offsets_of(query, b, h, t.to(tl.int64))[:, None] + d[None, :])
-            q = tl.load(queries, mask=(t < mask.queries)[:, None] & (d < query.CHANNELS)[None, :], other=0.0)
+            q = tl.load(queries, mask=inside[:, None] & (d < query.CHANNELS)[None, :], other=0.0)
             total = tl.dot(tl.trans(w), q, total, input_precision="ieee")
     offsets = offsets_of(gradients, b, first_head, s.to(tl.int64))[:, None] + d[None, :]
     inside = (s < mask.keys)[:, None] & (d < query.CHANNELS)[None, :]

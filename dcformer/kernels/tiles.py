@@ -1,16 +1,20 @@
-"""Which keys a tile of queries sees, and where states lie. Letters: b row of the batch, h head, t query, s key."""
+"""Which keys a tile of queries sees, and what kernels load. Letters: b row of the batch, h head, t query, s key."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def first_key_of_block(mask, t):
-    """The key of column 0 for a block of queries from t on: the first that t sees, rounded down for aligned loads."""
+def first_key_of_block(mask, start, row, sizes):
+    """
+    The key of column 0 for the block of BLOCK_M rows that a row is in: the first that the block sees, rounded down so
+    that blocks of columns are blocks of keys too. `start` is the query of row 0.
+    """
     if mask.window is None:
         return 0
     else:
-        return tl.maximum(t + mask.query_offset - mask.window + 1, 0) // 16 * 16
+        t = start + row // sizes.BLOCK_M * sizes.BLOCK_M
+        return tl.maximum(t + mask.query_offset - mask.window + 1, 0) // sizes.BLOCK_N * sizes.BLOCK_N
 
 
 @triton.jit
@@ -34,13 +38,13 @@ def key_ranges(mask, b, t):
 
 
 @triton.jit
-def columns_in_sight(mask, b, start, row, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):
+def columns_in_sight(mask, b, start, row, ROWS: tl.constexpr, sizes):
     """
     Of a block of rows from `row` on, the first and the last column that any of them may see, none if the last is the
     smaller, and the key of column 0; `start` is the query of row 0.
     """
     first, last = key_ranges(mask, b, start + row + tl.arange(0, ROWS))
-    base = first_key_of_block(mask, start + row // BLOCK_M * BLOCK_M)
+    base = first_key_of_block(mask, start, row, sizes)
     return tl.maximum(tl.min(first) - base, 0), tl.max(last) - base, base
 
 

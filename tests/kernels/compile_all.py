@@ -65,7 +65,7 @@ def step_call(heads: int, channels: int, window: int | None) -> Call:
 def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
     plan.is_hopper = lambda _: SHAPES[capability][0]
     _, *shape = SHAPES[capability]
-    window = None if capability == 90 else 256
+    window = 256 if capability == 100 else None
     call, step = prompt_call(*shape, window), step_call(*shape, window)
     log_sums = states(1, shape[0], LENGTH, dtype=torch.float32)
     yield "forward", functools.partial(composed_forward, call, 2**28)

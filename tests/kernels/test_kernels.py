@@ -21,7 +21,13 @@ from operator_inputs import (
 
 from benchmarks import gpu_kernels
 from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
-from dcformer.kernels import plan
+from dcformer.kernels import plan, products
+
+
+def document_around_a_block(batch: int, heads: int, queries: int, keys: int) -> Visibility:
+    """The queries of a whole block see none of the keys of the block before."""
+    ids = torch.tensor([0, 1, 0]).repeat_interleave(torch.tensor([64, 64, keys - 128]))
+    return Visibility(queries, keys, sequence_ids=ids[None])
 
 
 WIDE = {"batch": 1, "heads": 2, "channels": 16}
@@ -47,6 +53,9 @@ KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
     "forty_heads": Case({"batch": 1, "heads": 40, "channels": 16, "queries": 10, "pre": DYNAMIC}),
     "twenty_four_heads_window_6": Case(
         {"batch": 1, "heads": 24, "channels": 16, "queries": 40, "rank": 1, "post": DYNAMIC}, {"sliding_window": 6}
+    ),
+    "document_that_comes_back_behind_a_block_of_another": Case(
+        {**WIDE, "heads": 1, "queries": 130, "rank": 1, "pre": DYNAMIC, "post": None}, mask=document_around_a_block
     ),
     "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
     "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),
@@ -92,6 +101,14 @@ def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
     monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
     inputs = make_inputs(batch=1, heads=2, channels=16, queries=40, rank=1, pre=DYNAMIC, post=DYNAMIC)
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float32)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_products_of_several_blocks_of_keys_in_one_program_are_right(monkeypatch):
+    monkeypatch.setattr(products, "_PROGRAMS", 1)
+    inputs = make_inputs(batch=1, heads=1, channels=40, queries=6, keys=300, rank=1, pre=DYNAMIC, post=None)
+    options = {"is_causal": False, "attention_mask": None}
+    hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, **options)
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 2**32, 2**32, 2**32], [0.25, 0.25, 0.25, 0.75, 0.75]], ids=str)
