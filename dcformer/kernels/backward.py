@@ -23,7 +23,7 @@ over the queries. For 16-bit inputs d is in float16, times a power of 2 that kee
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, LOG2_E, Call
+from .call import DIFFERENTIABLE, LOG2_E, Call, new_gradient
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
 from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
@@ -52,7 +52,7 @@ def composed_backward(
         if tensor is not None and name.endswith("static"):
             tensor = torch.zeros_like(tensor, dtype=torch.float32)
         elif tensor is not None:
-            tensor = tensor.new_empty(tensor.shape, **({} if "query" in name else types))
+            tensor = new_gradient(name, tensor, **({} if "query" in name else types))
         results.append(tensor)
     norms = _largest_norms(output_gradient, value)
     deltas, of_totals = torch.empty_like(log_sums), torch.empty_like(log_sums)

@@ -1,5 +1,6 @@
 """One call of composed attention laid out flat, as torch's operators take it and kernels are launched from it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +98,20 @@ def channels_last(states: Tensor) -> Tensor:
     return states if states.shape[-1] == 1 or states.stride(-1) == 1 else states.contiguous()
 
 
+def new_states(like: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
+    """(batch, heads, length, channels), in memory (batch, length, heads, channels), as models go on with it."""
+    batch, heads, length, channels = shape
+    return like.new_empty(batch, length, heads, channels, **options).transpose(1, 2)
+
+
 def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """(batch, heads, query, value channels), in memory (batch, query, heads, channels), as models go on with it."""
-    batch, heads, queries, _ = query.shape
-    return query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    return new_states(query, (*query.shape[:3], value.shape[3]))
+
+
+def new_gradient(name: str, tensor: Tensor, **options: Any) -> Tensor:
+    """Memory for the gradient of a field of a call; of queries, keys and values as that of outputs."""
+    make = new_states if name in Call._fields[:3] else Tensor.new_empty
+    return make(tensor, tensor.shape, **options)
 
 
 def readable_mask(dense: Tensor) -> Tensor:

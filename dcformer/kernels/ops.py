@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_output
+from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_gradient, new_output
 
 
 # What holds 2,048 queries and keys of 32 heads at once.
@@ -82,12 +82,14 @@ def differentiable_op(
         return new_output(query, *others), query.new_empty(query.shape[:3], dtype=torch.float32)
 
     def backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-        return [tensor.new_empty(tensor.shape) for tensor in arguments[:DIFFERENTIABLE] if tensor is not None]
+        named = zip(Call._fields[:DIFFERENTIABLE], arguments)
+        return [new_gradient(name, tensor) for name, tensor in named if tensor is not None]
 
     def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:TENSORS], output[1])
         ctx.numbers = inputs[TENSORS:]
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, log_sums = ctx.saved_tensors
