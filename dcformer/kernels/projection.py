@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation, GELUTanh
 from transformers.utils.import_utils import is_tracing
 
-from ..compose_dcformer import plain_factors
+from ..compose_dcformer import plain_factors, product
 from ..modeling_dcformer import is_hooked
 from . import triton_form
 from .call import DTYPES, why_transformed
@@ -26,10 +26,11 @@ _APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.g
 MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a program has sums for
 
 
-def triton_factors(act_fn: nn.Module, eps: float, *tensors: Tensor | None) -> Tensor | None:
+def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
     """As [`compose_dcformer.fused_factors`], where the kernels of attention are selected automatically too."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    device, weight, approximate = given[0].device, tensors[1], _APPROXIMATIONS.get(type(act_fn))
+    given = [tensor for tensor in (states, *weights) if tensor is not None]
+    hidden_weight, weight, gate_weight = weights
+    device, approximate = states.device, _APPROXIMATIONS.get(type(act_fn))
     if device.type != triton_form._AUTOMATIC_ON or triton_form._why_not_here(device.type, device.index):
         return None
     if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or why_transformed():
@@ -38,8 +39,8 @@ def triton_factors(act_fn: nn.Module, eps: float, *tensors: Tensor | None) -> Te
         return None
     if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
-    compute = factors_op if torch.is_grad_enabled() or is_tracing(given[0]) else _factors
-    return compute(approximate, eps, *tensors)
+    compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
+    return compute(approximate, eps, product(states, hidden_weight), weight, product(states, gate_weight))
 
 
 def _factors(*call: Any) -> Tensor:
