@@ -3,6 +3,7 @@ The kernels of `projection`: what follows the wide products, for some tokens, on
 products of a few tokens, whose time is that of reading the weights.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from .call import channels_last
 
 
+_power_of_2 = functools.cache(triton.next_power_of_2)  # which takes microseconds of each decoding step
 _MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about one per multiprocessor
 
 
@@ -36,7 +38,7 @@ class Wide(NamedTuple):
 
 
 def _padded(columns: int) -> int:
-    return max(triton.next_power_of_2(columns), 16)  # as `tl.dot` asks for
+    return max(_power_of_2(columns), 16)  # as `tl.dot` asks for
 
 
 def launch_products(states: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
@@ -46,11 +48,11 @@ def launch_products(states: Tensor, *weights: Tensor | None) -> list[Tensor | No
     shapes = [weight.shape for weight in weights if weight is not None]
     # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
     units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
-    block = min(128, max(16, triton.next_power_of_2(4096 // units)))
-    parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(channels, block)))
+    block = min(128, max(16, _power_of_2(4096 // units)))
+    parts = min(_MOST_PARTS, _power_of_2(-(-channels // block)))
     wide = [None if weight is None else Wide.of(weight, tokens, parts) for weight in weights]
     _products_kernel[(parts, shapes[0][2], shapes[0][1])](
-        *(rows, *wide, tokens, channels, triton.cdiv(channels, parts * block) * block, block),
+        *(rows, *wide, tokens, channels, block),
         num_stages=5 if block * units <= 10240 else 2,
     )
     return [None if each is None else each.product for each in wide]
@@ -63,8 +65,8 @@ def launch_factors(approximate: str, eps: float, hidden: Any, weight: Any, gates
     parts = products.shape[3] if products.dim() == 5 else 0
     groups = products.shape[0 if parts else 1]
     heads, rank = all_heads // groups, channels // 2
-    channels_padded = triton.next_power_of_2(max(2 * rank, 1))
-    columns = _padded(channels_padded * triton.next_power_of_2(heads))
+    channels_padded = _power_of_2(max(2 * rank, 1))
+    columns = _padded(channels_padded * _power_of_2(heads))
     # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
     block = 32 if tokens > 1024 and columns <= 128 else 16
     _factors_kernel[(tokens if parts else triton.cdiv(tokens, block), slots, groups)](
@@ -93,13 +95,14 @@ def _store_product(wide, product, tokens):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _products_kernel(states, hidden, gates, tokens, channels, channels_of_part, BLOCK_K: tl.constexpr):
+def _products_kernel(states, hidden, gates, tokens, channels, BLOCK_K: tl.constexpr):
     """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
     m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
     if hidden is not None:
         of_hidden = tl.zeros([16, hidden.COLUMNS_PADDED], tl.float32)
     if gates is not None:
         of_gates = tl.zeros([16, gates.COLUMNS_PADDED], tl.float32)
+    channels_of_part = tl.cdiv(channels, tl.num_programs(0) * BLOCK_K) * BLOCK_K
     first = tl.program_id(0) * channels_of_part
     for start in range(first, tl.minimum(first + channels_of_part, channels), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
