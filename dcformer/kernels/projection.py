@@ -1,7 +1,8 @@
 """Compose weights from their wide projections in one Triton kernel, as an operator of torch with gradients.
 
-The products with the hidden states are torch's. What follows them (activation, low-rank product, normalisation over
-heads, tanh, layout) is a small kernel of torch for each step, which takes longer to launch than to run.
+The products with the hidden states are torch's, except those of a few tokens without gradients. What follows them
+(activation, low-rank product, normalisation over heads, tanh, layout) is a small kernel of torch for each step, which
+takes longer to launch than to run.
 """
 
 import functools
@@ -25,7 +26,7 @@ from .ops import register_op
 
 _APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.gelu` names them
 MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a program has sums for
-MOST_FEW_TOKENS = 16  # whose wide products are made by a kernel here
+MOST_FEW_TOKENS = 16  # which one matrix product takes
 
 
 def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
