@@ -179,31 +179,34 @@ class DCFormerCompose(nn.Module):
         """The factors of these slots, from one sequence."""
         if not slots or hidden_weight is gate_weight is None:
             return {}
-        hidden = weight = gates = None
         # A slice, since torch would copy a list of indices to the device.
         these = slice(slots[0], slots[-1] + 1, slots[1] - slots[0] if len(slots) > 1 else 1)
+        low_rank_weight = None
         if hidden_weight is not None and self.low_rank_weight is not None:
-            hidden = _product(states, hidden_weight[:, :, these])
-            weight = self.low_rank_weight[:, these]
+            hidden_weight, low_rank_weight = hidden_weight[:, :, these], self.low_rank_weight[:, these]
         if gate_weight is not None:
-            gates = _product(states, gate_weight.unflatten(2, (4, self.heads))[:, :, these])
-        call = self.act_fn, self.norm_eps, hidden, weight, gates
+            gate_weight = gate_weight.unflatten(2, (4, self.heads))[:, :, these]
+        call = self.act_fn, self.norm_eps, states, hidden_weight, low_rank_weight, gate_weight
         factors = fused_factors(*call) if fused else None
         if factors is None:
-            factors = plain_factors(*call)
+            hidden, gates = product(states, hidden_weight), product(states, gate_weight)
+            factors = plain_factors(self.act_fn, self.norm_eps, hidden, low_rank_weight, gates)
         factors = factors.unflatten(1, states.shape[:2]).permute(0, 1, 4, 2, 3)
         return {slot: ComposeSide(factors=rows) for slot, rows in zip(slots, factors.unbind(0))}
 
 
-def _product(states: Tensor, weight: Tensor) -> Tensor:
+def product(states: Tensor, weight: Tensor | None) -> Tensor | None:
     """(batch, length, hidden) by (hidden, group, slot, n): (batch x length, group, slot, n)."""
-    return (states @ weight.flatten(1)).flatten(0, 1).unflatten(1, weight.shape[1:])
+    return None if weight is None else (states @ weight.flatten(1)).flatten(0, 1).unflatten(1, weight.shape[1:])
 
 
 def plain_factors(
     act_fn: Callable[[Tensor], Tensor], eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
 ) -> Tensor:
-    """What [`fused_factors`] returns, in torch's operators."""
+    """
+    What [`fused_factors`] returns, in torch's operators, from the products of the states with `hidden_weight` and
+    `gate_weight`, (batch x length, groups, slots, K or heads per group), and `low_rank_weight`.
+    """
     parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
     if hidden is not None and weight is not None:
         groups, slots, _, channels, heads = weight.shape
@@ -263,24 +266,31 @@ def fused_projection(
 
 
 def fused_factors(
-    act_fn: nn.Module, eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
+    act_fn: nn.Module,
+    eps: float,
+    states: Tensor,
+    hidden_weight: Tensor | None,
+    low_rank_weight: Tensor | None,
+    gate_weight: Tensor | None,
 ) -> Tensor | None:
     """
-    The factors of a composition from the products with the hidden states, by a registered function, or None if torch
-    is to compute them.
+    The factors of a composition from the hidden states, by a registered function, or None if torch is to compute them.
+    The weights are those of the slots in use, and None where a composition has none.
 
     Args:
-        act_fn (`nn.Module`): The activation of `hidden`.
+        act_fn (`nn.Module`): The activation of the product with `hidden_weight`.
         eps (`float`): Epsilon of the normalisation of w1.
-        hidden (`Tensor`, *optional*): (batch x length, groups, slots, K), the product with `hidden_weight`.
-        weight (`Tensor`, *optional*): (groups, slots, K, 2 rank, heads per group), of `low_rank_weight`; given together
-            with `hidden`.
-        gates (`Tensor`, *optional*): (batch x length, groups, slots, heads per group), the product with `gate_weight`.
+        states (`Tensor`): (batch, length, hidden).
+        hidden_weight (`Tensor`, *optional*): (hidden, groups, slots, K).
+        low_rank_weight (`Tensor`, *optional*): (groups, slots, K, 2 rank, heads per group); given together with
+            `hidden_weight`.
+        gate_weight (`Tensor`, *optional*): (hidden, groups, slots, heads per group).
 
     Returns:
         (slots, batch x length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
     """
-    return _FUSED["factors"](act_fn, eps, hidden, weight, gates) if _FUSED else None
+    call = act_fn, eps, states, hidden_weight, low_rank_weight, gate_weight
+    return _FUSED["factors"](*call) if _FUSED else None
 
 
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -302,7 +312,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
 
     Args:
         states (`Tensor`): (batch, key/value heads, key, channels).
-        width (`int`, defaults to 0): Smallest number of channels of the result, which zeros fill up.
+        width (`int`, defaults to 0): Smallest number of channels of the result; those that fill it up mean nothing.
 
     Returns:
         `Tensor`: (batch, key/value heads, key, channels + extra).
@@ -315,7 +325,11 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     extra = extra.to(states.dtype)
     channels = states.shape[-1] + extra.shape[-1]
     padding = max(-extra.shape[-1] % CACHE_ROW_ALIGNMENT, width - channels)
-    return torch.cat((states, extra, states.new_zeros(*states.shape[:-1], padding)), dim=-1)
+    # Padding is never read: factors once more, where they are enough, spare the launch of a kernel for zeros.
+    filler = extra[..., :padding]
+    if padding > extra.shape[-1]:
+        filler = states.new_zeros(*states.shape[:-1], padding)
+    return torch.cat((states, extra, filler), dim=-1)
 
 
 def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:
