@@ -313,7 +313,7 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
 
     Args:
         states (`Tensor`): (batch, key/value heads, key, channels).
-        width (`int`, defaults to 0): Smallest number of channels of the result, which zeros fill up.
+        width (`int`, defaults to 0): Smallest number of channels of the result; those that fill it up mean nothing.
 
     Returns:
         `Tensor`: (batch, key/value heads, key, channels + extra).
@@ -326,7 +326,11 @@ def pack(states: Tensor, side: ComposeSide | None, width: int = 0) -> Tensor:
     extra = extra.to(states.dtype)
     channels = states.shape[-1] + extra.shape[-1]
     padding = max(-extra.shape[-1] % CACHE_ROW_ALIGNMENT, width - channels)
-    return torch.cat((states, extra, states.new_zeros(*states.shape[:-1], padding)), dim=-1)
+    # Padding is never read: factors once more, where they are enough, spare the launch of a kernel for zeros.
+    filler = extra[..., :padding]
+    if padding > extra.shape[-1]:
+        filler = states.new_zeros(*states.shape[:-1], padding)
+    return torch.cat((states, extra, filler), dim=-1)
 
 
 def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) -> tuple[Tensor, ComposeSide | None]:

@@ -16,6 +16,7 @@ from transformers.activations import GELUActivation, GELUTanh
 from transformers.utils.import_utils import is_tracing
 
 from ..compose_dcformer import plain_factors, product
+from ..dcmha import is_number
 from ..modeling_dcformer import is_hooked
 from . import triton_form
 from .call import DTYPES, why_transformed
@@ -24,6 +25,7 @@ from .ops import register_op
 
 _APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.gelu` names them
 MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a program has sums for
+MOST_FEW_TOKENS = 16  # which one matrix product takes
 
 
 def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
@@ -39,11 +41,42 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
         return None
     if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if not needs_gradient and _are_few(states) and all(x is weight or x.dtype == states.dtype for x in given):
+        compute = factors_of_few_op if is_tracing(states) else _factors_of_few
+        return compute(approximate, eps, states, *weights)
     wide = [each for each in (hidden_weight, gate_weight) if each is not None]
     # Copying the weights takes less time than reading the states twice and adding two gradients of them.
     products = product(states, torch.cat(wide, dim=3) if len(wide) > 1 else wide[0])
     compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
     return compute(approximate, eps, products, weight)
+
+
+def _are_few(states: Tensor) -> bool:
+    """Whether there are few tokens, as in a decoding step, and their products need not be of a type of autocast."""
+    lengths = states.shape[:2]
+    are_numbers = all(map(is_number, lengths)) and not torch.is_autocast_enabled(states.device.type)
+    return are_numbers and 0 < lengths.numel() <= MOST_FEW_TOKENS
+
+
+def _factors_of_few(
+    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
+) -> Tensor:
+    from .projection_kernel import launch_factors, launch_products
+
+    factors = _new_factors_of_few(approximate, eps, states, hidden_weight, weight, gate_weight)
+    with torch.cuda.device_of(states):
+        products = launch_products(states, hidden_weight, gate_weight)
+        launch_factors(approximate, eps, products, weight, factors)
+    return factors
+
+
+def _new_factors_of_few(
+    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
+) -> Tensor:
+    shapes = [each.shape for each in (hidden_weight, gate_weight) if each is not None]
+    products = states[..., :1].expand(*shapes[0][1:3], *states.shape[:2], sum(shape[3] for shape in shapes))
+    return _new_factors(approximate, eps, products.permute(2, 3, 0, 1, 4), weight)
 
 
 def _factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None) -> Tensor:
@@ -109,5 +142,7 @@ def _differentiable_gradients(
 _SCHEMA = "(str approximate, float eps, {}Tensor products, Tensor? weight{}) -> Tensor{}"
 factors_op = register_op("compose_factors", _SCHEMA.format("", "", ""), _factors, _new_factors)
 _OF_GRADIENTS = "Tensor gradient, ", ", bool needs_weight", "[]"
+_OF_FEW = "(str approximate, float eps, Tensor states, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
+factors_of_few_op = register_op("compose_factors_of_few", _OF_FEW, _factors_of_few, _new_factors_of_few)
 gradients_op = register_op("compose_factors_backward", _SCHEMA.format(*_OF_GRADIENTS), _gradients, _new_gradients)
 factors_op.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -1,5 +1,9 @@
-"""The kernels of `projection`: what follows the wide product, for some tokens, one slot and one group of heads."""
+"""
+The kernels of `projection`: what follows the wide product, for some tokens, one slot and one group of heads; and the
+products of a few tokens, whose time is that of reading the weights.
+"""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -7,8 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import channels_last
 
+
+_power_of_2 = functools.cache(triton.next_power_of_2)  # which takes microseconds of each decoding step
+_MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about one per multiprocessor
 MOST_ROWS = 512  # tokens of one product for the weight's gradient: few long ones would leave a GPU without work
+
+
+def _padded(columns: int) -> int:
+    return max(_power_of_2(columns), 16)  # as `tl.dot` asks for
 
 
 class Shape(NamedTuple):
@@ -18,28 +30,75 @@ class Shape(NamedTuple):
     WIDTH: tl.constexpr  # of a slot's products: K, then gates
     CHANNELS_PADDED: tl.constexpr
     HEADS_PADDED: tl.constexpr
-    BLOCK_M: tl.constexpr  # tokens of a program
+    BLOCK_M: tl.constexpr  # tokens of a program, padded
+    PARTS: tl.constexpr  # that the products are the sums of; 0 where they are whole
 
     @classmethod
     def of(cls, approximate: str, products: Tensor, weight: Tensor | None) -> tuple["Shape", int]:
         """With the warps of a program."""
-        tokens, width = products.shape[:2].numel(), products.shape[4]
+        tokens, width = products.shape[:2].numel(), products.shape[-1]
+        parts = products.shape[4] if products.dim() == 6 else 0
         channels, heads = (0, width) if weight is None else weight.shape[3:]
-        channels_padded = triton.next_power_of_2(max(channels, 1))
-        columns = max(channels_padded * triton.next_power_of_2(heads), 16)  # as `tl.dot` asks for
+        channels_padded = _power_of_2(max(channels, 1))
+        columns = _padded(channels_padded * _power_of_2(heads))
         # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
         block = 32 if tokens > 1024 and columns <= 128 else 16
-        sizes = channels // 2, heads, width, channels_padded, columns // channels_padded, block
+        sizes = channels // 2, heads, width, channels_padded, columns // channels_padded, block, parts
         return cls(*map(tl.constexpr, (approximate, *sizes))), 8 if columns > 256 else 4
 
 
+class Wide(NamedTuple):
+    """The weight of a wide product, (hidden, groups, slots, columns), and where its columns are in the products."""
+
+    weight: Tensor
+    HIDDEN_STRIDE: tl.constexpr  # constants, so that the compiler knows how far rows are aligned
+    GROUP_STRIDE: tl.constexpr
+    SLOT_STRIDE: tl.constexpr
+    COLUMNS: tl.constexpr
+    COLUMNS_PADDED: tl.constexpr
+    FIRST: tl.constexpr
+
+    @classmethod
+    def of(cls, weight: Tensor, first: int) -> "Wide":
+        weight = channels_last(weight)
+        columns = weight.shape[3]
+        return cls(weight, *map(tl.constexpr, (*weight.stride()[:3], columns, _padded(columns), first)))
+
+
+def launch_products(states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None) -> Tensor:
+    """
+    The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden channels:
+    (batch, length, groups, slots, parts, K, then heads) in float32.
+    """
+    rows = states.flatten(0, 1).contiguous()
+    tokens, channels = rows.shape
+    shapes = [weight.shape for weight in (hidden_weight, gate_weight) if weight is not None]
+    groups, slots, inner = *shapes[0][1:3], 0 if hidden_weight is None else hidden_weight.shape[3]
+    # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
+    units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
+    block = min(128, max(16, _power_of_2(4096 // units)))
+    parts = min(_MOST_PARTS, _power_of_2(-(-channels // block)))
+    width = sum(shape[3] for shape in shapes)
+    products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
+    pairs = (hidden_weight, 0), (gate_weight, inner)
+    wide = [None if weight is None else Wide.of(weight, first) for weight, first in pairs]
+    _products_kernel[(parts, slots, groups)](
+        *(rows, *wide, products, tokens, channels, width, block),
+        num_stages=5 if block * units <= 10240 else 2,
+    )
+    return products
+
+
 def launch_factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None, factors: Tensor) -> None:
-    """Compute the factors, (slot, batch, length, channel, all heads)."""
-    batch, length, groups, slots, _ = products.shape
+    """Compute the factors, (slot, batch, length, channel, all heads), from products, which may be those by parts."""
+    batch, length, groups, slots = products.shape[:4]
     shape, warps = Shape.of(approximate, products, weight)
     weight = None if weight is None else weight.contiguous()
-    grid = triton.cdiv(batch * length, shape.BLOCK_M.value), slots, groups
-    _factors_kernel[grid](products, weight, factors, batch * length, eps, shape, num_warps=warps)
+    parts, columns = shape.PARTS.value, shape.CHANNELS_PADDED.value * shape.HEADS_PADDED.value
+    grid = -(-batch * length // (1 if parts else shape.BLOCK_M.value)), slots, groups
+    stages = 5 if parts and columns <= 128 else 3  # all of a usual weight is on its way at once
+    arguments = products, weight, factors, batch * length, eps, shape
+    _factors_kernel[grid](*arguments, num_warps=warps, num_stages=stages)
 
 
 def launch_gradients(
@@ -51,7 +110,7 @@ def launch_gradients(
     """
     batch, length, groups, slots, _ = products.shape
     shape, warps = Shape.of(approximate, products, weight)
-    parts = triton.cdiv(batch * length, MOST_ROWS)
+    parts = max(1, triton.cdiv(batch * length, MOST_ROWS))
     blocks = triton.cdiv(batch * length, parts * shape.BLOCK_M.value)  # of a part
     activated = of_maps = None
     if weight is not None:
@@ -64,6 +123,47 @@ def launch_gradients(
         *tensors, batch * length, length, eps, shape, num_warps=2 * warps
     )
     return activated, of_maps
+
+
+@triton.jit
+def _load_wide(wide, channel, is_channel):
+    """[channels, columns] of a program's slot and group."""
+    column = tl.arange(0, wide.COLUMNS_PADDED)
+    row = tl.program_id(1) * wide.SLOT_STRIDE + tl.program_id(2) * wide.GROUP_STRIDE + channel * wide.HIDDEN_STRIDE
+    inside = is_channel[:, None] & (column < wide.COLUMNS)[None, :]
+    return tl.load(wide.weight + row[:, None] + column[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _store_product(wide, product, products, tokens, WIDTH: tl.constexpr):
+    m, column = tl.arange(0, 16)[:, None], tl.arange(0, wide.COLUMNS_PADDED)[None, :]
+    row = (m * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+    products += (row * tl.num_programs(0) + tl.program_id(0)) * WIDTH + wide.FIRST + column
+    tl.store(products, product, mask=(m < tokens) & (column < wide.COLUMNS))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _products_kernel(states, hidden, gates, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
+    m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
+    if hidden is not None:
+        of_hidden = tl.zeros([16, hidden.COLUMNS_PADDED], tl.float32)
+    if gates is not None:
+        of_gates = tl.zeros([16, gates.COLUMNS_PADDED], tl.float32)
+    channels_of_part = tl.cdiv(channels, tl.num_programs(0) * BLOCK_K) * BLOCK_K
+    first = tl.program_id(0) * channels_of_part
+    for start in range(first, tl.minimum(first + channels_of_part, channels), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (m < tokens)[:, None] & (k < channels)[None, :]
+        x = tl.load(states + m[:, None] * channels + k[None, :], mask=inside, other=0)
+        if hidden is not None:
+            of_hidden = tl.dot(x, _load_wide(hidden, k, k < channels), of_hidden, input_precision="ieee")
+        if gates is not None:
+            of_gates = tl.dot(x, _load_wide(gates, k, k < channels), of_gates, input_precision="ieee")
+    if hidden is not None:
+        _store_product(hidden, of_hidden, products, tokens, WIDTH)
+    if gates is not None:
+        _store_product(gates, of_gates, products, tokens, WIDTH)
 
 
 @triton.jit
@@ -85,30 +185,52 @@ def _tanh(x):
 
 
 @triton.jit
-def _multiply(rows, is_token, weight, k_stride, columns, is_column, INNER: tl.constexpr, ACTIVATION: tl.constexpr):
-    """[BLOCK_M, columns]: rows of INNER numbers, which ACTIVATION says how to activate first, by the weight."""
-    BLOCK_K: tl.constexpr = 512 // rows.dtype.element_ty.primitive_bitwidth
-    total = tl.zeros([is_token.shape[0], columns.shape[0]], tl.float32)
+def _join_parts(products, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M, columns] in float32; the sums of parts in every row."""
+    products = products.to(tl.float32)
+    if PARTS > 0:
+        products = tl.broadcast_to(tl.sum(products, 0)[None, :], [BLOCK_M, products.shape[1]])
+    return products
+
+
+@triton.jit
+def _multiply(
+    rows,
+    is_row,
+    weight,
+    k_stride,
+    columns,
+    is_column,
+    shape,
+    ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by the weight."""
+    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+    BLOCK_K: tl.constexpr = 512 // DTYPE.primitive_bitwidth
+    total = tl.zeros([shape.BLOCK_M, columns.shape[0]], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        states = tl.load(rows + k[None, :], mask=is_token[:, None] & (k < INNER)[None, :], other=0)
+        states = tl.load(rows + k[None, :], mask=is_row[:, None] & (k < INNER)[None, :], other=0)
         if ACTIVATION is not None:
-            states = _gelu(states.to(tl.float32), ACTIVATION)[0].to(states.dtype)  # [BLOCK_M, BLOCK_K]
+            states = _gelu(_join_parts(states, PARTS, shape.BLOCK_M), ACTIVATION)[0]  # [BLOCK_M, BLOCK_K]
         offsets = k[:, None] * k_stride + columns[None, :]
         weights = tl.load(weight + offsets, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
-        total = tl.dot(states, weights.to(states.dtype), total, input_precision="ieee")
+        total = tl.dot(states.to(DTYPE), weights.to(DTYPE), total, input_precision="ieee")
     return total
 
 
 @triton.jit
-def _low_rank_factors(hidden, is_token, weight, eps, shape, ACTIVATION: tl.constexpr):
+def _low_rank_factors(hidden, is_row, weight, eps, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """[BLOCK_M, channels, heads]: w1 / norm, w2; and [BLOCK_M, channels, 1]: 1 / norm for w1, 1 for w2."""
     INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
     column = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
     c, head = column // shape.HEADS_PADDED, column % shape.HEADS_PADDED
     is_column = (c < 2 * shape.RANK) & (head < shape.HEADS)
-    maps = _multiply(hidden, is_token, weight, INNER, c * shape.HEADS + head, is_column, INNER, ACTIVATION)
-    maps = tl.reshape(maps, [is_token.shape[0], shape.CHANNELS_PADDED, shape.HEADS_PADDED])
+    columns = c * shape.HEADS + head
+    maps = _multiply(hidden, is_row, weight, INNER, columns, is_column, shape, ACTIVATION, shape.PARTS, DTYPE)
+    maps = tl.reshape(maps, [shape.BLOCK_M, shape.CHANNELS_PADDED, shape.HEADS_PADDED])
     scale = tl.rsqrt(tl.sum(maps * maps, 2, keep_dims=True) / shape.HEADS + eps)
     scale = tl.where(tl.arange(0, shape.CHANNELS_PADDED)[None, :, None] < shape.RANK, scale, 1.0)
     return maps * scale, scale
@@ -116,24 +238,35 @@ def _low_rank_factors(hidden, is_token, weight, eps, shape, ACTIVATION: tl.const
 
 @triton.jit(do_not_specialize=["tokens"])
 def _factors_kernel(products, weight, factors, tokens, eps, shape):
+    """Of products by parts a program has one token, which all rows of its matrix products stand for."""
     INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
     CHANNELS: tl.constexpr = 2 * shape.RANK + (shape.WIDTH > INNER)
+    TOKENS: tl.constexpr = shape.BLOCK_M if shape.PARTS == 0 else 1
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
-    t = (tl.program_id(0) * shape.BLOCK_M + tl.arange(0, shape.BLOCK_M)).to(tl.int64)
-    is_token, h = t < tokens, tl.arange(0, shape.HEADS_PADDED)
-    products += (((t * groups + group) * slots + slot) * shape.WIDTH)[:, None]
+    m, h = tl.arange(0, shape.BLOCK_M), tl.arange(0, shape.HEADS_PADDED)
+    t = (tl.program_id(0) * TOKENS + m).to(tl.int64)
+    is_token = (t < tokens) & (m < TOKENS)
+    row, is_row = (t * groups + group) * slots + slot, is_token  # of the products
+    if shape.PARTS > 0:
+        part = tl.arange(0, shape.PARTS)
+        row = ((tl.program_id(0) * groups + group) * slots + slot) * shape.PARTS + part
+        is_row = part >= 0
+    products += (row * shape.WIDTH)[:, None]
     factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * shape.HEADS + h[None, :]
+    if shape.WIDTH > INNER:  # on its way while the maps are made
+        gates = tl.load(products + INNER + h[None, :], mask=is_row[:, None] & (h < shape.HEADS)[None, :], other=0)
     if weight is not None:
         weight += (group * slots + slot) * INNER * INNER
-        low_rank, _ = _low_rank_factors(products, is_token, weight, eps, shape, shape.APPROXIMATE)
+        DTYPE: tl.constexpr = factors.dtype.element_ty
+        low_rank, _ = _low_rank_factors(products, is_row, weight, eps, shape, shape.APPROXIMATE, DTYPE)
         c = tl.arange(0, shape.CHANNELS_PADDED)[None, :, None]
         inside = is_token[:, None, None] & (c < 2 * shape.RANK) & (h < shape.HEADS)[None, None, :]
         tl.store(factors[:, None, :] + c * (groups * shape.HEADS), low_rank, mask=inside)
     if shape.WIDTH > INNER:
+        gates = _tanh(_join_parts(gates, shape.PARTS, shape.BLOCK_M))
         inside = is_token[:, None] & (h < shape.HEADS)[None, :]
-        gates = tl.load(products + INNER + h[None, :], mask=inside, other=0).to(tl.float32)
-        tl.store(factors + 2 * shape.RANK * groups * shape.HEADS, _tanh(gates), mask=inside)
+        tl.store(factors + 2 * shape.RANK * groups * shape.HEADS, gates, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
@@ -166,7 +299,8 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
         tl.store(activated + k[None, :], _gelu(states, shape.APPROXIMATE)[0], mask=(k < INNER)[None, :])
         tl.debug_barrier()  # before other threads read them
-        low_rank, scale = _low_rank_factors(activated, is_token, weight, eps, shape, None)
+        DTYPE: tl.constexpr = products.dtype.element_ty
+        low_rank, scale = _low_rank_factors(activated, is_token, weight, eps, shape, None, DTYPE)
         of_factors = tl.permute(of_factors, 1, 2, 0).to(tl.float32)  # [BLOCK_M, channels, heads]
         along = tl.sum(of_factors * low_rank, 2, keep_dims=True) / shape.HEADS
         maps = tl.where(c[None, :, None] < shape.RANK, scale * (of_factors - low_rank * along), of_factors)
@@ -175,7 +309,7 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
         columns = c[:, None] * shape.HEADS + h[None, :]
         tl.store(of_maps[:, :, None] + columns[None, :, :], maps, mask=inside[None, :, :])
         tl.debug_barrier()
-        of_states = _multiply(of_maps, is_token, weight, 1, k * INNER, k < INNER, INNER, None)
+        of_states = _multiply(of_maps, is_token, weight, 1, k * INNER, k < INNER, shape, None, 0, DTYPE)
         # Computed once more, it takes no registers until here.
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
         tl.store(of_products + k[None, :], of_states * _gelu(states, shape.APPROXIMATE)[1], mask=is_state)

@@ -26,7 +26,7 @@ from dcformer.parallel_dcformer import DIMENSION_OF_GROUPS
 
 
 NAMED = "dcmha_native" if DEVICE == "cpu" else "dcmha_triton"  # which is fast, whatever a device stands for
-HIDDEN, TOKENS = 24, (2, 9)
+HIDDEN, TOKENS = 24, (2, 9)  # two more than a kernel multiplies itself
 CASES = {
     "rank_2": {"num_heads": 4},
     "16_heads_of_rank_1": {"num_heads": 16, "rank": 1},
@@ -65,6 +65,21 @@ def launched(monkeypatch):
 def differentiated(monkeypatch):
     """The shapes of the products that the kernel of the gradients was launched for."""
     return watch(monkeypatch, "launch_gradients")
+
+
+@pytest.fixture
+def multiplied(launched, monkeypatch):
+    """The shapes of the states that the kernel of the wide products was launched for."""
+    from dcformer.kernels import projection_kernel
+
+    found, launch = [], projection_kernel.launch_products
+
+    def watched(states, *weights):
+        found.append(states.shape)
+        return launch(states, *weights)
+
+    monkeypatch.setattr(projection_kernel, "launch_products", watched)
+    return found
 
 
 def make_compose(dtype, hidden_size=HIDDEN, **options):
@@ -137,6 +152,57 @@ def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launc
         assert error_of(one, exactly) <= 1.5 * error_of(other, exactly) + 1e-7 * float(exactly.abs().max())
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_few_tokens_are_as_exact_as_those_of_torch_and_the_same_bits_alone(name, dtype, multiplied, monkeypatch):
+    hidden_size = 600  # the last of its parts are short or have nothing, and are up to two steps of a program
+    exact = make_compose(dtype, hidden_size, **CASES[name])
+    compose = copy.deepcopy(exact).to(dtype)
+    states = torch.randn(2, 4, hidden_size).to(DEVICE, dtype)[:, 1:]  # no rows side by side
+    expected = torch.stack(list(by_hand(exact, states.double())))
+    found = factors_of(compose, states)
+    assert all(each.dtype == dtype and each.stride(1) == 1 for each in found)
+    alone = factors_of(compose, states[1:, 2:])
+    assert_close(alone, [each[1:, :, 2:] for each in found], rtol=0, atol=0)
+    assert multiplied == [(2, 3, hidden_size), (1, 1, hidden_size)]
+    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    both = [torch.cat([x.permute(0, 2, 3, 1).flatten(0, 1) for x in y]) for y in (found, factors_of(compose, states))]
+    assert error_of(both[0], expected) <= 1.5 * error_of(both[1], expected)
+
+
+def test_a_kernel_multiplies_up_to_16_tokens_that_need_no_gradient(multiplied):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    states = torch.randn(2, 17, HIDDEN, device=DEVICE)
+    for weights_are_trained, states_are_trained, grad_mode in ((1, 0, 1), (0, 1, 1), (0, 0, 1), (1, 1, 0)):
+        compose.requires_grad_(bool(weights_are_trained))
+        with torch.set_grad_enabled(bool(grad_mode)):
+            factors_of(compose, states[:, :8].detach().requires_grad_(bool(states_are_trained)))
+    assert multiplied == [(2, 8, HIDDEN)] * 2
+    with torch.no_grad():
+        factors_of(compose, states[:1])
+        factors_of(compose, states[:0, :1])
+        with torch.autocast(DEVICE, torch.float16):
+            assert factors_of(compose, states[:, :1])[0].dtype == torch.float16
+    assert len(multiplied) == 2
+
+
+@torch.no_grad()
+def test_a_compiled_step_multiplies_few_tokens_too(multiplied):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    states = torch.randn(*TOKENS, HIDDEN, device=DEVICE)
+    for tokens, is_dynamic in (((2, 8), False), ((2, 8), True), (TOKENS, False)):
+        torch._dynamo.reset()
+        multiplied.clear()
+        some = states[:, : tokens[1]]
+        found = torch.compile(compose, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)(some)
+        assert multiplied == ([] if is_dynamic or tokens == TOKENS else [some.shape])
+        for stage, expected in zip(found, compose(some)):
+            assert_close(stage.query.factors, expected.query.factors, rtol=1e-5, atol=1e-6)
+            assert_close(stage.key.factors, expected.key.factors, rtol=1e-5, atol=1e-6)
+
+
 def products_and_weight(batch, length, slots, rank, heads, gates=True, groups=2, dtype=torch.float32):
     products = torch.randn(batch, length, groups, slots, (2 * rank + gates) * heads).to(DEVICE, dtype)
     weight = torch.randn(groups, slots, 2 * rank * heads, 2 * rank, heads) / (2 * rank * heads) ** 0.5
@@ -150,6 +216,9 @@ def test_the_operators_keep_the_rules_of_torch():
     gradient, call = torch.randn(4, 1, 5, 5, 4, device=DEVICE), [each.detach() for each in call]
     for needs_weight in (True, False):
         torch.library.opcheck(projection.gradients_op, ("tanh", 1e-6, gradient, *call, needs_weight), test_utils=rules)
+    weights = [torch.randn(5, *sizes, device=DEVICE) for sizes in ((2, 4, 8), (2, 4, 2))]  # of 5 channels
+    call = torch.randn(2, 3, 5, device=DEVICE), weights[0], call[1], weights[1]
+    torch.library.opcheck(projection.factors_of_few_op, ("tanh", 1e-6, *call), test_utils=rules)
 
 
 def strided(gradient, layout):
@@ -338,7 +407,7 @@ def test_the_shares_of_two_processes_are_the_halves_of_the_whole(launched):
 COMPILE = """
 import json, torch
 from compile_all import GPUTarget, launches, states, usage
-from dcformer.kernels.projection import _factors, _gradients
+from dcformer.kernels.projection import _factors, _factors_of_few, _gradients
 
 found = []
 for capability, heads, rank, tokens, dtype in (
@@ -350,6 +419,13 @@ for capability, heads, rank, tokens, dtype in (
     gradient = states(4, 1, heads, tokens, 2 * rank + 1, dtype=dtype).permute(0, 1, 3, 4, 2)
     for function in (lambda: _factors("none", 1e-6, *call), lambda: _gradients("none", 1e-6, gradient, *call, True)):
         found += [usage(*launch, target) for launch in launches(function, target)]
+for capability, heads, rank, dtype in (
+    (80, 52, 4, torch.bfloat16), (90, 32, 2, torch.bfloat16), (100, 32, 2, torch.float32),
+):
+    inner, target = 2 * rank * heads, GPUTarget("cuda", capability, 32)
+    shapes = (1, 1, 4096), (4096, 1, 4, inner), (1, 4, inner, 2 * rank, heads), (4096, 1, 4, heads)
+    call = [states(*shape, dtype=dtype) for shape in shapes]
+    found += [usage(*launch, target) for launch in launches(lambda: _factors_of_few("none", 1e-6, *call), target)]
 print(json.dumps(found))
 """
 
@@ -359,6 +435,7 @@ def test_they_compile_without_spilled_registers():
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
     run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
     kernels = json.loads(run.stdout)
-    assert [kernel["kernel"] for kernel in kernels] == 5 * ["_factors_kernel", "_gradients_kernel"]
+    names = [kernel["kernel"] for kernel in kernels]
+    assert names == 5 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
     assert all(kernel["stack"] == 0 for kernel in kernels)
     assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)

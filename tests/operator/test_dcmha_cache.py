@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from tiny_models import TINY, random_tokens, tiny_config, tiny_model
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from dcformer import DCFormerConfig
@@ -69,6 +70,25 @@ def test_rows_packed_at_different_times_unpack_together(config, past, new):
         unpacked, weights = unpack(cached, config.head_dim, last, config.num_attention_heads)
         assert torch.equal(unpacked, states)
         assert_sides_equal(weights, side)
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(5, ["cat"]), (1, ["new_zeros", "cat"])])
+def test_padding_takes_no_kernel_where_factors_are_enough(channels, expected):
+    """Zeros would be one more launch for keys and one for values, in every layer of a decoding step."""
+    states, side = torch.randn(2, 3, 1, 8), ComposeSide(factors=torch.randn(2, 3, 1, channels))
+    launched = []
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if not operator.is_view:
+                launched.append(operator.overloadpacket.__name__)
+            return operator(*args, **(kwargs or {}))
+
+    with Launches():
+        packed = pack(states, side)
+    assert launched == expected
+    assert packed.shape == (2, 3, 1, 16) and packed.isfinite().all()
+    assert torch.equal(packed[..., : 8 + channels], torch.cat((states, side.factors), dim=-1))
 
 
 @pytest.mark.parametrize(
