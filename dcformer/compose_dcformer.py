@@ -191,13 +191,13 @@ class DCFormerCompose(nn.Module):
         if factors is None:
             hidden, gates = product(states, hidden_weight), product(states, gate_weight)
             factors = plain_factors(self.act_fn, self.norm_eps, hidden, low_rank_weight, gates)
-        factors = factors.unflatten(1, states.shape[:2]).permute(0, 1, 4, 2, 3)
-        return {slot: ComposeSide(factors=rows) for slot, rows in zip(slots, factors.unbind(0))}
+        rows = factors.permute(0, 1, 4, 2, 3).unbind(0)
+        return {slot: ComposeSide(factors=each) for slot, each in zip(slots, rows)}
 
 
 def product(states: Tensor, weight: Tensor | None) -> Tensor | None:
-    """(batch, length, hidden) by (hidden, group, slot, n): (batch x length, group, slot, n)."""
-    return None if weight is None else (states @ weight.flatten(1)).flatten(0, 1).unflatten(1, weight.shape[1:])
+    """(batch, length, hidden) by (hidden, group, slot, n): (batch, length, group, slot, n)."""
+    return None if weight is None else (states @ weight.flatten(1)).unflatten(2, weight.shape[1:])
 
 
 def plain_factors(
@@ -205,19 +205,20 @@ def plain_factors(
 ) -> Tensor:
     """
     What [`fused_factors`] returns, in torch's operators, from the products of the states with `hidden_weight` and
-    `gate_weight`, (batch x length, groups, slots, K or heads per group), and `low_rank_weight`.
+    `gate_weight`, (batch, length, groups, slots, K or heads per group), and `low_rank_weight`.
     """
-    parts: list[Tensor] = []  # (group, slot, batch x length, channels, heads per group) each
+    parts: list[Tensor] = []  # (group, slot, batch, length, channels, heads per group) each
     if hidden is not None and weight is not None:
-        groups, slots, _, channels, heads = weight.shape
-        hidden = act_fn(hidden).flatten(1, 2).transpose(0, 1)  # (group x slot, batch x length, K)
+        batch, length, groups, slots, _ = hidden.shape
+        hidden = act_fn(hidden).flatten(2, 3).flatten(0, 1).transpose(0, 1)  # (group x slot, batch x length, K)
         # Groups and slots as one dimension give the gradient the parameter's strides, which DDP asks for.
         maps = torch.bmm(hidden, weight.flatten(0, 1).flatten(2).to(hidden.dtype))
-        w1, w2 = maps.view(groups, slots, -1, channels, heads).split(channels // 2, dim=3)
-        parts += [functional.rms_norm(w1, (heads,), eps=eps), w2]
+        maps = maps.view(groups, slots, batch, length, *weight.shape[3:])
+        w1, w2 = maps.split(weight.shape[3] // 2, dim=4)
+        parts += [functional.rms_norm(w1, weight.shape[4:], eps=eps), w2]
     if gates is not None:
-        parts.append(torch.tanh(gates).permute(1, 2, 0, 3).unsqueeze(3))
-    return torch.cat(parts, dim=3).permute(1, 2, 3, 0, 4).flatten(3)
+        parts.append(torch.tanh(gates).permute(2, 3, 0, 1, 4).unsqueeze(4))
+    return torch.cat(parts, dim=4).permute(1, 2, 3, 4, 0, 5).flatten(4)
 
 
 def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
@@ -287,7 +288,7 @@ def fused_factors(
         gate_weight (`Tensor`, *optional*): (hidden, groups, slots, heads per group).
 
     Returns:
-        (slots, batch x length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
+        (slots, batch, length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
     """
     call = act_fn, eps, states, hidden_weight, low_rank_weight, gate_weight
     return _FUSED["factors"](*call) if _FUSED else None

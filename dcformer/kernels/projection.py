@@ -1,8 +1,7 @@
-"""Compose weights from their wide projections in one Triton kernel, as an operator of torch with gradients.
+"""Compose weights from their wide projections in a Triton kernel, and gradients in another, as operators of torch.
 
-The products with the hidden states are torch's, except those of a few tokens without gradients. What follows them
-(activation, low-rank product, normalisation over heads, tanh, layout) is a small kernel of torch for each step, which
-takes longer to launch than to run.
+The product with the hidden states is torch's. What follows it (activation, low-rank product, normalisation over
+heads, tanh, layout) is a small kernel of torch for each step, which takes longer to launch than to run.
 """
 
 import functools
@@ -46,8 +45,11 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
     if not needs_gradient and _are_few(states) and all(x is weight or x.dtype == states.dtype for x in given):
         compute = factors_of_few_op if is_tracing(states) else _factors_of_few
         return compute(approximate, eps, states, *weights)
+    wide = [each for each in (hidden_weight, gate_weight) if each is not None]
+    # Copying the weights takes less time than reading the states twice and adding two gradients of them.
+    products = product(states, torch.cat(wide, dim=3) if len(wide) > 1 else wide[0])
     compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
-    return compute(approximate, eps, product(states, hidden_weight), weight, product(states, gate_weight))
+    return compute(approximate, eps, products, weight)
 
 
 def _are_few(states: Tensor) -> bool:
@@ -57,37 +59,59 @@ def _are_few(states: Tensor) -> bool:
     return are_numbers and 0 < lengths.numel() <= MOST_FEW_TOKENS
 
 
-def _factors_of_few(approximate: str, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor:
+def _factors_of_few(
+    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
+) -> Tensor:
     from .projection_kernel import launch_factors, launch_products
 
-    factors = _new_factors_of_few(approximate, eps, states, *weights)
+    factors = _new_factors_of_few(approximate, eps, states, hidden_weight, weight, gate_weight)
     with torch.cuda.device_of(states):
-        hidden, gates = launch_products(states, weights[0], weights[2])
-        launch_factors(approximate, eps, hidden, weights[1], gates, factors)
+        products = launch_products(states, hidden_weight, gate_weight)
+        launch_factors(approximate, eps, products, weight, factors)
     return factors
 
 
-def _new_factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
-    """The same as of their products, of which the shapes are those of so many rows of the wide weights."""
-    shape = states.shape[:2].numel(), -1, -1, -1
-    products = [None if each is None else each[:1].expand(shape) for each in (hidden, gates)]
-    return _new_factors(approximate, eps, products[0], weight, products[1])
+def _new_factors_of_few(
+    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
+) -> Tensor:
+    shapes = [each.shape for each in (hidden_weight, gate_weight) if each is not None]
+    products = states[..., :1].expand(*shapes[0][1:3], *states.shape[:2], sum(shape[3] for shape in shapes))
+    return _new_factors(approximate, eps, products.permute(2, 3, 0, 1, 4), weight)
 
 
-def _factors(*call: Any) -> Tensor:
+def _factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None) -> Tensor:
     from .projection_kernel import launch_factors
 
-    factors = _new_factors(*call)
+    factors = _new_factors(approximate, eps, products, weight)
     with torch.cuda.device_of(factors):
-        launch_factors(*call, factors)
+        launch_factors(approximate, eps, products, weight, factors)
     return factors
 
 
-def _new_factors(approximate: str, eps: float, hidden: Any, weight: Any, gates: Any) -> Tensor:
-    products = gates if hidden is None else hidden
-    tokens, groups, slots = products.shape[:3]
-    channels, heads = (0, products.shape[3]) if weight is None else weight.shape[3:]
-    return products.new_empty(slots, tokens, channels + int(gates is not None), groups * heads)
+def _new_factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None) -> Tensor:
+    batch, length, groups, slots, width = products.shape
+    inner, channels, heads = (0, 0, width) if weight is None else weight.shape[2:]
+    return products.new_empty(slots, batch, length, channels + int(width > inner), groups * heads)
+
+
+def _gradients(
+    approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
+) -> list[Tensor]:
+    """That of the products, and that of the weight if it is needed."""
+    from .projection_kernel import launch_gradients
+
+    of_products = torch.empty_like(products)
+    with torch.cuda.device_of(products):
+        activated, of_maps = launch_gradients(approximate, eps, gradient, products, weight, of_products)
+    if not needs_weight:
+        return [of_products]
+    parts = torch.bmm(activated.mT, of_maps).unflatten(0, (weight.shape[:2].numel(), -1))
+    return [of_products, parts.sum(1, dtype=weight.dtype).view(weight.shape)]
+
+
+def _new_gradients(*call: Any) -> list[Tensor]:
+    products, weight, needs_weight = call[3:]
+    return [torch.empty_like(products), *([weight.new_empty(weight.shape)] if needs_weight else [])]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -95,20 +119,30 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(*tensors)
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of torch's operators, which have derivatives of any order."""
-    creates_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
-        # Hooks of the caller's tensors would see a gradient twice.
-        tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
-        factors = plain_factors(functools.partial(functional.gelu, approximate=ctx.approximate), ctx.eps, *tensors)
-        needed = [tensor for tensor, is_needed in zip(tensors, ctx.needs_input_grad[2:5]) if is_needed]
-        results = iter(torch.autograd.grad(factors, needed, gradient, create_graph=creates_graph))
-    return None, None, *(next(results) if is_needed else None for is_needed in ctx.needs_input_grad[2:5])
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    needs_weight = ctx.needs_input_grad[3]
+    compute = _differentiable_gradients if torch.is_grad_enabled() else gradients_op
+    with torch.autocast(gradient.device.type, enabled=False):
+        of_products, *of_weight = compute(ctx.approximate, ctx.eps, gradient, *ctx.saved_tensors, needs_weight)
+    return None, None, of_products, *(of_weight or [None])
 
 
-_SCHEMA = "(str approximate, float eps, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
-factors_op = register_op("compose_factors", _SCHEMA, _factors, _new_factors)
-_SCHEMA = _SCHEMA.replace("Tensor? hidden", "Tensor states, Tensor? hidden")
-factors_of_few_op = register_op("compose_factors_of_few", _SCHEMA, _factors_of_few, _new_factors_of_few)
-factors_op.register_autograd(_gradients, setup_context=_save_for_backward)
+def _differentiable_gradients(
+    approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
+) -> tuple[Tensor, ...]:
+    """The same by torch's operators, which have derivatives of any order."""
+    # Hooks of the caller's tensors would see a gradient twice.
+    products, weight = products.view_as(products).requires_grad_(), None if weight is None else weight.view_as(weight)
+    hidden, gates = products.tensor_split([0 if weight is None else weight.shape[2]], dim=4)
+    gelu = functools.partial(functional.gelu, approximate=approximate)
+    factors = plain_factors(gelu, eps, hidden, weight, gates if gates.shape[4] > 0 else None)
+    return torch.autograd.grad(factors, (products, weight)[: 1 + needs_weight], gradient, create_graph=True)
+
+
+_SCHEMA = "(str approximate, float eps, {}Tensor products, Tensor? weight{}) -> Tensor{}"
+factors_op = register_op("compose_factors", _SCHEMA.format("", "", ""), _factors, _new_factors)
+_OF_GRADIENTS = "Tensor gradient, ", ", bool needs_weight", "[]"
+_OF_FEW = "(str approximate, float eps, Tensor states, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
+factors_of_few_op = register_op("compose_factors_of_few", _OF_FEW, _factors_of_few, _new_factors_of_few)
+gradients_op = register_op("compose_factors_backward", _SCHEMA.format(*_OF_GRADIENTS), _gradients, _new_gradients)
+factors_op.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -1,10 +1,10 @@
 """
-The kernels of `projection`: what follows the wide products, for some tokens, one slot and one group of heads; and the
+The kernels of `projection`: what follows the wide product, for some tokens, one slot and one group of heads; and the
 products of a few tokens, whose time is that of reading the weights.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,65 +16,113 @@ from .call import channels_last
 
 _power_of_2 = functools.cache(triton.next_power_of_2)  # which takes microseconds of each decoding step
 _MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about one per multiprocessor
-
-
-class Wide(NamedTuple):
-    """The weight of a wide product, (hidden, groups, slots, columns), and the product by parts of hidden channels."""
-
-    weight: Tensor
-    product: Tensor  # (groups, slots, tokens, parts, columns) in float32
-    HIDDEN_STRIDE: tl.constexpr  # constants, so that the compiler knows how far rows are aligned
-    GROUP_STRIDE: tl.constexpr
-    SLOT_STRIDE: tl.constexpr
-    COLUMNS: tl.constexpr
-    COLUMNS_PADDED: tl.constexpr
-
-    @classmethod
-    def of(cls, weight: Tensor, tokens: int, parts: int) -> "Wide":
-        weight = channels_last(weight)
-        _, groups, slots, columns = weight.shape
-        product = weight.new_empty(groups, slots, tokens, parts, columns, dtype=torch.float32)
-        return cls(weight, product, *map(tl.constexpr, (*weight.stride()[:3], columns, _padded(columns))))
+MOST_ROWS = 512  # tokens of one product for the weight's gradient: few long ones would leave a GPU without work
 
 
 def _padded(columns: int) -> int:
     return max(_power_of_2(columns), 16)  # as `tl.dot` asks for
 
 
-def launch_products(states: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts as in [`Wide`]."""
+class Shape(NamedTuple):
+    APPROXIMATE: tl.constexpr
+    RANK: tl.constexpr
+    HEADS: tl.constexpr  # of a group
+    WIDTH: tl.constexpr  # of a slot's products: K, then gates
+    CHANNELS_PADDED: tl.constexpr
+    HEADS_PADDED: tl.constexpr
+    BLOCK_M: tl.constexpr  # tokens of a program, padded
+    PARTS: tl.constexpr  # that the products are the sums of; 0 where they are whole
+
+    @classmethod
+    def of(cls, approximate: str, products: Tensor, weight: Tensor | None) -> tuple["Shape", int]:
+        """With the warps of a program."""
+        tokens, width = products.shape[:2].numel(), products.shape[-1]
+        parts = products.shape[4] if products.dim() == 6 else 0
+        channels, heads = (0, width) if weight is None else weight.shape[3:]
+        channels_padded = _power_of_2(max(channels, 1))
+        columns = _padded(channels_padded * _power_of_2(heads))
+        # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
+        block = 32 if tokens > 1024 and columns <= 128 else 16
+        sizes = channels // 2, heads, width, channels_padded, columns // channels_padded, block, parts
+        return cls(*map(tl.constexpr, (approximate, *sizes))), 8 if columns > 256 else 4
+
+
+class Wide(NamedTuple):
+    """The weight of a wide product, (hidden, groups, slots, columns), and where its columns are in the products."""
+
+    weight: Tensor
+    HIDDEN_STRIDE: tl.constexpr  # constants, so that the compiler knows how far rows are aligned
+    GROUP_STRIDE: tl.constexpr
+    SLOT_STRIDE: tl.constexpr
+    COLUMNS: tl.constexpr
+    COLUMNS_PADDED: tl.constexpr
+    FIRST: tl.constexpr
+
+    @classmethod
+    def of(cls, weight: Tensor, first: int) -> "Wide":
+        weight = channels_last(weight)
+        columns = weight.shape[3]
+        return cls(weight, *map(tl.constexpr, (*weight.stride()[:3], columns, _padded(columns), first)))
+
+
+def launch_products(states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None) -> Tensor:
+    """
+    The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden channels:
+    (batch, length, groups, slots, parts, K, then heads) in float32.
+    """
     rows = states.flatten(0, 1).contiguous()
     tokens, channels = rows.shape
-    shapes = [weight.shape for weight in weights if weight is not None]
+    shapes = [weight.shape for weight in (hidden_weight, gate_weight) if weight is not None]
+    groups, slots, inner = *shapes[0][1:3], 0 if hidden_weight is None else hidden_weight.shape[3]
     # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
     units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
     block = min(128, max(16, _power_of_2(4096 // units)))
     parts = min(_MOST_PARTS, _power_of_2(-(-channels // block)))
-    wide = [None if weight is None else Wide.of(weight, tokens, parts) for weight in weights]
-    _products_kernel[(parts, shapes[0][2], shapes[0][1])](
-        *(rows, *wide, tokens, channels, block),
+    width = sum(shape[3] for shape in shapes)
+    products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
+    pairs = (hidden_weight, 0), (gate_weight, inner)
+    wide = [None if weight is None else Wide.of(weight, first) for weight, first in pairs]
+    _products_kernel[(parts, slots, groups)](
+        *(rows, *wide, products, tokens, channels, width, block),
         num_stages=5 if block * units <= 10240 else 2,
     )
-    return [None if each is None else each.product for each in wide]
+    return products
 
 
-def launch_factors(approximate: str, eps: float, hidden: Any, weight: Any, gates: Any, factors: Tensor) -> None:
-    """Compute the factors, (slot, token, channel, all heads), from products, which may be those by parts."""
-    slots, tokens, channels, all_heads = factors.shape
-    products = gates if hidden is None else hidden
-    parts = products.shape[3] if products.dim() == 5 else 0
-    groups = products.shape[0 if parts else 1]
-    heads, rank = all_heads // groups, channels // 2
-    channels_padded = _power_of_2(max(2 * rank, 1))
-    columns = _padded(channels_padded * _power_of_2(heads))
-    # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
-    block = 32 if tokens > 1024 and columns <= 128 else 16
-    _factors_kernel[(tokens if parts else triton.cdiv(tokens, block), slots, groups)](
-        *(hidden, None if weight is None else weight.contiguous(), gates, factors, tokens, eps, approximate),
-        *(rank, heads, channels_padded, columns // channels_padded, parts, block),
-        num_warps=8 if columns > 256 else 4,
-        num_stages=5 if parts and columns <= 128 else 3,  # all of a usual weight is on its way at once
+def launch_factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None, factors: Tensor) -> None:
+    """Compute the factors, (slot, batch, length, channel, all heads), from products, which may be those by parts."""
+    batch, length, groups, slots = products.shape[:4]
+    shape, warps = Shape.of(approximate, products, weight)
+    weight = None if weight is None else weight.contiguous()
+    parts, columns = shape.PARTS.value, shape.CHANNELS_PADDED.value * shape.HEADS_PADDED.value
+    grid = -(-batch * length // (1 if parts else shape.BLOCK_M.value)), slots, groups
+    stages = 5 if parts and columns <= 128 else 3  # all of a usual weight is on its way at once
+    arguments = products, weight, factors, batch * length, eps, shape
+    _factors_kernel[grid](*arguments, num_warps=warps, num_stages=stages)
+
+
+def launch_gradients(
+    approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Tensor | None, of_products: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """
+    Compute the gradient of the products from that of the factors, of any strides. Return what products over the tokens
+    make the weight's of: activated states and gradients of the maps, (groups x slots x parts, tokens of a part, K).
+    """
+    batch, length, groups, slots, _ = products.shape
+    shape, warps = Shape.of(approximate, products, weight)
+    parts = max(1, triton.cdiv(batch * length, MOST_ROWS))
+    blocks = triton.cdiv(batch * length, parts * shape.BLOCK_M.value)  # of a part
+    activated = of_maps = None
+    if weight is not None:
+        weight = weight.contiguous()
+        activated = products.new_empty(groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2])
+        of_maps = torch.empty_like(activated)
+    tensors = products, weight, gradient, gradient.stride(), of_products, activated, of_maps
+    # As many warps again hold the gradients of what the others hold.
+    _gradients_kernel[(parts * blocks, slots, groups)](
+        *tensors, batch * length, length, eps, shape, num_warps=2 * warps
     )
+    return activated, of_maps
 
 
 @triton.jit
@@ -87,15 +135,15 @@ def _load_wide(wide, channel, is_channel):
 
 
 @triton.jit
-def _store_product(wide, product, tokens):
+def _store_product(wide, product, products, tokens, WIDTH: tl.constexpr):
     m, column = tl.arange(0, 16)[:, None], tl.arange(0, wide.COLUMNS_PADDED)[None, :]
-    row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tokens + m
-    row = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(wide.product + row * wide.COLUMNS + column, product, mask=(m < tokens) & (column < wide.COLUMNS))
+    row = (m * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+    products += (row * tl.num_programs(0) + tl.program_id(0)) * WIDTH + wide.FIRST + column
+    tl.store(products, product, mask=(m < tokens) & (column < wide.COLUMNS))
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _products_kernel(states, hidden, gates, tokens, channels, BLOCK_K: tl.constexpr):
+def _products_kernel(states, hidden, gates, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
     m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
     if hidden is not None:
@@ -113,29 +161,27 @@ def _products_kernel(states, hidden, gates, tokens, channels, BLOCK_K: tl.conste
         if gates is not None:
             of_gates = tl.dot(x, _load_wide(gates, k, k < channels), of_gates, input_precision="ieee")
     if hidden is not None:
-        _store_product(hidden, of_hidden, tokens)
+        _store_product(hidden, of_hidden, products, tokens, WIDTH)
     if gates is not None:
-        _store_product(gates, of_gates, tokens)
+        _store_product(gates, of_gates, products, tokens, WIDTH)
 
 
 @triton.jit
 def _gelu(x, APPROXIMATE: tl.constexpr):
+    """And its derivative."""
     if APPROXIMATE == "tanh":
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(x)) / 2 is sigmoid(2 x)
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(x)) / 2 is sigmoid(2 x)
+        slope = share * (1 - share) * (1.5957691216057308 + 0.21406644488780728 * x * x)
     else:
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * share, share + x * slope
 
 
 @triton.jit
-def _load_products(products, row, is_row, column, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """[rows, columns], or [parts, columns] of the one row that a program has of products by parts."""
-    inside = (column < COLUMNS)[None, :]
-    if PARTS > 0:
-        row = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-        row = row * PARTS + tl.arange(0, PARTS)
-    else:
-        inside = is_row[:, None] & inside
-    return tl.load(products + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0)
+def _tanh(x):
+    # The difference of numbers near 1 has few digits of what is small.
+    return tl.where(tl.abs(x) < 0.01, x - x * x * x / 3, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit
@@ -147,56 +193,128 @@ def _join_parts(products, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
     return products
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _factors_kernel(
-    hidden,
+@triton.jit
+def _multiply(
+    rows,
+    is_row,
     weight,
-    gates,
-    factors,
-    tokens,
-    eps,
-    APPROXIMATE: tl.constexpr,
-    RANK: tl.constexpr,
-    HEADS: tl.constexpr,
-    CHANNELS_PADDED: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
+    k_stride,
+    columns,
+    is_column,
+    shape,
+    ACTIVATION: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    CHANNELS: tl.constexpr = 2 * RANK + (gates is not None)
+    """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by the weight."""
+    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+    BLOCK_K: tl.constexpr = 512 // DTYPE.primitive_bitwidth
+    total = tl.zeros([shape.BLOCK_M, columns.shape[0]], tl.float32)
+    for start in range(0, INNER, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        states = tl.load(rows + k[None, :], mask=is_row[:, None] & (k < INNER)[None, :], other=0)
+        if ACTIVATION is not None:
+            states = _gelu(_join_parts(states, PARTS, shape.BLOCK_M), ACTIVATION)[0]  # [BLOCK_M, BLOCK_K]
+        offsets = k[:, None] * k_stride + columns[None, :]
+        weights = tl.load(weight + offsets, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
+        total = tl.dot(states.to(DTYPE), weights.to(DTYPE), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _low_rank_factors(hidden, is_row, weight, eps, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """[BLOCK_M, channels, heads]: w1 / norm, w2; and [BLOCK_M, channels, 1]: 1 / norm for w1, 1 for w2."""
+    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+    column = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
+    c, head = column // shape.HEADS_PADDED, column % shape.HEADS_PADDED
+    is_column = (c < 2 * shape.RANK) & (head < shape.HEADS)
+    columns = c * shape.HEADS + head
+    maps = _multiply(hidden, is_row, weight, INNER, columns, is_column, shape, ACTIVATION, shape.PARTS, DTYPE)
+    maps = tl.reshape(maps, [shape.BLOCK_M, shape.CHANNELS_PADDED, shape.HEADS_PADDED])
+    scale = tl.rsqrt(tl.sum(maps * maps, 2, keep_dims=True) / shape.HEADS + eps)
+    scale = tl.where(tl.arange(0, shape.CHANNELS_PADDED)[None, :, None] < shape.RANK, scale, 1.0)
+    return maps * scale, scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _factors_kernel(products, weight, factors, tokens, eps, shape):
+    """Of products by parts a program has one token, which all rows of its matrix products stand for."""
+    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+    CHANNELS: tl.constexpr = 2 * shape.RANK + (shape.WIDTH > INNER)
+    TOKENS: tl.constexpr = shape.BLOCK_M if shape.PARTS == 0 else 1
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
-    TOKENS: tl.constexpr = BLOCK_M if PARTS == 0 else 1
-    m = tl.arange(0, BLOCK_M)
+    m, h = tl.arange(0, shape.BLOCK_M), tl.arange(0, shape.HEADS_PADDED)
     t = (tl.program_id(0) * TOKENS + m).to(tl.int64)
-    row, is_token = (t * groups + group) * slots + slot, (t < tokens) & (m < TOKENS)  # of the products
-    h = tl.arange(0, HEADS_PADDED)
-    factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * HEADS + h[None, :]  # [BLOCK_M, HEADS]
-    if gates is not None:  # on its way while the maps are made
-        gate = _load_products(gates, row, is_token, h, HEADS, PARTS)
-    if hidden is not None:
-        INNER: tl.constexpr = 2 * RANK * HEADS
+    is_token = (t < tokens) & (m < TOKENS)
+    row, is_row = (t * groups + group) * slots + slot, is_token  # of the products
+    if shape.PARTS > 0:
+        part = tl.arange(0, shape.PARTS)
+        row = ((tl.program_id(0) * groups + group) * slots + slot) * shape.PARTS + part
+        is_row = part >= 0
+    products += (row * shape.WIDTH)[:, None]
+    factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * shape.HEADS + h[None, :]
+    if shape.WIDTH > INNER:  # on its way while the maps are made
+        gates = tl.load(products + INNER + h[None, :], mask=is_row[:, None] & (h < shape.HEADS)[None, :], other=0)
+    if weight is not None:
+        weight += (group * slots + slot) * INNER * INNER
         DTYPE: tl.constexpr = factors.dtype.element_ty
-        BLOCK_K: tl.constexpr = 512 // DTYPE.primitive_bitwidth
-        column = tl.arange(0, CHANNELS_PADDED * HEADS_PADDED)
-        c, head = column // HEADS_PADDED, column % HEADS_PADDED
-        is_column = (c < 2 * RANK) & (head < HEADS)
-        maps = tl.zeros([BLOCK_M, CHANNELS_PADDED * HEADS_PADDED], tl.float32)
-        for start in range(0, INNER, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            states = _load_products(hidden, row, is_token, k, INNER, PARTS)
-            offsets = ((group * slots + slot) * INNER + k)[:, None] * INNER + (c * HEADS + head)[None, :]
-            weights = tl.load(weight + offsets, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
-            states = _gelu(_join_parts(states, PARTS, BLOCK_M), APPROXIMATE)  # [BLOCK_M, BLOCK_K]
-            maps = tl.dot(states.to(DTYPE), weights.to(DTYPE), maps, input_precision="ieee")
-        maps = tl.reshape(maps, [BLOCK_M, CHANNELS_PADDED, HEADS_PADDED])
-        channel = tl.arange(0, CHANNELS_PADDED)[None, :, None]
-        scale = tl.rsqrt(tl.sum(maps * maps, 2, keep_dims=True) / HEADS + eps)
-        maps = tl.where(channel < RANK, maps * scale, maps)
-        inside = is_token[:, None, None] & (channel < 2 * RANK) & (h < HEADS)[None, None, :]
-        tl.store(factors[:, None, :] + channel * (groups * HEADS), maps, mask=inside)
-    if gates is not None:
-        gate = _join_parts(gate, PARTS, BLOCK_M)
-        # The difference of numbers near 1 has few digits of what is small.
-        hyperbolic = tl.where(tl.abs(gate) < 0.01, gate - gate * gate * gate / 3, 2 * tl.sigmoid(2 * gate) - 1)
-        tl.store(factors + 2 * RANK * groups * HEADS, hyperbolic, mask=is_token[:, None] & (h < HEADS)[None, :])
+        low_rank, _ = _low_rank_factors(products, is_row, weight, eps, shape, shape.APPROXIMATE, DTYPE)
+        c = tl.arange(0, shape.CHANNELS_PADDED)[None, :, None]
+        inside = is_token[:, None, None] & (c < 2 * shape.RANK) & (h < shape.HEADS)[None, None, :]
+        tl.store(factors[:, None, :] + c * (groups * shape.HEADS), low_rank, mask=inside)
+    if shape.WIDTH > INNER:
+        gates = _tanh(_join_parts(gates, shape.PARTS, shape.BLOCK_M))
+        inside = is_token[:, None] & (h < shape.HEADS)[None, :]
+        tl.store(factors + 2 * shape.RANK * groups * shape.HEADS, gates, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _gradients_kernel(products, weight, gradient, strides, of_products, activated, of_maps, tokens, length, eps, shape):
+    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+    slot, slots = tl.program_id(1), tl.num_programs(1)
+    group, groups = tl.program_id(2), tl.num_programs(2)
+    first, m, h = tl.program_id(0) * shape.BLOCK_M, tl.arange(0, shape.BLOCK_M), tl.arange(0, shape.HEADS_PADDED)
+    t, is_token = first + m, first + m < tokens
+    # Where a program begins may be far away, and what it reads from there on takes an index of 32 bits.
+    offset = ((first.to(tl.int64) * groups + group) * slots + slot) * shape.WIDTH
+    products = products + offset + (m * (groups * slots * shape.WIDTH))[:, None]
+    of_products = of_products + offset + (m * (groups * slots * shape.WIDTH))[:, None]
+    slot_stride, batch_stride, token_stride, channel_stride, head_stride = strides
+    gradient += slot.to(tl.int64) * slot_stride + (first // length).to(tl.int64) * batch_stride
+    rows = (t // length - first // length) * batch_stride + t % length * token_stride
+    rows = ((group * shape.HEADS + h) * head_stride)[:, None] + rows[None, :]  # [heads, BLOCK_M]
+    if weight is not None:
+        branch = group * slots + slot
+        weight += branch * INNER * INNER
+        offset = (branch.to(tl.int64) * tl.num_programs(0) * shape.BLOCK_M + first) * INNER
+        activated = activated + offset + (m * INNER)[:, None]
+        of_maps = of_maps + offset + (m * INNER)[:, None]
+        # Read as a model's gradients lie in memory: channels side by side, then tokens, then heads.
+        c = tl.arange(0, shape.CHANNELS_PADDED)
+        inside = (h < shape.HEADS)[:, None, None] & is_token[None, :, None] & (c < 2 * shape.RANK)[None, None, :]
+        of_factors = tl.load(gradient + (rows[:, :, None] + c[None, None, :] * channel_stride), mask=inside, other=0)
+        k = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
+        is_state = is_token[:, None] & (k < INNER)[None, :]
+        states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
+        tl.store(activated + k[None, :], _gelu(states, shape.APPROXIMATE)[0], mask=(k < INNER)[None, :])
+        tl.debug_barrier()  # before other threads read them
+        DTYPE: tl.constexpr = products.dtype.element_ty
+        low_rank, scale = _low_rank_factors(activated, is_token, weight, eps, shape, None, DTYPE)
+        of_factors = tl.permute(of_factors, 1, 2, 0).to(tl.float32)  # [BLOCK_M, channels, heads]
+        along = tl.sum(of_factors * low_rank, 2, keep_dims=True) / shape.HEADS
+        maps = tl.where(c[None, :, None] < shape.RANK, scale * (of_factors - low_rank * along), of_factors)
+        maps = tl.where(is_token[:, None, None], maps, 0)  # which is NaN for no token if eps is 0
+        inside = (c < 2 * shape.RANK)[:, None] & (h < shape.HEADS)[None, :]
+        columns = c[:, None] * shape.HEADS + h[None, :]
+        tl.store(of_maps[:, :, None] + columns[None, :, :], maps, mask=inside[None, :, :])
+        tl.debug_barrier()
+        of_states = _multiply(of_maps, is_token, weight, 1, k * INNER, k < INNER, shape, None, 0, DTYPE)
+        # Computed once more, it takes no registers until here.
+        states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
+        tl.store(of_products + k[None, :], of_states * _gelu(states, shape.APPROXIMATE)[1], mask=is_state)
+    if shape.WIDTH > INNER:
+        inside = is_token[:, None] & (h < shape.HEADS)[None, :]
+        gates = _tanh(tl.load(products + INNER + h[None, :], mask=inside, other=0).to(tl.float32))
+        of_gates = tl.load(gradient + (tl.trans(rows) + 2 * shape.RANK * channel_stride), mask=inside, other=0)
+        tl.store(of_products + INNER + h[None, :], of_gates.to(tl.float32) * (1 - gates * gates), mask=inside)

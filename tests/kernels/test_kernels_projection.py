@@ -1,4 +1,4 @@
-"""The factors of the composition in one Triton kernel, in its interpreter where there is no GPU.
+"""The factors of the composition and their gradients in Triton kernels, in its interpreter where there is no GPU.
 
 The interpreter multiplies no bfloat16, so that float16 stands for both.
 """
@@ -15,6 +15,7 @@ import torch
 from operator_inputs import DEVICE
 from test_kernels_native import error_of
 from tiny_models import VARIANTS, random_tokens, tiny_model
+from torch.nn import functional
 from torch.testing import assert_close
 
 import dcformer
@@ -38,21 +39,32 @@ CASES = {
 }
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """The shapes of the factors that the kernel was launched for, with a CPU in place of a CUDA device."""
+def watch(monkeypatch, name):
+    """The shapes of the last arguments of the calls of this function."""
     from dcformer.kernels import projection_kernel
 
-    found, launch = [], projection_kernel.launch_factors
+    found, launch = [], getattr(projection_kernel, name)
 
     def watched(*call):
         found.append(call[-1].shape)
-        launch(*call)
+        return launch(*call)
 
-    monkeypatch.setattr(projection_kernel, "launch_factors", watched)
+    monkeypatch.setattr(projection_kernel, name, watched)
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The shapes of the factors that the kernel was launched for, with a CPU in place of a CUDA device."""
     monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
     torch._dynamo.reset()
-    return found
+    return watch(monkeypatch, "launch_factors")
+
+
+@pytest.fixture
+def differentiated(monkeypatch):
+    """The shapes of the products that the kernel of the gradients was launched for."""
+    return watch(monkeypatch, "launch_gradients")
 
 
 @pytest.fixture
@@ -89,9 +101,9 @@ def factors_and_gradients(compose, *states):
     states = [each.detach().requires_grad_() for each in states]
     factors = factors_of(compose, *states)
     weights = [torch.randn(each.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE) for each in factors]
-    total = sum((each.double() * weight).sum() for each, weight in zip(factors, weights))
-    gradients = torch.autograd.grad(total, [*states, *compose.parameters()])
-    return [each.detach() for each in factors], list(gradients)
+    compose.zero_grad()
+    sum((each.double() * weight).sum() for each, weight in zip(factors, weights)).backward()
+    return [each.detach() for each in factors], [leaf.grad for leaf in (*states, *compose.parameters())]
 
 
 def by_hand(compose, states):
@@ -117,7 +129,7 @@ def by_hand(compose, states):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launched, monkeypatch):
+def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launched, differentiated, monkeypatch):
     exact = make_compose(dtype, **CASES[name])
     compose = copy.deepcopy(exact).to(dtype)
     states = torch.randn(*TOKENS, HIDDEN).to(DEVICE, dtype)
@@ -129,7 +141,7 @@ def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launc
     found, gradients = factors_and_gradients(compose, states)
     with torch.no_grad():
         assert_close(factors_of(compose, states), found, rtol=0, atol=0)
-    assert len(launched) == 2
+    assert len(launched) == 2 and len(differentiated) == 1
     assert all(each.dtype == dtype and each.stride(1) == 1 for each in found)  # heads side by side
     strides = [parameter.stride() for parameter in compose.parameters()]
     assert [each.stride() for each in gradients[1:]] == strides  # as DDP asks for
@@ -191,17 +203,70 @@ def test_a_compiled_step_multiplies_few_tokens_too(multiplied):
             assert_close(stage.key.factors, expected.key.factors, rtol=1e-5, atol=1e-6)
 
 
+def products_and_weight(batch, length, slots, rank, heads, gates=True, groups=2, dtype=torch.float32):
+    products = torch.randn(batch, length, groups, slots, (2 * rank + gates) * heads).to(DEVICE, dtype)
+    weight = torch.randn(groups, slots, 2 * rank * heads, 2 * rank, heads) / (2 * rank * heads) ** 0.5
+    return products.requires_grad_(), weight.to(DEVICE, dtype).requires_grad_()
+
+
 def test_the_operators_keep_the_rules_of_torch():
-    hidden, gates = (torch.randn(*shape, device=DEVICE) for shape in ((5, 2, 4, 8), (5, 2, 4, 2)))
-    call = hidden, torch.randn(2, 4, 8, 4, 2, device=DEVICE), gates
-    leaves = [tensor.requires_grad_() for tensor in call]
     rules = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(projection.factors_op, ("none", 1e-6, *leaves), test_utils=rules)
-    states, call = torch.randn(2, 3, 5, device=DEVICE), [tensor.detach() for tensor in call]  # of 5 channels
-    torch.library.opcheck(projection.factors_of_few_op, ("tanh", 1e-6, states, *call), test_utils=rules)
+    call = products_and_weight(1, 5, slots=4, rank=2, heads=2)
+    torch.library.opcheck(projection.factors_op, ("none", 1e-6, *call), test_utils=rules)
+    gradient, call = torch.randn(4, 1, 5, 5, 4, device=DEVICE), [each.detach() for each in call]
+    for needs_weight in (True, False):
+        torch.library.opcheck(projection.gradients_op, ("tanh", 1e-6, gradient, *call, needs_weight), test_utils=rules)
+    weights = [torch.randn(5, *sizes, device=DEVICE) for sizes in ((2, 4, 8), (2, 4, 2))]  # of 5 channels
+    call = torch.randn(2, 3, 5, device=DEVICE), weights[0], call[1], weights[1]
+    torch.library.opcheck(projection.factors_of_few_op, ("tanh", 1e-6, *call), test_utils=rules)
 
 
-def test_gradients_have_gradients(launched, monkeypatch):
+def strided(gradient, layout):
+    if layout == "model":  # as gradients of (batch, heads, length, channels) are stacked
+        return gradient.transpose(2, 4).contiguous().transpose(2, 4).transpose(2, 3).contiguous().transpose(2, 3)
+    return gradient[:1, :1, :1].expand_as(gradient) if layout == "expanded" else gradient
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("layout", ["model", "contiguous", "expanded"])
+@pytest.mark.parametrize(
+    "eps, case",
+    [
+        (1e-6, {"batch": 7, "length": 5, "slots": 2, "rank": 2, "heads": 3}),
+        (0.0, {"batch": 3, "length": 200, "slots": 1, "rank": 1, "heads": 9}),  # in two parts, which have room for more
+        (1e-6, {"batch": 2, "length": 3, "slots": 3, "rank": 3, "heads": 20, "gates": False}),
+    ],
+)
+def test_gradients_of_any_strides_over_any_tokens(eps, case, layout):
+    call = products, weight = products_and_weight(**case)
+    if eps > 0:
+        products.data[0, 0] = 0
+    exact = [each.detach().double().requires_grad_() for each in call]
+    hidden, gates = exact[0].split([weight.shape[2], products.shape[4] - weight.shape[2]], dim=4)
+    expected = compose_dcformer.plain_factors(
+        functional.gelu, eps, hidden, exact[1], gates if case.get("gates", True) else None
+    )
+    gradient = strided(torch.randn(expected.shape).to(DEVICE), layout)
+    found = projection.factors_op("none", eps, *call)
+    assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    first, second = (torch.autograd.grad(found, call, gradient, retain_graph=True) for _ in range(2))
+    assert_close(first, second, rtol=0, atol=0)
+    for one, exactly in zip(first, torch.autograd.grad(expected, exact, gradient.double())):
+        assert_close(one, exactly.float(), rtol=1e-5, atol=1e-5 * float(exactly.abs().max()))
+
+
+@pytest.mark.parametrize("trains_low_rank", [True, False])
+def test_training_multiplies_the_states_once_and_sums_up_only_what_is_needed(trains_low_rank, launched):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    compose.low_rank_weight.requires_grad_(trains_low_rank)
+    with torch.profiler.profile() as profile:
+        factors_and_gradients(compose, torch.randn(*TOKENS, HIDDEN, device=DEVICE))
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::mm") == 3 and names.count("aten::bmm") == trains_low_rank
+    assert (compose.low_rank_weight.grad is not None) == trains_low_rank
+
+
+def test_gradients_have_gradients(launched, differentiated, monkeypatch):
     """Plain attention has derivatives of any order, so what its factors come from has too."""
     compose = make_compose(torch.float32, num_heads=4).float()
     states = torch.randn(*TOKENS, HIDDEN, device=DEVICE, requires_grad=True)
@@ -214,7 +279,7 @@ def test_gradients_have_gradients(launched, monkeypatch):
     found = second()
     monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
     assert_close(found, second(), rtol=1e-4, atol=1e-4 * float(found[0].abs().max()))
-    assert len(launched) == 1
+    assert len(launched) == 1 and len(differentiated) == 1  # for the gradient's gradient alone
 
 
 @torch.no_grad()
@@ -263,7 +328,7 @@ def test_plain_by_name_is_torch_alone(launched):
     assert launched == []
     model.set_attn_implementation(NAMED)
     model(tokens)
-    assert launched == [(4, 3, 5, 4)]
+    assert launched == [(4, 1, 3, 5, 4)]
 
 
 def relu(compose):
@@ -319,7 +384,7 @@ def test_keys_of_another_sequence_have_their_own_tokens(launched, monkeypatch):
     with torch.no_grad():
         attention.compose.low_rank_weight.normal_()
         found = attention(query, key, key)
-        assert launched == [(2, 6, 5, 4), (2, 10, 5, 4)]
+        assert launched == [(2, 2, 3, 5, 4), (2, 2, 5, 5, 4)]
         monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
         assert_close(found, attention(query, key, key), rtol=1e-5, atol=1e-5)
 
@@ -342,17 +407,18 @@ def test_the_shares_of_two_processes_are_the_halves_of_the_whole(launched):
 COMPILE = """
 import json, torch
 from compile_all import GPUTarget, launches, states, usage
-from dcformer.kernels.projection import _factors, _factors_of_few
+from dcformer.kernels.projection import _factors, _factors_of_few, _gradients
 
 found = []
 for capability, heads, rank, tokens, dtype in (
-    (80, 32, 2, 4096, torch.bfloat16), (90, 32, 2, 1, torch.bfloat16), (90, 40, 4, 4096, torch.float32),
-    (100, 64, 4, 4096, torch.bfloat16),
+    (80, 32, 2, 4096, torch.bfloat16), (90, 32, 2, 1, torch.bfloat16), (90, 32, 2, 4096, torch.bfloat16),
+    (90, 40, 4, 4096, torch.float32), (100, 64, 4, 4096, torch.bfloat16),
 ):
     inner, target = 2 * rank * heads, GPUTarget("cuda", capability, 32)
-    shapes = (tokens, 1, 4, inner), (1, 4, inner, 2 * rank, heads), (tokens, 1, 4, heads)
-    call = [states(*shape, dtype=dtype) for shape in shapes]
-    found += [usage(*launch, target) for launch in launches(lambda: _factors("none", 1e-6, *call), target)]
+    call = states(1, tokens, 1, 4, inner + heads, dtype=dtype), states(1, 4, inner, 2 * rank, heads, dtype=dtype)
+    gradient = states(4, 1, heads, tokens, 2 * rank + 1, dtype=dtype).permute(0, 1, 3, 4, 2)
+    for function in (lambda: _factors("none", 1e-6, *call), lambda: _gradients("none", 1e-6, gradient, *call, True)):
+        found += [usage(*launch, target) for launch in launches(function, target)]
 for capability, heads, rank, dtype in (
     (80, 52, 4, torch.bfloat16), (90, 32, 2, torch.bfloat16), (100, 32, 2, torch.float32),
 ):
@@ -364,10 +430,12 @@ print(json.dumps(found))
 """
 
 
-def test_it_compiles_without_spilled_registers():
+def test_they_compile_without_spilled_registers():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
     run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
     kernels = json.loads(run.stdout)
-    assert len(kernels) == 10 and all(kernel["stack"] == 0 for kernel in kernels)
+    names = [kernel["kernel"] for kernel in kernels]
+    assert names == 5 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
+    assert all(kernel["stack"] == 0 for kernel in kernels)
     assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)
