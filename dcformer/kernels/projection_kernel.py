@@ -51,7 +51,7 @@ def launch_gradients(
     """
     batch, length, groups, slots, _ = products.shape
     shape, warps = Shape.of(approximate, products, weight)
-    parts = triton.cdiv(batch * length, MOST_ROWS)
+    parts = max(1, triton.cdiv(batch * length, MOST_ROWS))
     blocks = triton.cdiv(batch * length, parts * shape.BLOCK_M.value)  # of a part
     activated = of_maps = None
     if weight is not None:
