@@ -266,6 +266,13 @@ def test_training_multiplies_the_states_once_and_sums_up_only_what_is_needed(tra
     assert (compose.low_rank_weight.grad is not None) == trains_low_rank
 
 
+def test_no_tokens_have_gradients_of_zero(launched, differentiated):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    _, gradients = factors_and_gradients(compose, torch.randn(2, 0, HIDDEN, device=DEVICE))
+    assert [each.shape for each in gradients[1:]] == [each.shape for each in compose.parameters()]
+    assert len(differentiated) == 1 and not any(each.any() for each in gradients)
+
+
 def test_gradients_have_gradients(launched, differentiated, monkeypatch):
     """Plain attention has derivatives of any order, so what its factors come from has too."""
     compose = make_compose(torch.float32, num_heads=4).float()
