@@ -1,10 +1,13 @@
 """Attention on a GPU: the kernels are chosen, as exact as PyTorch, in memory that grows linearly with the length."""
 
+import copy
+
 import pytest
 import torch
 from operator_inputs import hold_errors_to_those_of_pytorch, make_inputs
 from tiny_models import random_tokens, tiny_model
 
+from dcformer.compose_dcformer import DCFormerCompose
 from dcformer.dcmha import composed_attention, explain_choice
 
 
@@ -62,3 +65,27 @@ def test_memory_grows_linearly_with_the_length(device):
 )
 def test_kernels_err_at_most_twice_as_much_as_pytorch(dtype, shape, options, device):
     hold_errors_to_those_of_pytorch(make_inputs(**{"batch": 1, **shape}).map(lambda x: x.to(device, dtype)), **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_compose_weights_err_at_most_twice_as_much_as_pytorch(tokens, device):
+    """Those of a decoding step, and with gradients those of training."""
+    compose = DCFormerCompose(512, 32, device=device, dtype=torch.bfloat16)
+    for parameter in compose.parameters():
+        parameter.data = torch.randn_like(parameter) / parameter.shape[2 if parameter.dim() == 5 else 0] ** 0.5
+    exact, states = copy.deepcopy(compose).double(), torch.randn(1, tokens, 512, device=device).bfloat16()
+
+    def results(module, states, trains, fused):
+        with torch.set_grad_enabled(trains):
+            stages = module(states.requires_grad_(trains), fused=fused)
+            factors = [side.factors for stage in stages for side in (stage.query, stage.key)]
+        if not trains:
+            return factors
+        return [*factors, *torch.autograd.grad(sum(each.sin().sum() for each in factors), [*module.parameters()])]
+
+    for trains in (False, True):
+        expected = results(exact, states.detach().double(), trains, fused=False)
+        ours, theirs = (results(compose, states.detach(), trains, fused) for fused in (True, False))
+        for one, other, exactly in zip(ours, theirs, [each.detach() for each in expected]):
+            errors = [float((each.detach().double() - exactly).norm() / exactly.norm()) for each in (one, other)]
+            assert errors[0] <= 2 * errors[1]
