@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call, new_output
-from .plan import Mask, Stage, States
+from .plan import Mask, Stage, States, cdiv, constant, next_power_of_2
 from .tiles import load_factors, offsets_of
 
 
@@ -81,18 +81,18 @@ def composed_decode(
     pre, post = Stage.both(call)
     group = heads // call.groups
     has_static = call.pre_static is not None or call.post_static is not None
-    padded = max(triton.next_power_of_2(group), 16 if has_static else 1)
+    padded = max(next_power_of_2(group), 16 if has_static else 1)
     span = _span(call, slots, key_lengths is not None)
     # Programs that share a part: of each group and query and, in the second kernel, block of channels.
     shares = call.groups * queries
-    blocks = triton.cdiv(value.shape[3], _BLOCK_D.value)
+    blocks = cdiv(value.shape[3], _BLOCK_D.value)
     keys, parts, warps = _split(span, batch * shares, padded, _MOST_PARTS[0])
     scores = query.new_empty(batch, heads, queries, span, dtype=torch.float32)
     log_sums = query.new_empty(batch, shares, parts, padded, dtype=torch.float32)
     # The first kernel sets them to 0: zeros from PyTorch would be one more launch. No other call or stream has them.
     tickets = query.new_empty(batch, shares, blocks, dtype=torch.int32)
     page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
-    sizes = map(tl.constexpr, (page, group, padded, triton.next_power_of_2(parts), blocks))
+    sizes = map(constant, (page, group, padded, next_power_of_2(parts), blocks))
     step = Step(key_lengths, block_table, table_stride, ring_size, span, scores, log_sums, parts, tickets, *sizes)
     _scores_kernel[(parts, shares, batch)](
         mask, step, pre, States.of(query), States.of(key, heads), call.scaling * LOG2_E, keys, num_warps=warps
@@ -100,7 +100,7 @@ def composed_decode(
     output = new_output(query, key, value)
     keys, parts, warps = _split(span, tickets.numel(), padded, _MOST_PARTS[1])
     of_parts = query.new_empty(batch, shares, blocks, parts, padded, _BLOCK_D.value, dtype=torch.float32)
-    at_once = min(triton.next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
+    at_once = min(next_power_of_2(parts), max(2, 64 * warps // padded))  # parts: 64 numbers a thread
     _values_kernel[(parts, shares * blocks, batch)](
         mask, step, post, States.of(value, heads), of_parts, States.of(output), keys, at_once, num_warps=warps
     )
@@ -110,11 +110,11 @@ def composed_decode(
 def _split(span: int, programs: int, heads: int, most: int) -> tuple[int, int, int]:
     """Keys of a tile, parts of a row, at most so many, and warps of a kernel of which `programs` share a part."""
     # Few keys in sight, as in a window, are spread over many programs, but each has four tiles where these are enough.
-    spread = triton.next_power_of_2(triton.cdiv(span * programs, _PROGRAMS) + 1) // 2
+    spread = next_power_of_2(cdiv(span * programs, _PROGRAMS) + 1) // 2
     keys = min(64, max(4, min(_SCORES_OF_A_TILE // heads, spread)))
-    tiles = triton.cdiv(span, keys)
-    least = triton.cdiv(tiles, max(1, min(most, _MOST_PROGRAMS // programs)))
-    parts = triton.cdiv(tiles, max(1, least, min(4, round(tiles * programs / _PROGRAMS))))
+    tiles = cdiv(span, keys)
+    least = cdiv(tiles, max(1, min(most, _MOST_PROGRAMS // programs)))
+    parts = cdiv(tiles, max(1, least, min(4, round(tiles * programs / _PROGRAMS))))
     return keys, parts, min(16, max(1, keys * heads // 32))
 
 

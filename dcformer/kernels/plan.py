@@ -4,11 +4,12 @@ The tuples are arguments of the kernels. Members of type `tl.constexpr` are know
 where a member is None.
 """
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -23,6 +24,8 @@ _INDEX_LIMIT = 2**31 - 1
 COMPOSE_M = 64
 # Keys whose scores it adds up: those of a warp, so that no sum waits for another warp.
 PART = tl.constexpr(16)
+# What kernels are compiled for, as the same objects in all calls, which Triton then finds sooner to be equal.
+constant = functools.lru_cache(maxsize=None, typed=True)(tl.constexpr)
 # What a program composes at once, of one query: scores of all heads of a group, and keys, at least. Then the warps, and
 # for how many queries at once scores are on their way. Hopper multiplies by four warps together, which leaves each of
 # them more registers. Elsewhere four warps would exchange much through shared memory. Factors in float32 take twice the
@@ -30,6 +33,15 @@ PART = tl.constexpr(16)
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
 # What kernels are launched with that add up what blocks contribute.
 JOINING = {"num_warps": 4}
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """As Triton's, which like the next takes two microseconds of every launch."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 class States(NamedTuple):
@@ -47,9 +59,8 @@ class States(NamedTuple):
     def of(cls, tensor: Tensor, heads: int | None = None) -> "States":
         """`heads` are those of the queries, by default as many as it has."""
         strides = tensor.stride()[:3]
-        # Rows of a cache start at 16 bytes.
-        unit = next(unit for unit in (8, 4, 2, 1) if all(stride % unit == 0 for stride in strides))
-        sizes = map(tl.constexpr, (unit, (heads or tensor.shape[1]) // tensor.shape[1], tensor.shape[3]))
+        unit = math.gcd(8, *strides)  # rows of a cache start at 16 bytes
+        sizes = map(constant, (unit, (heads or tensor.shape[1]) // tensor.shape[1], tensor.shape[3]))
         return cls(tensor, *(stride // unit for stride in strides), *sizes)
 
 
@@ -72,13 +83,13 @@ class Factors(NamedTuple):
     def of(cls, tensor: Tensor | None, heads: int) -> "Factors":
         """Of (batch, heads, length, factors), or (.., key/value heads, length, their query heads x factors)."""
         if tensor is None:
-            return cls(None, 0, 0, 0, 0, 0, *map(tl.constexpr, (1, 0, 0, 0, 1)))
+            return cls(None, 0, 0, 0, 0, 0, *map(constant, (1, 0, 0, 0, 1)))
         kv_groups = heads // tensor.shape[1]
         factors = tensor.shape[3] // kv_groups
         batch, head, position, factor = tensor.stride()
         unit = 8 if kv_groups == 1 and _reads_eight(tensor) else 1
         strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
-        return cls(tensor, *strides, *map(tl.constexpr, (kv_groups, factors // 2, factors % 2, factors, unit)))
+        return cls(tensor, *strides, *map(constant, (kv_groups, factors // 2, factors % 2, factors, unit)))
 
 
 class Stage(NamedTuple):
@@ -97,7 +108,7 @@ class Stage(NamedTuple):
         for query, key, static in (call[3:6], call[6:9]):
             heads = call.query.shape[1]
             sides = Factors.of(query, heads), Factors.of(key, heads)
-            has_static = tl.constexpr(static is not None)
+            has_static = constant(static is not None)
             stages.append(cls(*sides, None if static is None else static.contiguous(), has_static))
         return stages[0], stages[1]
 
@@ -128,7 +139,7 @@ class Mask(NamedTuple):
         dense = None if call.dense is None else _dense_mask(call.dense).contiguous()
         band = (call.query.shape[2], call.key.shape[2], call.query_offset, call.sliding_window)
         masks = (padding, row_stride(padding), dense, row_stride(dense), 0 if dense is None else dense.stride(2))
-        return cls(*band, tl.constexpr(call.is_causal), *documents, *masks)
+        return cls(*band, constant(call.is_causal), *documents, *masks)
 
 
 class Sizes(NamedTuple):
@@ -144,16 +155,11 @@ class Sizes(NamedTuple):
     WARPS: int  # of a program that composes
     STAGES: int
 
-    @property
-    def constants(self) -> "Sizes":
-        """The same as kernels take it."""
-        return Sizes(*map(tl.constexpr, self))  # type: ignore[arg-type]
-
     @classmethod
     def of(cls, call: Call, fewest_programs: int = 512) -> "Sizes":
         """For kernels that compose by fewer programs a block of queries is halved."""
         heads = call.query.shape[1] // call.groups
-        padded = max(triton.next_power_of_2(heads), 16)
+        padded = max(next_power_of_2(heads), 16)
         # Large tiles read queries and keys less often. They need the registers of 16-bit products and the memory of few
         # channels, and waste much at the edges of a narrow band.
         window = call.sliding_window or call.key.shape[2]
@@ -164,7 +170,7 @@ class Sizes(NamedTuple):
         scores, keys, warps, stages = TILES[kind]
         keys = min(rows, max(keys, scores // padded))
         seen = min(window + COMPOSE_M, call.key.shape[2])
-        programs = -(-call.query.shape[2] // COMPOSE_M) * -(-seen // keys) * call.query.shape[0] * call.groups
+        programs = cdiv(call.query.shape[2], COMPOSE_M) * cdiv(seen, keys) * call.query.shape[0] * call.groups
         composed = COMPOSE_M if programs >= fewest_programs else COMPOSE_M // 2
         assert rows % composed == 0 and rows % keys == 0
         # More heads take the shared memory of fewer stages.
@@ -197,13 +203,19 @@ class Work(NamedTuple):
     sizes: Sizes
 
     def launch(self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], *arguments: Any) -> None:
-        kernel[grid](self.mask, self.chunk, self.sizes.constants, *arguments, **options, enable_fp_fusion=True)
+        kernel[grid](self.mask, self.chunk, _constants(self.sizes), *arguments, **options, enable_fp_fusion=True)
 
     def launch_composing(self, kernel: Any, *arguments: Any, **options: Any) -> None:
         """A program for each block of columns, block of rows, and group of heads in each row of the batch."""
         chunk, sizes = self.chunk, self.sizes
         grid = (chunk.columns // sizes.COMPOSE_N, chunk.rows // sizes.COMPOSE_M, chunk.number * sizes.GROUPS)
         self.launch(kernel, grid, {"num_warps": sizes.WARPS, "num_stages": sizes.STAGES, **options}, *arguments)
+
+
+@functools.cache
+def _constants(sizes: Sizes) -> Sizes:
+    """The same as kernels take it."""
+    return Sizes(*map(constant, sizes))  # type: ignore[arg-type]
 
 
 def is_hopper(tensor: Tensor) -> bool:
@@ -225,7 +237,7 @@ def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes
     columns = _columns(call, queries, sizes)
     matrices = 2 * sizes.GROUPS * sizes.HEADS_PADDED**2 * call.query.element_size()
     block_bytes = sizes.BLOCK_M * (columns * bytes_per_column + matrices)
-    all_blocks = triton.cdiv(queries, sizes.BLOCK_M)
+    all_blocks = cdiv(queries, sizes.BLOCK_M)
     blocks = min(workspace_bytes // block_bytes, _INDEX_LIMIT // (sizes.BLOCK_M * columns))
     # As many chunks as that takes, of about as many rows, or queries, each.
     batch_step = _even_steps(batch, min(blocks // all_blocks, _GRID_LIMIT // heads))
@@ -239,7 +251,7 @@ def plan_chunks(call: Call, sizes: Sizes, bytes_per_column: int, workspace_bytes
 
 def _even_steps(number: int, most: int) -> int:
     """The size of as few steps as a number takes, of about the same size and at most so large."""
-    return triton.cdiv(number, triton.cdiv(number, max(1, most)))
+    return cdiv(number, cdiv(number, max(1, most)))
 
 
 def _columns(call: Call, stop: int, sizes: Sizes) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Sizes, States, Work
+from .plan import Sizes, States, Work, cdiv, next_power_of_2
 from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, offsets_of, rows_in_sight
 
 
@@ -24,13 +24,13 @@ def launch_products(
     the norms of both (2,).
     """
     # Products of float32 run outside of the tensor cores, in registers, which larger steps overflow.
-    step = min(32 if query.dtype == torch.float32 else 64, max(16, triton.next_power_of_2(query.shape[3])))
+    step = min(32 if query.dtype == torch.float32 else 64, max(16, next_power_of_2(query.shape[3])))
     chunk, sizes = work.chunk, work.sizes
     columns = chunk.columns // sizes.BLOCK_N
     tiles = columns * (chunk.rows // sizes.BLOCK_M) * chunk.number * query.shape[1]
     blocks = _BLOCKS if tiles >= _BLOCKS * _PROGRAMS else 1
     arguments = (States.of(query), States.of(key, query.shape[1]), products, factor, norms, blocks, 64, step)
-    _launch(work, _products_kernel, triton.cdiv(columns, blocks), query, *arguments)
+    _launch(work, _products_kernel, cdiv(columns, blocks), query, *arguments)
 
 
 def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
@@ -65,7 +65,7 @@ def _tile(states: Tensor) -> tuple[int, int]:
     keys or queries of one step, of which several are on their way to shared memory at once.
     """
     most, step = (64, 32) if states.dtype == torch.float32 else (128, 64)
-    return min(most, max(16, triton.next_power_of_2(states.shape[3]))), step
+    return min(most, max(16, next_power_of_2(states.shape[3]))), step
 
 
 def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:

@@ -3,7 +3,6 @@ The kernels of `projection`: what follows the wide product, for some tokens, one
 products of a few tokens, whose time is that of reading the weights.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -12,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import channels_last
+from .plan import cdiv, constant, next_power_of_2
 
 
-_power_of_2 = functools.cache(triton.next_power_of_2)  # which takes microseconds of each decoding step
 _MOST_PARTS = 32  # of the hidden channels: with four slots 128 programs, about one per multiprocessor
 MOST_ROWS = 512  # tokens of one product for the weight's gradient: few long ones would leave a GPU without work
 
 
 def _padded(columns: int) -> int:
-    return max(_power_of_2(columns), 16)  # as `tl.dot` asks for
+    return max(next_power_of_2(columns), 16)  # as `tl.dot` asks for
 
 
 class Shape(NamedTuple):
@@ -39,12 +38,12 @@ class Shape(NamedTuple):
         tokens, width = products.shape[:2].numel(), products.shape[-1]
         parts = products.shape[4] if products.dim() == 6 else 0
         channels, heads = (0, width) if weight is None else weight.shape[3:]
-        channels_padded = _power_of_2(max(channels, 1))
-        columns = _padded(channels_padded * _power_of_2(heads))
+        channels_padded = next_power_of_2(max(channels, 1))
+        columns = _padded(channels_padded * next_power_of_2(heads))
         # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
         block = 32 if tokens > 1024 and columns <= 128 else 16
         sizes = channels // 2, heads, width, channels_padded, columns // channels_padded, block, parts
-        return cls(*map(tl.constexpr, (approximate, *sizes))), 8 if columns > 256 else 4
+        return cls(*map(constant, (approximate, *sizes))), 8 if columns > 256 else 4
 
 
 class Wide(NamedTuple):
@@ -62,7 +61,7 @@ class Wide(NamedTuple):
     def of(cls, weight: Tensor, first: int) -> "Wide":
         weight = channels_last(weight)
         columns = weight.shape[3]
-        return cls(weight, *map(tl.constexpr, (*weight.stride()[:3], columns, _padded(columns), first)))
+        return cls(weight, *map(constant, (*weight.stride()[:3], columns, _padded(columns), first)))
 
 
 def launch_products(states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None) -> Tensor:
@@ -76,8 +75,8 @@ def launch_products(states: Tensor, hidden_weight: Tensor | None, gate_weight: T
     groups, slots, inner = *shapes[0][1:3], 0 if hidden_weight is None else hidden_weight.shape[3]
     # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
     units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
-    block = min(128, max(16, _power_of_2(4096 // units)))
-    parts = min(_MOST_PARTS, _power_of_2(-(-channels // block)))
+    block = min(128, max(16, next_power_of_2(4096 // units)))
+    parts = min(_MOST_PARTS, next_power_of_2(cdiv(channels, block)))
     width = sum(shape[3] for shape in shapes)
     products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
     pairs = (hidden_weight, 0), (gate_weight, inner)
@@ -95,7 +94,7 @@ def launch_factors(approximate: str, eps: float, products: Tensor, weight: Tenso
     shape, warps = Shape.of(approximate, products, weight)
     weight = None if weight is None else weight.contiguous()
     parts, columns = shape.PARTS.value, shape.CHANNELS_PADDED.value * shape.HEADS_PADDED.value
-    grid = -(-batch * length // (1 if parts else shape.BLOCK_M.value)), slots, groups
+    grid = cdiv(batch * length, 1 if parts else shape.BLOCK_M.value), slots, groups
     stages = 5 if parts and columns <= 128 else 3  # all of a usual weight is on its way at once
     arguments = products, weight, factors, batch * length, eps, shape
     _factors_kernel[grid](*arguments, num_warps=warps, num_stages=stages)
@@ -110,8 +109,8 @@ def launch_gradients(
     """
     batch, length, groups, slots, _ = products.shape
     shape, warps = Shape.of(approximate, products, weight)
-    parts = max(1, triton.cdiv(batch * length, MOST_ROWS))
-    blocks = triton.cdiv(batch * length, parts * shape.BLOCK_M.value)  # of a part
+    parts = max(1, cdiv(batch * length, MOST_ROWS))
+    blocks = cdiv(batch * length, parts * shape.BLOCK_M.value)  # of a part
     activated = of_maps = None
     if weight is not None:
         weight = weight.contiguous()
