@@ -91,7 +91,9 @@ def differentiable_op(
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
-    def gradients(ctx: Any, output_gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, output_gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        if output_gradient is None:
+            return (None,) * len(Call._fields)
         *tensors, log_sums = ctx.saved_tensors
         results = iter(backward_op(output_gradient, *tensors, *ctx.numbers, log_sums))
         of_tensors = [None if tensor is None else next(results) for tensor in tensors[:DIFFERENTIABLE]]

@@ -72,7 +72,7 @@ def _options(sizes: Sizes, states: Tensor) -> dict[str, Any]:
     """Products of float32 use registers rather than tensor cores: their tiles need those of twice as many warps."""
     is_float32 = states.dtype == torch.float32
     warps = 8 if is_float32 or sizes.BLOCK_M > 64 else 4
-    return {"num_warps": warps, "num_stages": 2 if is_float32 or states.shape[3] > 128 else 3}
+    return {"num_warps": warps, "num_stages": 3 - is_float32 - (states.shape[3] > 128)}
 
 
 @triton.jit

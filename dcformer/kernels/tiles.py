@@ -56,7 +56,7 @@ def blocks_in_sight(first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
-    """The rows of a chunk, from a multiple of BLOCK to before the second, that may see any of the keys s."""
+    """The rows of a chunk, from a multiple of BLOCK to before the second, that may see any of the keys s, or none."""
     begin = chunk.start
     end = tl.minimum(chunk.start + chunk.rows, mask.queries)
     if mask.CAUSAL:
@@ -70,7 +70,8 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
         offset = b * mask.sequence_stride + s
         begin = tl.maximum(begin, tl.min(tl.load(mask.first_keys + offset, mask=s < mask.keys, other=mask.keys)))
         end = tl.minimum(end, tl.max(tl.load(mask.last_keys + offset, mask=s < mask.keys, other=-1)) + 1)
-    return (begin - chunk.start) // BLOCK * BLOCK, end - chunk.start
+    # Rounded down, a beginning past the end may come before it.
+    return (begin - chunk.start) // BLOCK * BLOCK, tl.where(begin < end, end - chunk.start, 0)
 
 
 @triton.jit

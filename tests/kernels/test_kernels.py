@@ -30,6 +30,11 @@ def document_around_a_block(batch: int, heads: int, queries: int, keys: int) -> 
     return Visibility(queries, keys, sequence_ids=ids[None])
 
 
+def keys_after_the_last_query(batch: int, heads: int, queries: int, keys: int) -> Visibility:
+    """The last block of keys is all in the future, of less than a block of queries."""
+    return Visibility(queries, keys, query_offset=12)
+
+
 WIDE = {"batch": 1, "heads": 2, "channels": 16}
 # The interpreter takes about a second for each: those that differ in what the kernels do.
 NAMES = [
@@ -56,6 +61,9 @@ KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
     ),
     "document_that_comes_back_behind_a_block_of_another": Case(
         {**WIDE, "heads": 1, "queries": 130, "rank": 1, "pre": DYNAMIC, "post": None}, mask=document_around_a_block
+    ),
+    "keys_after_the_last_query": Case(
+        {**WIDE, "heads": 1, "queries": 33, "keys": 65, "rank": 1}, mask=keys_after_the_last_query
     ),
     "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
     "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),

@@ -73,6 +73,26 @@ def test_a_second_derivative_is_refused_in_a_sentence():
         gradient.sum().backward()
 
 
+class Forget(torch.autograd.Function):
+    """The input, which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("form", ["triton", "native"] if DEVICE == "cpu" else ["triton"])
+def test_an_output_without_a_gradient_gives_none(form):
+    inputs = inputs_of(10).leaves()
+    output = composed_attention(*inputs, implementation=form)
+    (Forget.apply(output).sum() + 3 * inputs.query.sum()).backward()
+    assert (inputs.query.grad == 3).all() and inputs.key.grad is None
+
+
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [

@@ -417,12 +417,13 @@ from compile_all import GPUTarget, launches, states, usage
 from dcformer.kernels.projection import _factors, _factors_of_few, _gradients
 
 found = []
-for capability, heads, rank, tokens, dtype in (
-    (80, 32, 2, 4096, torch.bfloat16), (90, 32, 2, 1, torch.bfloat16), (90, 32, 2, 4096, torch.bfloat16),
-    (90, 40, 4, 4096, torch.float32), (100, 64, 4, 4096, torch.bfloat16),
+for capability, heads, rank, tokens, dtype, of_weight in (
+    (80, 32, 2, 4096, torch.bfloat16, torch.bfloat16), (90, 32, 2, 1, torch.bfloat16, torch.bfloat16),
+    (90, 32, 2, 4096, torch.bfloat16, torch.bfloat16), (90, 40, 4, 4096, torch.float32, torch.float32),
+    (100, 64, 4, 4096, torch.bfloat16, torch.float32),  # as under autocast
 ):
     inner, target = 2 * rank * heads, GPUTarget("cuda", capability, 32)
-    call = states(1, tokens, 1, 4, inner + heads, dtype=dtype), states(1, 4, inner, 2 * rank, heads, dtype=dtype)
+    call = states(1, tokens, 1, 4, inner + heads, dtype=dtype), states(1, 4, inner, 2 * rank, heads, dtype=of_weight)
     gradient = states(4, 1, heads, tokens, 2 * rank + 1, dtype=dtype).permute(0, 1, 3, 4, 2)
     for function in (lambda: _factors("none", 1e-6, *call), lambda: _gradients("none", 1e-6, gradient, *call, True)):
         found += [usage(*launch, target) for launch in launches(function, target)]
