@@ -78,6 +78,8 @@ def composed_backward(
         launch_key_products(work, composed, output_gradient, results[2])
         launch_output(work, of_scores, key, results[0])
         launch_key_products(work, of_scores, query, results[1])
+        # Their memory is that of the next chunk.
+        del scores, gradients, weights, composed, of_scores, matrices, sums, inputs, totals
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
 
 

@@ -50,6 +50,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         join_over_keys(work, largest, sums, log_sums)
         work.launch_composing(_weights_kernel, *inputs, log_sums, None, None, None, None, weights, None)
         launch_output(work, weights, value, output)
+        del scores, weights, inputs, largest, sums  # whose memory is that of the next chunk
     return output, log_sums
 
 

@@ -208,7 +208,7 @@ def _multiply(
     """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by the weight."""
     INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
     # Weights stay in their type on their way to shared memory: in float32 too where autocast makes products in 16 bits.
-    BLOCK_K: tl.constexpr = 16 if DTYPE == tl.float32 or weight.dtype.element_ty == tl.float32 else 32
+    BLOCK_K: tl.constexpr = 16 if tl.float32 == DTYPE or weight.dtype.element_ty == tl.float32 else 32
     total = tl.zeros([shape.BLOCK_M, columns.shape[0]], tl.float32)
     for start in range(0, INNER, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)

@@ -18,10 +18,15 @@ from operator_inputs import (
     supports,
     value_and_gradients,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
 from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
 from dcformer.kernels import plan, products
+from dcformer.kernels.backward import composed_backward
+from dcformer.kernels.forward import composed_forward
 
 
 def document_around_a_block(batch: int, heads: int, queries: int, keys: int) -> Visibility:
@@ -218,3 +223,35 @@ def test_the_workspace_is_bounded():
     assert max(chunk.number * chunk.rows * chunk.columns * bytes_per_column for chunk in chunks) <= 2**24
     covered = {(row, chunk.start) for chunk in chunks for row in range(chunk.batch, chunk.batch + chunk.number)}
     assert {row for row, _ in covered} == {0, 1, 2} and min(start for _, start in covered) == 0
+
+
+class LargestMemory(TorchDispatchMode):
+    """The most bytes that tensors made by torch's operators take at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for storage in {tensor.untyped_storage() for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)}:
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: pair for key, pair in self.alive.items() if not pair[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize(("batch", "queries"), [(1, 2048), (3, 512)])
+def test_chunks_take_turns_in_the_workspace(batch, queries, monkeypatch):
+    monkeypatch.setattr(plan.Work, "launch", lambda *call: None)
+    inputs = make_inputs(batch=batch, queries=queries, heads=4, channels=16)
+    inputs = inputs.map(lambda tensor: tensor.to("meta", torch.float16))
+    call = plan.Call.of(*inputs, Visibility(queries, queries), 1.0)
+    log_sums = inputs.query[..., 0].float()
+    with LargestMemory() as memory:
+        composed_forward(call, 2**23)
+    assert memory.most <= 2**23 + inputs.query.nbytes + log_sums.nbytes
+    with LargestMemory() as memory:
+        gradients = composed_backward(inputs.query, call, log_sums, 2**24)
+    # With sums in float32 before they are in 16 bits, and deltas, their totals and the norms.
+    assert memory.most <= 2**24 + 3 * sum(each.nbytes for each in gradients if each is not None) + 3 * log_sums.nbytes
