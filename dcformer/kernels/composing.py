@@ -126,12 +126,12 @@ def load_query_vector(vector, mask, b, h, is_head, t, sizes):
 
 
 @triton.jit
-def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, sizes):
-    """The query's matrix of a stage, heads in by heads out."""
-    SIZE: tl.constexpr = sizes.HEADS_PADDED * sizes.HEADS_PADDED
+def matrix_at(matrices, chunk, batch_row, group, row, sizes):
+    """Pointers to a query's matrix, heads in by heads out."""
     h = tl.arange(0, sizes.HEADS_PADDED)
-    index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + STAGE
-    return tl.load(matrices + index * SIZE + (h[:, None] * sizes.HEADS_PADDED + h[None, :]))
+    index = (batch_row * chunk.rows + row) * sizes.GROUPS + group
+    matrices += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+    return matrices + (h[:, None] * sizes.HEADS_PADDED + h[None, :])
 
 
 @triton.jit
@@ -190,27 +190,22 @@ def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _matrices_kernel(mask, chunk, sizes, pre, post, matrices):
+def _matrices_kernel(mask, chunk, sizes, pre, post):
     """Program (row, before or after the softmax, group in a row of the batch)."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    row = tl.program_id(0)
-    if chunk.start + row < mask.queries:
-        index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + tl.program_id(1)
-        member = tl.arange(0, sizes.HEADS_PADDED)
-        offsets = member[:, None] * sizes.HEADS_PADDED + member[None, :]
-        offsets += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+    if chunk.start + tl.program_id(0) < mask.queries:
         if tl.program_id(1) == 0:
-            matrix = _matrix(pre, b, group, h, is_head, chunk.start + row, sizes)
+            _store_matrix(pre, chunk, batch_row, b, group, h, is_head, sizes)
         else:
-            matrix = _matrix(post, b, group, h, is_head, chunk.start + row, sizes)
-        tl.store(matrices + offsets, matrix.to(matrices.dtype.element_ty))
+            _store_matrix(post, chunk, batch_row, b, group, h, is_head, sizes)
 
 
 @triton.jit
-def _matrix(stage, b, group, h, is_head, t, sizes):
+def _store_matrix(stage, chunk, batch_row, b, group, h, is_head, sizes):
     RANK: tl.constexpr = stage.query.RANK
+    row = tl.program_id(0)
     matrix = identity(sizes.HEADS_PADDED, tl.float32)
-    factors = load_factors(stage.query, b, h, t, is_head, tl.float32)
+    factors = load_factors(stage.query, b, h, chunk.start + row, is_head, tl.float32)
     if stage.query.GATE:
         matrix += matrix * factors[2 * RANK][None, :]
     for r in tl.static_range(RANK):
@@ -218,12 +213,13 @@ def _matrix(stage, b, group, h, is_head, t, sizes):
     if stage.HAS_STATIC:
         offsets = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
         matrix += tl.load(stage.static + offsets, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
-    return matrix
+    pointers = matrix_at(stage.matrices, chunk, batch_row, group, row, sizes)
+    tl.store(pointers, matrix.to(stage.matrices.dtype.element_ty))
 
 
 @triton.jit
 def _weights_kernel(
-    mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed, totals
+    mask, chunk, sizes, pre, post, scores, log_sums, largest, sums, gradients, weights, composed, totals
 ):
     """
     From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
@@ -249,7 +245,7 @@ def _weights_kernel(
             a = tl.trans(load_heads(scores + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
+            matrix = tl.load(matrix_at(pre.matrices, chunk, batch_row, group, row, sizes))
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             if log_sums is None:
@@ -260,7 +256,7 @@ def _weights_kernel(
                 tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
             else:
                 e = tl.exp2(x - log_sum[None, :])
-                matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+                matrix = tl.load(matrix_at(post.matrices, chunk, batch_row, group, row, sizes))
                 y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
                 store_heads(composed + at, y, is_head, sizes)
                 if gradients is not None:
@@ -277,21 +273,7 @@ def _weights_kernel(
 
 
 @triton.jit
-def _compositions_kernel(
-    mask,
-    chunk,
-    sizes,
-    stage,
-    STAGE: tl.constexpr,
-    inputs,
-    gradients,
-    outputs,
-    matrices,
-    deltas,
-    norms,
-    key_sums,
-    factor,
-):
+def _compositions_kernel(mask, chunk, sizes, stage, inputs, gradients, outputs, deltas, norms, key_sums, factor):
     """
     See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
     queries, column, factors, heads).
@@ -318,7 +300,7 @@ def _compositions_kernel(
             at = offsets + row * chunk.columns
             a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
+            matrix = tl.load(matrix_at(stage.matrices, chunk, batch_row, group, row, sizes))
             if deltas is not None:
                 delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
             a32 = in_registers(a, eye)
@@ -393,9 +375,7 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
                 gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
                 tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
         if of_matrices is not None:
-            member = tl.arange(0, sizes.HEADS_PADDED)
-            at = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
-            tl.store(of_matrices + (at + member[:, None] * sizes.HEADS_PADDED + member[None, :]), total)
+            tl.store(matrix_at(of_matrices, chunk, batch_row, group, row, sizes), total)
 
 
 @triton.jit

@@ -11,6 +11,8 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 5. output: a matrix product of weights and values.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,8 +37,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     output = new_output(*call)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     # More programs than backward, since nothing is summed up over their queries.
-    sizes, mask = Sizes.of(call, 2048), Mask.of(call)
-    stages = Stage.both(call)
+    sizes, mask, stages = Sizes.of(call, 2048), Mask.of(call), Stage.both(call)
     # Scores, and the largest score and the sum of each part of the keys.
     bytes_per_column = heads * query.element_size() + -(-8 * heads // PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
@@ -44,7 +45,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
         weights = scores.view(query.dtype)
         launch_products(work, query, call.key, scores, call.scaling * LOG2_E)
-        inputs = (*stages, scores, query_matrices(work, *stages, scores))
+        inputs = (*with_matrices(work, stages, scores), scores)
         largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
         work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None, None)
         join_over_keys(work, largest, sums, log_sums)
@@ -53,15 +54,13 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     return output, log_sums
 
 
-def query_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
-    """
-    (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static map do to
-    a tile of scores, I + gate + w1 w2^T + static, as one matrix.
-    """
+def with_matrices(work: Work, stages: Sequence[Stage], scores: Tensor) -> list[Stage]:
+    """With all that a query and the static map do to a tile of scores, I + gate + w1 w2^T + static, as one matrix."""
     _, chunk, sizes = work
-    matrices = scores.new_empty(chunk.number, chunk.rows, sizes.GROUPS, 2, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
-    work.launch(_matrices_kernel, (chunk.rows, 2, chunk.number * sizes.GROUPS), JOINING, pre, post, matrices)
-    return matrices
+    matrices = scores.new_empty(2, chunk.number, chunk.rows, sizes.GROUPS, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
+    stages = [stage._replace(matrices=each) for stage, each in zip(stages, matrices)]
+    work.launch(_matrices_kernel, (chunk.rows, 2, chunk.number * sizes.GROUPS), JOINING, *stages)
+    return stages
 
 
 def partial_sums(chunk: Chunk, scores: Tensor) -> Tensor:
