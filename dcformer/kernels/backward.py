@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .call import LOG2_E, Call
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
-from .forward import SCORE_TYPES, join_over_keys, partial_sums, with_matrices
+from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 
@@ -45,8 +45,8 @@ def composed_backward(
     gradients; `log_sums` are those of [`composed_forward`]. What is not seen or sees nothing has gradients of zero.
     """
     query, key, value = call.query, call.key, call.value
-    sizes, mask, stages = Sizes.of(call), Mask.of(call), Stage.both(call)
-    chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, stages), workspace_bytes))
+    sizes, mask, (pre, post) = Sizes.of(call), Mask.of(call), Stage.both(call)
+    chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
     results = call.new_gradients("static" if chunks[-1].start == 0 else ("static", "key", "value"))
     norms = _largest_norms(output_gradient, value)
@@ -58,25 +58,25 @@ def composed_backward(
         composed, of_scores = query.new_empty(scores.shape), gradients.view(query.dtype)
         launch_products(work, query, key, scores, call.scaling * LOG2_E)
         launch_products(work, output_gradient, value, gradients, 1.0, norms)
-        (pre, post), sums = with_matrices(work, stages, scores), partial_sums(chunk, scores)
+        matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
         totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
-        outputs = (sums, gradients, weights, composed, totals)
-        work.launch_composing(_weights_kernel, pre, post, scores, log_sums, None, *outputs)
+        inputs = (pre, post, scores, matrices, log_sums)
+        work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed, totals)
         join_over_keys(work, None, sums, deltas)
         if totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
             join_over_keys(work, None, totals, of_totals)
             deltas /= of_totals.clamp(min=0.5)
-        _stage_gradients(work, post, 1.0, (weights, gradients, gradients, deltas, norms), *results[6:])
-        _stage_gradients(work, pre, call.scaling, (scores, gradients, of_scores, None, norms), *results[3:6])
+        _stage_gradients(work, post, 1.0, (weights, gradients, gradients, deltas, norms, matrices), *results[6:])
+        _stage_gradients(work, pre, call.scaling, (scores, gradients, of_scores, None, norms, matrices), *results[3:6])
         launch_key_products(work, composed, output_gradient, results[2])
         launch_output(work, of_scores, key, results[0])
         launch_key_products(work, of_scores, query, results[1])
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
 
 
-def _bytes_per_column(sizes: Sizes, query: Tensor, stages: Sequence[Stage]) -> int:
+def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
     heads, number = query.shape[1], max(stage.key.NUMBER.value for stage in stages)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
@@ -98,16 +98,16 @@ def _stage_gradients(
     work: Work, stage: Stage, factor: float, tensors: Sequence[Any], of_query: Any, of_key: Any, of_static: Any
 ) -> None:
     """
-    Of the composition before the softmax or, if there are deltas, after it, from its inputs, the gradients of its
-    outputs, memory for results, deltas and norms: the gradients of its factors and static map, and of its inputs, times
-    a factor, or after the softmax, with the deltas, of the softmax's inputs.
+    Of the composition before the softmax or, if there are deltas, after it: the gradients of its factors and static
+    map, and of its inputs, times a factor, or after the softmax, with the deltas, of the softmax's inputs. The tensors
+    are its inputs, the gradients of its outputs, memory for those of its inputs, deltas, norms and query matrices.
     """
     mask, chunk, sizes = work
-    inputs, gradients, _, deltas, norms = tensors
+    inputs, gradients, _, deltas, norms, matrices = tensors
     heads, rows = inputs.shape[1], min(chunk.rows, mask.queries - chunk.start)
     of_factors = 1 / LOG2_E if deltas is None else 1.0  # which scores hold
     if of_query is not None or of_static is not None:
-        maps = None if of_static is None else torch.empty_like(stage.matrices, dtype=torch.float32)
+        maps = None if of_static is None else matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
         arguments = (stage, inputs, gradients, norms, of_query, maps, of_factors)
         grid = (chunk.rows, 1, chunk.number * sizes.GROUPS)
         work.launch(_matrix_gradients_kernel, grid, MATRIX_GRADIENTS, *arguments)

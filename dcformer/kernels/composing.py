@@ -126,10 +126,10 @@ def load_query_vector(vector, mask, b, h, is_head, t, sizes):
 
 
 @triton.jit
-def matrix_at(matrices, chunk, batch_row, group, row, sizes):
-    """Pointers to a query's matrix, heads in by heads out."""
+def matrix_at(matrices, chunk, batch_row, group, row, index, sizes, NUMBER: tl.constexpr = 2):
+    """Pointers to a query's matrix, heads in by heads out, which is one of so many."""
     h = tl.arange(0, sizes.HEADS_PADDED)
-    index = (batch_row * chunk.rows + row) * sizes.GROUPS + group
+    index += ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * NUMBER
     matrices += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
     return matrices + (h[:, None] * sizes.HEADS_PADDED + h[None, :])
 
@@ -190,22 +190,24 @@ def compose_heads(a, a32, matrix, key, eye, stage, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def _matrices_kernel(mask, chunk, sizes, pre, post):
+def _matrices_kernel(mask, chunk, sizes, pre, post, matrices):
     """Program (row, before or after the softmax, group in a row of the batch)."""
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
-    if chunk.start + tl.program_id(0) < mask.queries:
+    row = tl.program_id(0)
+    if chunk.start + row < mask.queries:
         if tl.program_id(1) == 0:
-            _store_matrix(pre, chunk, batch_row, b, group, h, is_head, sizes)
+            matrix = _matrix(pre, b, group, h, is_head, chunk.start + row, sizes)
         else:
-            _store_matrix(post, chunk, batch_row, b, group, h, is_head, sizes)
+            matrix = _matrix(post, b, group, h, is_head, chunk.start + row, sizes)
+        pointers = matrix_at(matrices, chunk, batch_row, group, row, tl.program_id(1), sizes)
+        tl.store(pointers, matrix.to(matrices.dtype.element_ty))
 
 
 @triton.jit
-def _store_matrix(stage, chunk, batch_row, b, group, h, is_head, sizes):
+def _matrix(stage, b, group, h, is_head, t, sizes):
     RANK: tl.constexpr = stage.query.RANK
-    row = tl.program_id(0)
     matrix = identity(sizes.HEADS_PADDED, tl.float32)
-    factors = load_factors(stage.query, b, h, chunk.start + row, is_head, tl.float32)
+    factors = load_factors(stage.query, b, h, t, is_head, tl.float32)
     if stage.query.GATE:
         matrix += matrix * factors[2 * RANK][None, :]
     for r in tl.static_range(RANK):
@@ -213,13 +215,12 @@ def _store_matrix(stage, chunk, batch_row, b, group, h, is_head, sizes):
     if stage.HAS_STATIC:
         offsets = h[:, None] * sizes.HEADS + (h - group * sizes.HEADS)[None, :]
         matrix += tl.load(stage.static + offsets, mask=is_head[:, None] & is_head[None, :], other=0).to(tl.float32)
-    pointers = matrix_at(stage.matrices, chunk, batch_row, group, row, sizes)
-    tl.store(pointers, matrix.to(stage.matrices.dtype.element_ty))
+    return matrix
 
 
 @triton.jit
 def _weights_kernel(
-    mask, chunk, sizes, pre, post, scores, log_sums, largest, sums, gradients, weights, composed, totals
+    mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed, totals
 ):
     """
     From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
@@ -245,7 +246,7 @@ def _weights_kernel(
             a = tl.trans(load_heads(scores + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = tl.load(matrix_at(pre.matrices, chunk, batch_row, group, row, sizes))
+            matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             if log_sums is None:
@@ -256,7 +257,7 @@ def _weights_kernel(
                 tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
             else:
                 e = tl.exp2(x - log_sum[None, :])
-                matrix = tl.load(matrix_at(post.matrices, chunk, batch_row, group, row, sizes))
+                matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 1, sizes))
                 y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
                 store_heads(composed + at, y, is_head, sizes)
                 if gradients is not None:
@@ -273,7 +274,9 @@ def _weights_kernel(
 
 
 @triton.jit
-def _compositions_kernel(mask, chunk, sizes, stage, inputs, gradients, outputs, deltas, norms, key_sums, factor):
+def _compositions_kernel(
+    mask, chunk, sizes, stage, inputs, gradients, outputs, deltas, norms, matrices, key_sums, factor
+):
     """
     See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
     queries, column, factors, heads).
@@ -300,7 +303,7 @@ def _compositions_kernel(mask, chunk, sizes, stage, inputs, gradients, outputs, 
             at = offsets + row * chunk.columns
             a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [COMPOSE_N, HEADS]
             d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = tl.load(matrix_at(stage.matrices, chunk, batch_row, group, row, sizes))
+            matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, deltas is not None, sizes))
             if deltas is not None:
                 delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
             a32 = in_registers(a, eye)
@@ -375,7 +378,7 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
                 gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
                 tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
         if of_matrices is not None:
-            tl.store(matrix_at(of_matrices, chunk, batch_row, group, row, sizes), total)
+            tl.store(matrix_at(of_matrices, chunk, batch_row, group, row, 0, sizes, 1), total)
 
 
 @triton.jit

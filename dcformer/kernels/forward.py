@@ -11,8 +11,6 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 5. output: a matrix product of weights and values.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
         weights = scores.view(query.dtype)
         launch_products(work, query, call.key, scores, call.scaling * LOG2_E)
-        inputs = (*with_matrices(work, stages, scores), scores)
+        inputs = (*stages, scores, query_matrices(work, *stages, scores))
         largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
         work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None, None)
         join_over_keys(work, largest, sums, log_sums)
@@ -54,13 +52,15 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     return output, log_sums
 
 
-def with_matrices(work: Work, stages: Sequence[Stage], scores: Tensor) -> list[Stage]:
-    """With all that a query and the static map do to a tile of scores, I + gate + w1 w2^T + static, as one matrix."""
+def query_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:
+    """
+    (batch, row, group, 2, heads in, heads out), before and after the softmax: all that a query and the static map do to
+    a tile of scores, I + gate + w1 w2^T + static, as one matrix.
+    """
     _, chunk, sizes = work
-    matrices = scores.new_empty(2, chunk.number, chunk.rows, sizes.GROUPS, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
-    stages = [stage._replace(matrices=each) for stage, each in zip(stages, matrices)]
-    work.launch(_matrices_kernel, (chunk.rows, 2, chunk.number * sizes.GROUPS), JOINING, *stages)
-    return stages
+    matrices = scores.new_empty(chunk.number, chunk.rows, sizes.GROUPS, 2, sizes.HEADS_PADDED, sizes.HEADS_PADDED)
+    work.launch(_matrices_kernel, (chunk.rows, 2, chunk.number * sizes.GROUPS), JOINING, pre, post, matrices)
+    return matrices
 
 
 def partial_sums(chunk: Chunk, scores: Tensor) -> Tensor:

@@ -87,7 +87,6 @@ class Stage(NamedTuple):
     query: Factors
     key: Factors
     static: Tensor | None
-    matrices: Tensor | None  # of a chunk's queries, (batch, row, group, heads in, heads out); see `with_matrices`
     # Triton 3.6 forgets in loops the constants of tuples in this one, unless a constant comes after them.
     HAS_STATIC: tl.constexpr
 
@@ -99,7 +98,7 @@ class Stage(NamedTuple):
             heads = call.query.shape[1]
             sides = Factors.of(query, heads), Factors.of(key, heads)
             has_static = tl.constexpr(static is not None)
-            stages.append(cls(*sides, None if static is None else static.contiguous(), None, has_static))
+            stages.append(cls(*sides, None if static is None else static.contiguous(), has_static))
         return stages[0], stages[1]
 
 
