@@ -68,11 +68,6 @@ class Call(NamedTuple):
             gradients.append(None if tensor is None else make(tensor, tensor.shape, dtype=dtype))
         return gradients
 
-    def rank(self) -> int:
-        """The largest of any side."""
-        sides = (self.pre_query, self.pre_key, self.post_query, self.post_key)
-        return max([0, *[side.shape[3] // 2 for side in sides if side is not None]])
-
 
 def groups_of(*stages: Weights) -> list[int]:
     """Groups of heads of each composition that changes something."""
@@ -85,7 +80,8 @@ def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str |
     for tensor in call[:DIFFERENTIABLE]:
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    if (rank := call.rank()) > MOST_RANK:
+    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
+    if (rank := max(0 if side is None else side.shape[3] // 2 for side in sides)) > MOST_RANK:
         return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
     if any(groups != call.groups for groups in groups_of(*inputs[3:])):
         return "there are different groups of heads before and after the softmax"

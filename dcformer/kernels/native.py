@@ -24,15 +24,7 @@ from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
 from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from .build_native import compile_library, find_library, instruction_sets
-from .call import (
-    MOST_RANK,
-    Call,
-    channels_last,
-    new_output,
-    readable_mask,
-    why_no_kernel,
-    why_transformed,
-)
+from .call import MOST_RANK, Call, channels_last, new_output, readable_mask, why_no_kernel, why_transformed
 from .ops import ARGUMENTS, differentiable_op, register_op
 
 

@@ -60,8 +60,8 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor) -> "Wide":
-        sizes = *channels_last(weight).stride()[:3], weight.shape[3], _padded(weight.shape[3])
-        return cls(channels_last(weight), *map(tl.constexpr, sizes))
+        weight = channels_last(weight)
+        return cls(weight, *map(tl.constexpr, (*weight.stride()[:3], weight.shape[3], _padded(weight.shape[3]))))
 
 
 def launch_products(states: Tensor, *weights: Tensor | None) -> Tensor:
@@ -71,15 +71,14 @@ def launch_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     """
     rows = states.flatten(0, 1).contiguous()
     tokens, channels = rows.shape
-    shapes = [weight.shape for weight in weights if weight is not None]
-    groups, slots = shapes[0][1:3]
+    wide = tuple(Wide.of(weight) for weight in weights if weight is not None)
+    groups, slots = wide[0].weight.shape[1:3]
     # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
-    units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
+    units = sum(each.COLUMNS_PADDED.value for each in wide) * rows.itemsize // 2  # of 16 bits, of each channel
     block = min(128, max(16, _power_of_2(4096 // units)))
     parts = min(_MOST_PARTS, _power_of_2(-(-channels // block)))
-    width = sum(shape[3] for shape in shapes)
+    width = sum(each.COLUMNS.value for each in wide)
     products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
-    wide = tuple(Wide.of(weight) for weight in weights if weight is not None)
     stages = 5 if block * units <= 10240 else 2
     arguments = rows, wide, products, tokens, channels, width, block
     _products_kernel[(parts, slots, groups)](*arguments, num_stages=stages)
