@@ -82,8 +82,7 @@ def differentiable_op(
         return new_output(query, *others), query.new_empty(query.shape[:3], dtype=torch.float32)
 
     def backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-        gradients = Call(*arguments[:-1]).new_gradients()
-        return [gradient for gradient in gradients if gradient is not None]
+        return [gradient for gradient in Call(*arguments[:-1]).new_gradients() if gradient is not None]
 
     def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:TENSORS], output[1])

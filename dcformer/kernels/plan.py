@@ -134,6 +134,7 @@ class Sizes(NamedTuple):
     """Sizes of tiles, as constants of the kernels."""
 
     HEADS: int  # of a group
+    ALL_HEADS: int
     HEADS_PADDED: int  # a power of 2, of at least the 16 that a matrix product takes
     GROUPS: int
     BLOCK_M: int  # queries and keys of a tile of the matrix products
@@ -163,7 +164,7 @@ class Sizes(NamedTuple):
         assert rows % composed == 0 and rows % keys == 0
         # More heads take the shared memory of fewer stages.
         stages = stages if padded < 64 else min(stages, 3)
-        return cls(heads, padded, call.groups, rows, rows, composed, keys, warps, stages)
+        return cls(heads, call.query.shape[1], padded, call.groups, rows, rows, composed, keys, warps, stages)
 
 
 class Chunk(NamedTuple):

@@ -114,10 +114,9 @@ def launch_gradients(
         activated = products.new_empty(groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2])
         of_maps = torch.empty_like(activated)
     tensors = products, weight, gradient, gradient.stride(), of_products, activated, of_maps
+    grid = parts * blocks, slots, groups
     # As many warps again hold the gradients of what the others hold.
-    _gradients_kernel[(parts * blocks, slots, groups)](
-        *tensors, batch * length, length, eps, shape, num_warps=2 * warps
-    )
+    _gradients_kernel[grid](*tensors, batch * length, length, eps, shape, num_warps=2 * warps)
     return activated, of_maps
 
 
