@@ -111,8 +111,8 @@ def launch_gradients(
     activated = of_maps = None
     if weight is not None:
         weight = weight.contiguous()
-        activated = products.new_empty(groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2])
-        of_maps = torch.empty_like(activated)
+        sizes = 2, groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2]
+        activated, of_maps = products.new_empty(sizes)
     tensors = products, weight, gradient, gradient.stride(), of_products, activated, of_maps
     grid = parts * blocks, slots, groups
     # As many warps again hold the gradients of what the others hold.
