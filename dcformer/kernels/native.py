@@ -158,7 +158,7 @@ def _forward_for_gradients(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     given, log_sums = Call(*arguments[:-1]), arguments[-1]
     call = _readable_call(given)
-    gradients = given.new_gradients("")
+    gradients = given.new_gradients("")  # all in float32
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
     names = ("output_gradient", "query_gradient", "key_gradient", "value_gradient")
     tensors = dict(zip(names, (output_gradient, *gradients)), log_sums=log_sums)
