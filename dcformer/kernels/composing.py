@@ -80,8 +80,14 @@ def part_offsets(chunk, batch_row, h, row, sizes):
 
 
 @triton.jit
+def load_heads(pointers, is_head):
+    """Of all heads of a group, the first dimension, with zeros for heads that only pad it."""
+    return tl.load(pointers, mask=is_head[:, None], other=0.0)
+
+
+@triton.jit
 def store_heads(pointers, tile, is_head):
-    """Of a tile [COMPOSE_N, HEADS], without heads that only pad it."""
+    """Of a tile [COMPOSE_N, HEADS]."""
     tl.store(pointers, tl.trans(tile).to(pointers.dtype.element_ty), mask=is_head[:, None])
 
 
@@ -229,9 +235,9 @@ def _weights_kernel(
             at = offsets + row * chunk.columns
             if log_sums is not None:
                 log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
-            a = tl.trans(tl.load(scores + at, mask=is_head[:, None], other=0))  # [COMPOSE_N, HEADS]
+            a = tl.trans(load_heads(scores + at, is_head))  # [COMPOSE_N, HEADS]
             if gradients is not None:
-                d = tl.trans(tl.load(gradients + at, mask=is_head[:, None], other=0))
+                d = tl.trans(load_heads(gradients + at, is_head))
             matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
@@ -286,8 +292,8 @@ def _compositions_kernel(
         gate_sums = zero_sums(stage.key.GATE, sizes)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
-            a = tl.trans(tl.load(inputs + at, mask=is_head[:, None], other=0))  # [COMPOSE_N, HEADS]
-            d = tl.trans(tl.load(gradients + at, mask=is_head[:, None], other=0))
+            a = tl.trans(load_heads(inputs + at, is_head))  # [COMPOSE_N, HEADS]
+            d = tl.trans(load_heads(gradients + at, is_head))
             matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, deltas is not None, sizes))
             if deltas is not None:
                 delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
@@ -347,8 +353,8 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
         total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
         for block in range(begin, end):
             tile = offsets + block * sizes.COMPOSE_N
-            a = tl.load(inputs + tile, mask=is_head[:, None], other=0)  # [HEADS, COMPOSE_N]
-            d = tl.load(gradients + tile, mask=is_head[:, None], other=0)
+            a = load_heads(inputs + tile, is_head)  # [HEADS, COMPOSE_N]
+            d = load_heads(gradients + tile, is_head)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
         if norms is not None:
             factor /= load_scale(norms)
