@@ -142,12 +142,12 @@ def _products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constex
             weights = tl.load(wide[i].weight + row[:, None] + column[None, :], mask=inside, other=0)
             sums = sums + (tl.dot(x, weights, totals[i], input_precision="ieee"),)
         totals = sums
-    row = (m[:, None] * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
-    row = row * tl.num_programs(0) + tl.program_id(0)
     for i in tl.static_range(len(wide)):
-        column = tl.arange(0, wide[i].COLUMNS_PADDED)[None, :]
-        offsets = row * WIDTH + i * (WIDTH - wide[i].COLUMNS) + column  # the columns of the second weight are the last
-        tl.store(products + offsets, totals[i], mask=(m < tokens)[:, None] & (column < wide[i].COLUMNS))
+        m, column = tl.arange(0, 16)[:, None], tl.arange(0, wide[i].COLUMNS_PADDED)[None, :]
+        row = (m * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+        # The columns of the second weight are the last ones.
+        offsets = (row * tl.num_programs(0) + tl.program_id(0)) * WIDTH + i * (WIDTH - wide[i].COLUMNS) + column
+        tl.store(products + offsets, totals[i], mask=(m < tokens) & (column < wide[i].COLUMNS))
 
 
 @triton.jit
