@@ -20,10 +20,13 @@ gradient of a key's w1 is a times the map of d, of w2 it is d times the map of a
 over the queries. For 16-bit inputs d is in float16, times a power of 2 that keeps it in that type's range.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, LOG2_E, Call, new_gradient
+from .call import LOG2_E, Call
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
 from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
@@ -42,18 +45,10 @@ def composed_backward(
     gradients; `log_sums` are those of [`composed_forward`]. What is not seen or sees nothing has gradients of zero.
     """
     query, key, value = call.query, call.key, call.value
-    sizes, mask = Sizes.of(call), Mask.of(call)
-    pre, post = Stage.both(call)
+    sizes, mask, (pre, post) = Sizes.of(call), Mask.of(call), Stage.both(call)
     chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
-    types = {"dtype": torch.float32} if chunks[-1].start > 0 else {}
-    results: list[Tensor | None] = []
-    for name, tensor in zip(Call._fields, call[:DIFFERENTIABLE]):
-        if tensor is not None and name.endswith("static"):
-            tensor = torch.zeros_like(tensor, dtype=torch.float32)
-        elif tensor is not None:
-            tensor = new_gradient(name, tensor, **({} if "query" in name else types))
-        results.append(tensor)
+    results = call.new_gradients("static" if chunks[-1].start == 0 else ("static", "key", "value"))
     norms = _largest_norms(output_gradient, value)
     deltas, of_totals = torch.empty_like(log_sums), torch.empty_like(log_sums)
     for chunk in chunks:
@@ -64,8 +59,8 @@ def composed_backward(
         launch_products(work, query, key, scores, call.scaling * LOG2_E)
         launch_products(work, output_gradient, value, gradients, 1.0, norms)
         matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
-        inputs = (pre, post, scores, matrices, log_sums)
         totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
+        inputs = (pre, post, scores, matrices, log_sums)
         work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed, totals)
         join_over_keys(work, None, sums, deltas)
         if totals is not None:
@@ -73,8 +68,8 @@ def composed_backward(
             # to, the gradients of a query's scores add up to 0; a query that sees no key has 0 here.
             join_over_keys(work, None, totals, of_totals)
             deltas /= of_totals.clamp(min=0.5)
-        _stage_gradients(work, post, 1, matrices, norms, weights, gradients, gradients, deltas, 1.0, *results[6:])
-        _stage_gradients(work, pre, 0, matrices, norms, scores, gradients, of_scores, None, call.scaling, *results[3:6])
+        _stage_gradients(work, post, 1.0, (weights, gradients, gradients, deltas, norms, matrices), *results[6:])
+        _stage_gradients(work, pre, call.scaling, (scores, gradients, of_scores, None, norms, matrices), *results[3:6])
         launch_key_products(work, composed, output_gradient, results[2])
         launch_output(work, of_scores, key, results[0])
         launch_key_products(work, of_scores, query, results[1])
@@ -83,9 +78,9 @@ def composed_backward(
     return tuple(None if result is None else result.to(tensor.dtype) for result, tensor in zip(results, call))
 
 
-def _bytes_per_column(sizes: Sizes, query: Tensor, pre: Stage, post: Stage) -> int:
+def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
-    heads, number = sizes.GROUPS * sizes.HEADS, max(pre.key.NUMBER.value, post.key.NUMBER.value)
+    heads, number = query.shape[1], max(stage.key.NUMBER.value for stage in stages)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
     sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.COMPOSE_M)
     return 4 * heads * query.element_size() + sums
@@ -102,32 +97,19 @@ def _largest_norms(*tensors: Tensor) -> Tensor | None:
 
 
 def _stage_gradients(
-    work: Work,
-    stage: Stage,
-    index: int,
-    matrices: Tensor,
-    norms: Tensor | None,
-    inputs: Tensor,
-    gradients: Tensor,
-    outputs: Tensor,
-    deltas: Tensor | None,
-    factor: float,
-    of_query: Tensor | None,
-    of_key: Tensor | None,
-    of_static: Tensor | None,
+    work: Work, stage: Stage, factor: float, tensors: Sequence[Any], of_query: Any, of_key: Any, of_static: Any
 ) -> None:
     """
-    Of the composition after (index 1) or before the softmax, from its inputs and the gradients of its outputs: the
-    gradients of its factors and static map, and of its inputs, times a factor, or after the softmax, with the deltas,
-    of the softmax's inputs.
+    Of the composition before the softmax or, if there are deltas, after it: the gradients of its factors and static
+    map, and of its inputs, times a factor, or after the softmax, with the deltas, of the softmax's inputs. The tensors
+    are its inputs, the gradients of its outputs, memory for those of its inputs, deltas, norms and query matrices.
     """
     mask, chunk, sizes = work
+    inputs, gradients, _, deltas, norms, matrices = tensors
     heads, rows = inputs.shape[1], min(chunk.rows, mask.queries - chunk.start)
-    of_factors = 1.0 if index == 1 else 1 / LOG2_E  # which scores hold
+    of_factors = 1 / LOG2_E if deltas is None else 1.0  # which scores hold
     if of_query is not None or of_static is not None:
-        maps = None
-        if of_static is not None:
-            maps = matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
+        maps = None if of_static is None else matrices.new_empty(matrices[:, :, :, 0].shape, dtype=torch.float32)
         arguments = (stage, inputs, gradients, norms, of_query, maps, of_factors)
         grid = (chunk.rows, 1, chunk.number * sizes.GROUPS)
         work.launch(_matrix_gradients_kernel, grid, MATRIX_GRADIENTS, *arguments)
@@ -138,9 +120,8 @@ def _stage_gradients(
         number = stage.key.NUMBER.value
         shape = (chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, number, heads)
         partial = inputs.new_empty(shape, dtype=torch.float32)
-    arguments = (stage, index, inputs, gradients, outputs, matrices, deltas, norms, partial, factor)
     # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
-    work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
+    work.launch_composing(_compositions_kernel, stage, *tensors, partial, factor, maxnreg=255)
     if of_key is not None:
         keys, values = 16, 64
         grid = (-(-mask.keys // keys), -(-number * heads // values), chunk.number)

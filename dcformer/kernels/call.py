@@ -57,10 +57,16 @@ class Call(NamedTuple):
         given = [tensor for tensor in self[:DIFFERENTIABLE] if tensor is not None]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
-    def rank(self) -> int:
-        """The largest of any side."""
-        sides = (self.pre_query, self.pre_key, self.post_query, self.post_key)
-        return max([0, *[side.shape[3] // 2 for side in sides if side is not None]])
+    def new_gradients(self, in_float32: str | tuple[str, ...] = ()) -> list[Tensor | None]:
+        """Memory for gradients, in float32 of fields whose names end so; of static maps zeros, to be added to."""
+        gradients: list[Tensor | None] = []
+        for name, tensor in zip(self._fields, self[:DIFFERENTIABLE]):
+            make = (
+                new_states if name in self._fields[:3] else Tensor.new_zeros if "static" in name else Tensor.new_empty
+            )
+            dtype = torch.float32 if name.endswith(in_float32) else None
+            gradients.append(None if tensor is None else make(tensor, tensor.shape, dtype=dtype))
+        return gradients
 
 
 def groups_of(*stages: Weights) -> list[int]:
@@ -74,7 +80,8 @@ def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str |
     for tensor in call[:DIFFERENTIABLE]:
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    if (rank := call.rank()) > MOST_RANK:
+    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
+    if (rank := max(0 if side is None else side.shape[3] // 2 for side in sides)) > MOST_RANK:
         return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
     if any(groups != call.groups for groups in groups_of(*inputs[3:])):
         return "there are different groups of heads before and after the softmax"
@@ -106,12 +113,6 @@ def new_states(like: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
 
 def new_output(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return new_states(query, (*query.shape[:3], value.shape[3]))
-
-
-def new_gradient(name: str, tensor: Tensor, **options: Any) -> Tensor:
-    """Memory for the gradient of a field of a call; of queries, keys and values as that of outputs."""
-    make = new_states if name in Call._fields[:3] else Tensor.new_empty
-    return make(tensor, tensor.shape, **options)
 
 
 def readable_mask(dense: Tensor) -> Tensor:

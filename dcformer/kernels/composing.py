@@ -67,7 +67,7 @@ def tile_of_program(mask, b, chunk, sizes):
 @triton.jit
 def tile_offsets(chunk, batch_row, h, column, sizes):
     """Offsets of [HEADS, COMPOSE_N] of row 0 in the workspace; those of another row are row * chunk.columns further."""
-    heads = (batch_row * (sizes.GROUPS * sizes.HEADS) + h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
+    heads = (batch_row * sizes.ALL_HEADS + h) * (tl.cast(chunk.rows, tl.int64) * chunk.columns)
     return heads[:, None] + column[None, :]
 
 
@@ -76,62 +76,51 @@ def part_offsets(chunk, batch_row, h, row, sizes):
     """Where the program's parts of the keys, [COMPOSE_N // PART], of a row's heads are in (batch, part, row, heads)."""
     part = tl.program_id(0) * (sizes.COMPOSE_N // PART) + tl.arange(0, sizes.COMPOSE_N // PART)
     rows = (batch_row * (chunk.columns // PART) + part) * chunk.rows + row
-    return rows[:, None] * (sizes.GROUPS * sizes.HEADS) + h[None, :]
+    return rows[:, None] * sizes.ALL_HEADS + h[None, :]
 
 
 @triton.jit
-def load_heads(pointers, is_head, sizes):
+def load_heads(pointers, is_head):
     """Of all heads of a group, the first dimension, with zeros for heads that only pad it."""
-    if sizes.HEADS == sizes.HEADS_PADDED:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=is_head[:, None], other=0.0)
+    return tl.load(pointers, mask=is_head[:, None], other=0.0)
 
 
 @triton.jit
-def store_heads(pointers, tile, is_head, sizes):
+def store_heads(pointers, tile, is_head):
     """Of a tile [COMPOSE_N, HEADS]."""
-    tile = tl.trans(tile).to(pointers.dtype.element_ty)
-    if sizes.HEADS == sizes.HEADS_PADDED:
-        tl.store(pointers, tile)
-    else:
-        tl.store(pointers, tile, mask=is_head[:, None])
+    tl.store(pointers, tl.trans(tile).to(pointers.dtype.element_ty), mask=is_head[:, None])
 
 
 @triton.jit
-def is_seen_by_product(mask, b, chunk, first_row, sizes):
+def store_zeros(pointers, mask, b, chunk, first_row, is_head, sizes):
     """
-    Whether the program's tile, which none of its queries sees, is in a block of keys that another query of the block of
-    rows sees, which the matrix products therefore read.
+    If the program's tile, which none of its queries sees, is in a block of keys that another query of the block of rows
+    sees, which the matrix products therefore read.
     """
     first_column = tl.program_id(0) * sizes.COMPOSE_N
     block_row = first_row // sizes.BLOCK_M * sizes.BLOCK_M
     first, last, _base = columns_in_sight(mask, b, chunk.start, block_row, sizes.BLOCK_M, sizes)
     begin, end = blocks_in_sight(first, last, sizes.BLOCK_N)
-    return (first_column >= begin * sizes.BLOCK_N) & (first_column < end * sizes.BLOCK_N)
-
-
-@triton.jit
-def store_zeros(pointers, chunk, first_row, is_head, sizes):
-    for row in range(first_row, first_row + sizes.COMPOSE_M):
-        zeros = tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], pointers.dtype.element_ty)
-        store_heads(pointers + row * chunk.columns, zeros, is_head, sizes)
+    if (first_column >= begin * sizes.BLOCK_N) & (first_column < end * sizes.BLOCK_N):
+        for row in range(first_row, first_row + sizes.COMPOSE_M):
+            zeros = tl.zeros([sizes.COMPOSE_N, sizes.HEADS_PADDED], pointers.dtype.element_ty)
+            store_heads(pointers + row * chunk.columns, zeros, is_head)
 
 
 @triton.jit
 def load_query_vector(vector, mask, b, h, is_head, t, sizes):
     """[HEADS] of (batch, heads, query); infinity for heads that only pad, which leaves them weights of zero."""
-    offsets = (b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t
+    offsets = (b * sizes.ALL_HEADS + h) * mask.queries + t
     return tl.load(vector + offsets, mask=is_head, other=float("inf"))
 
 
 @triton.jit
-def load_matrix(matrices, chunk, batch_row, group, row, STAGE: tl.constexpr, sizes):
-    """The query's matrix of a stage, heads in by heads out."""
-    SIZE: tl.constexpr = sizes.HEADS_PADDED * sizes.HEADS_PADDED
+def matrix_at(matrices, chunk, batch_row, group, row, index, sizes, NUMBER: tl.constexpr = 2):
+    """Pointers to a query's matrix, heads in by heads out, which is one of so many."""
     h = tl.arange(0, sizes.HEADS_PADDED)
-    index = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * 2 + STAGE
-    return tl.load(matrices + index * SIZE + (h[:, None] * sizes.HEADS_PADDED + h[None, :]))
+    index += ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * NUMBER
+    matrices += index * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
+    return matrices + (h[:, None] * sizes.HEADS_PADDED + h[None, :])
 
 
 @triton.jit
@@ -246,10 +235,10 @@ def _weights_kernel(
             at = offsets + row * chunk.columns
             if log_sums is not None:
                 log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
-            a = tl.trans(load_heads(scores + at, is_head, sizes))  # [COMPOSE_N, HEADS]
+            a = tl.trans(load_heads(scores + at, is_head))  # [COMPOSE_N, HEADS]
             if gradients is not None:
-                d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, 0, sizes)
+                d = tl.trans(load_heads(gradients + at, is_head))
+            matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
             x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
             x = hide(x, mask, b, chunk.start + row, s, real, documents)
             if log_sums is None:
@@ -260,11 +249,11 @@ def _weights_kernel(
                 tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
             else:
                 e = tl.exp2(x - log_sum[None, :])
-                matrix = load_matrix(matrices, chunk, batch_row, group, row, 1, sizes)
+                matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 1, sizes))
                 y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
-                store_heads(composed + at, y, is_head, sizes)
+                store_heads(composed + at, y, is_head)
                 if gradients is not None:
-                    store_heads(weights + at, e, is_head, sizes)
+                    store_heads(weights + at, e, is_head)
                     p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
                     product = tl.reshape(e * p, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
                     part = part_offsets(chunk, batch_row, h, row, sizes)
@@ -272,31 +261,18 @@ def _weights_kernel(
                     if totals is not None:
                         total = tl.sum(tl.reshape(e, product.shape), 1)
                         tl.store(totals + part, total, mask=is_head[None, :])
-    elif log_sums is not None and is_seen_by_product(mask, b, chunk, first_row, sizes):
-        store_zeros(composed + offsets, chunk, first_row, is_head, sizes)
+    elif log_sums is not None:
+        store_zeros(composed + offsets, mask, b, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
 def _compositions_kernel(
-    mask,
-    chunk,
-    sizes,
-    stage,
-    STAGE: tl.constexpr,
-    inputs,
-    gradients,
-    outputs,
-    matrices,
-    deltas,
-    norms,
-    key_sums,
-    factor,
+    mask, chunk, sizes, stage, inputs, gradients, outputs, deltas, norms, matrices, key_sums, factor
 ):
     """
     See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
     queries, column, factors, heads).
     """
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
     offsets = tile_offsets(chunk, batch_row, h, column, sizes)
@@ -316,9 +292,9 @@ def _compositions_kernel(
         gate_sums = zero_sums(stage.key.GATE, sizes)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
-            a = tl.trans(load_heads(inputs + at, is_head, sizes))  # [COMPOSE_N, HEADS]
-            d = tl.trans(load_heads(gradients + at, is_head, sizes))
-            matrix = load_matrix(matrices, chunk, batch_row, group, row, STAGE, sizes)
+            a = tl.trans(load_heads(inputs + at, is_head))  # [COMPOSE_N, HEADS]
+            d = tl.trans(load_heads(gradients + at, is_head))
+            matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, deltas is not None, sizes))
             if deltas is not None:
                 delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
             a32 = in_registers(a, eye)
@@ -328,7 +304,7 @@ def _compositions_kernel(
                 p = a32 * (p - delta[None, :])
             else:
                 p *= factor
-            store_heads(outputs + at, p, is_head, sizes)
+            store_heads(outputs + at, p, is_head)
             w1_sums = add_products(w1_sums, d_maps, a32)
             _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
             w2_sums = add_products(w2_sums, a_maps, d32)
@@ -336,11 +312,11 @@ def _compositions_kernel(
         if key_sums is not None:
             sums = w1_sums + w2_sums + gate_sums
             block = batch_row * tl.num_programs(1) + tl.program_id(1)
-            at = (block * chunk.columns + column)[:, None] * (stage.key.NUMBER * HEADS) + h[None, :]
+            at = (block * chunk.columns + column)[:, None] * (stage.key.NUMBER * sizes.ALL_HEADS) + h[None, :]
             for i in tl.static_range(stage.key.NUMBER):
-                tl.store(key_sums + (at + i * HEADS), sums[i] * inverse, mask=is_head[None, :])
-    elif deltas is None and is_seen_by_product(mask, b, chunk, first_row, sizes):
-        store_zeros(outputs + offsets, chunk, first_row, is_head, sizes)
+                tl.store(key_sums + (at + i * sizes.ALL_HEADS), sums[i] * inverse, mask=is_head[None, :])
+    elif deltas is None:
+        store_zeros(outputs + offsets, mask, b, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
@@ -376,14 +352,15 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
         offsets = tile_offsets(chunk, batch_row, h, tl.arange(0, sizes.COMPOSE_N), sizes) + row * chunk.columns
         total = tl.zeros([sizes.HEADS_PADDED, sizes.HEADS_PADDED], tl.float32)
         for block in range(begin, end):
-            a = load_heads(inputs + (offsets + block * sizes.COMPOSE_N), is_head, sizes)  # [HEADS, COMPOSE_N]
-            d = load_heads(gradients + (offsets + block * sizes.COMPOSE_N), is_head, sizes)
+            tile = offsets + block * sizes.COMPOSE_N
+            a = load_heads(inputs + tile, is_head)  # [HEADS, COMPOSE_N]
+            d = load_heads(gradients + tile, is_head)
             total = tl.dot(a, tl.trans(d), total, input_precision="ieee")
         if norms is not None:
             factor /= load_scale(norms)
         total *= factor
         if of_query is not None:
-            at = of_query + ((b * (sizes.GROUPS * sizes.HEADS) + h) * mask.queries + t) * stage.query.NUMBER
+            at = of_query + ((b * sizes.ALL_HEADS + h) * mask.queries + t) * stage.query.NUMBER
             kind = of_query.dtype.element_ty
             factors = load_factors(stage.query, b, h, t, is_head, tl.float32)
             for r in tl.static_range(RANK):
@@ -393,15 +370,12 @@ def _matrix_gradients_kernel(mask, chunk, sizes, stage, inputs, gradients, norms
                 gate = tl.sum(total * identity(sizes.HEADS_PADDED, tl.float32), 0)
                 tl.store(at + 2 * RANK, gate.to(kind), mask=is_head)
         if of_matrices is not None:
-            member = tl.arange(0, sizes.HEADS_PADDED)
-            at = ((batch_row * chunk.rows + row) * sizes.GROUPS + group) * (sizes.HEADS_PADDED * sizes.HEADS_PADDED)
-            tl.store(of_matrices + (at + member[:, None] * sizes.HEADS_PADDED + member[None, :]), total)
+            tl.store(matrix_at(of_matrices, chunk, batch_row, group, row, 0, sizes, 1), total)
 
 
 @triton.jit
 def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Program (part of a block of rows, block of rows, row of the batch)."""
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     first_row = tl.program_id(1) * sizes.COMPOSE_M
@@ -409,13 +383,13 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
     begin, end = blocks_in_sight(first, last, sizes.COMPOSE_N)
     begin, end = begin * (sizes.COMPOSE_N // PART), end * (sizes.COMPOSE_N // PART)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    t = chunk.start + first_row + element // HEADS
-    inside = (element < sizes.COMPOSE_M * HEADS) & (t < mask.queries)
+    t = chunk.start + first_row + element // sizes.ALL_HEADS
+    inside = (element < sizes.COMPOSE_M * sizes.ALL_HEADS) & (t < mask.queries)
     highest = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(begin, end, STEP):
         part = start + tl.arange(0, STEP)
-        at = ((batch_row * (chunk.columns // PART) + part) * chunk.rows + first_row)[:, None] * HEADS
+        at = ((batch_row * (chunk.columns // PART) + part) * chunk.rows + first_row)[:, None] * sizes.ALL_HEADS
         is_there = (part < end)[:, None] & inside[None, :]
         of_parts = tl.load(sums + (at + element[None, :]), mask=is_there, other=0.0)  # [STEP, BLOCK]
         if largest is not None:
@@ -428,7 +402,7 @@ def _join_over_keys_kernel(mask, chunk, sizes, largest, sums, joined, BLOCK: tl.
     if largest is not None:
         # Infinity leaves a query that sees no key with weights of zero.
         total = tl.where(total > 0.0, highest + tl.log2(total), float("inf"))
-    tl.store(joined + ((b * HEADS + element % HEADS) * mask.queries + t), total, mask=inside)
+    tl.store(joined + ((b * sizes.ALL_HEADS + element % sizes.ALL_HEADS) * mask.queries + t), total, mask=inside)
 
 
 @triton.jit
@@ -439,14 +413,13 @@ def _join_over_queries_kernel(
     (batch, heads, key, factors) sums += factor * (batch, block of queries, column, factors, heads) over those that were
     computed; the first chunk of a row of the batch sets them. Program (block of keys, of values, row of the batch).
     """
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     NUMBER: tl.constexpr = stage.key.NUMBER
     batch_row = tl.program_id(2).to(tl.int64)
     b = batch_row + chunk.batch
     value = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     s = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, end = rows_in_sight(mask, b, chunk, s, sizes.COMPOSE_M)
-    is_value = (value < NUMBER * HEADS)[None, :]
+    is_value = (value < NUMBER * sizes.ALL_HEADS)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK], tl.float32)
     for start in range(begin, end, sizes.COMPOSE_M):
         first, last, base = columns_in_sight(mask, b, chunk.start, start, sizes.COMPOSE_M, sizes)
@@ -454,9 +427,10 @@ def _join_over_queries_kernel(
         column = s - base
         is_there = (column // sizes.COMPOSE_N >= first_tile) & (column // sizes.COMPOSE_N < last_tile)
         at = (batch_row * (chunk.rows // sizes.COMPOSE_M) + start // sizes.COMPOSE_M) * chunk.columns + column
-        offsets = at[:, None] * (NUMBER * HEADS) + value[None, :]
+        offsets = at[:, None] * (NUMBER * sizes.ALL_HEADS) + value[None, :]
         total += tl.load(partial + offsets, mask=is_value & is_there[:, None], other=0.0)
-    offsets = ((b * HEADS + value % HEADS)[None, :] * mask.keys + s[:, None]) * NUMBER + (value // HEADS)[None, :]
+    offsets = (b * sizes.ALL_HEADS + value % sizes.ALL_HEADS)[None, :] * mask.keys + s[:, None]
+    offsets = offsets * NUMBER + (value // sizes.ALL_HEADS)[None, :]
     inside = is_value & (s < mask.keys)[:, None]
     total *= factor
     if not IS_FIRST:

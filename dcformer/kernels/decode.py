@@ -74,9 +74,8 @@ def composed_decode(
     position p lies in slot p mod `ring_size`, and queries see a window of at most `ring_size` - queries + 1 keys.
     """
     query, key, value = call.query, call.key, call.value
-    _check(call, key_lengths, block_table, ring_size)
+    slots = _check(call, key_lengths, block_table, ring_size)
     batch, heads, queries, _ = query.shape
-    slots = ring_size or key.shape[2] * (1 if block_table is None else block_table.shape[1])
     mask = Mask.of(call)._replace(keys=slots)
     pre, post = Stage.both(call)
     group = heads // call.groups
@@ -130,8 +129,8 @@ def _span(call: Call, slots: int, has_lengths: bool) -> int:
     return max(1, last - first)
 
 
-def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, ring_size: int | None) -> None:
-    """Raise ValueError if what a call says about the cache does not fit."""
+def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, ring_size: int | None) -> int:
+    """Raise ValueError if what a call says about the cache does not fit; else return how many slots a row has."""
     batch, slots = call.query.shape[0], call.key.shape[2]
     if call.sequence_ids is not None:
         raise ValueError("Decoding takes no packed sequences; give a mask without sequence_ids.")
@@ -150,6 +149,7 @@ def _check(call: Call, key_lengths: Tensor | None, block_table: Tensor | None, r
             raise ValueError("A ring needs key_lengths, which say where its newest key is.")
         if not 1 <= ring_size <= slots:
             raise ValueError(f"ring_size must be from 1 to the {slots} slots of a row, got {ring_size}.")
+    return ring_size or slots
 
 
 @triton.jit
@@ -157,18 +157,6 @@ def _factors_of_keys(side, block, h, row, is_pair):
     return load_factors(
         side, block[None, None, :], h[None, :, None], row[None, None, :], is_pair[None, :, :], tl.float32
     )
-
-
-@triton.jit
-def static_map(stage, group, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr):
-    """A tuple with [1, HEADS, HEADS], heads in by heads out, or with nothing."""
-    static = ()
-    if stage.HAS_STATIC:
-        h = tl.arange(0, HEADS_PADDED)
-        offsets = (group * HEADS + h[:, None]) * HEADS + h[None, :]
-        inside = (h < HEADS)[:, None] & (h < HEADS)[None, :]
-        static = (tl.load(stage.static + offsets, mask=inside, other=0).to(tl.float32)[None, :, :],)
-    return static
 
 
 @triton.jit
@@ -198,7 +186,12 @@ def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
     h = (share // queries * step.HEADS + member).to(tl.int64)
     line = (b * (tl.num_programs(1) // (BLOCKS * queries) * step.HEADS) + h) * queries + share % queries
     factors = load_factors(stage.query, b, h[None, :, None], share % queries, is_head[None, :, None], tl.float32)
-    return b, h, is_head, line, factors, static_map(stage, share // queries, step.HEADS, step.HEADS_PADDED)
+    static = ()  # or [1, HEADS, HEADS], heads in by heads out
+    if stage.HAS_STATIC:
+        inside = is_head[:, None] & is_head[None, :]
+        static = tl.load(stage.static + (h[:, None] * step.HEADS + member[None, :]), mask=inside, other=0)
+        static = (static.to(tl.float32)[None, :, :],)
+    return b, h, is_head, line, factors, static
 
 
 @triton.jit

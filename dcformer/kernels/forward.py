@@ -35,8 +35,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     output = new_output(*call)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
     # More programs than backward, since nothing is summed up over their queries.
-    sizes, mask = Sizes.of(call, 2048), Mask.of(call)
-    stages = Stage.both(call)
+    sizes, mask, stages = Sizes.of(call, 2048), Mask.of(call), Stage.both(call)
     # Scores, and the largest score and the sum of each part of the keys.
     bytes_per_column = heads * query.element_size() + -(-8 * heads // PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):

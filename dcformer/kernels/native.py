@@ -24,16 +24,7 @@ from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
 from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from .build_native import compile_library, find_library, instruction_sets
-from .call import (
-    MOST_RANK,
-    Call,
-    channels_last,
-    new_gradient,
-    new_output,
-    readable_mask,
-    why_no_kernel,
-    why_transformed,
-)
+from .call import MOST_RANK, Call, channels_last, new_output, readable_mask, why_no_kernel, why_transformed
 from .ops import ARGUMENTS, differentiable_op, register_op
 
 
@@ -167,12 +158,7 @@ def _forward_for_gradients(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]
 def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
     given, log_sums = Call(*arguments[:-1]), arguments[-1]
     call = _readable_call(given)
-    gradients = [
-        x if x is None else new_gradient(name, x, dtype=torch.float32) for name, x in zip(Call._fields, given[:9])
-    ]
-    for static in (gradients[5], gradients[8]):
-        if static is not None:
-            static.zero_()  # the code adds to it
+    gradients = given.new_gradients("")  # all in float32
     output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
     names = ("output_gradient", "query_gradient", "key_gradient", "value_gradient")
     tensors = dict(zip(names, (output_gradient, *gradients)), log_sums=log_sums)

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_gradient, new_output
+from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_output
 
 
 # What holds 2,048 queries and keys of 32 heads at once.
@@ -82,8 +82,7 @@ def differentiable_op(
         return new_output(query, *others), query.new_empty(query.shape[:3], dtype=torch.float32)
 
     def backward_fake(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-        named = zip(Call._fields[:DIFFERENTIABLE], arguments)
-        return [new_gradient(name, tensor) for name, tensor in named if tensor is not None]
+        return [gradient for gradient in Call(*arguments[:-1]).new_gradients() if gradient is not None]
 
     def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:TENSORS], output[1])

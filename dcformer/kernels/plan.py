@@ -105,11 +105,10 @@ class Stage(NamedTuple):
     def both(cls, call: Call) -> tuple["Stage", "Stage"]:
         """The compositions before and after the softmax."""
         stages = []
-        for query, key, static in (call[3:6], call[6:9]):
-            heads = call.query.shape[1]
-            sides = Factors.of(query, heads), Factors.of(key, heads)
-            has_static = constant(static is not None)
-            stages.append(cls(*sides, None if static is None else static.contiguous(), has_static))
+        for *sides, static in (call[3:6], call[6:9]):
+            query, key = (Factors.of(side, call.query.shape[1]) for side in sides)
+            static = None if static is None else static.contiguous()
+            stages.append(cls(query, key, static, constant(static is not None)))
         return stages[0], stages[1]
 
 
@@ -146,6 +145,7 @@ class Sizes(NamedTuple):
     """Sizes of tiles, as constants of the kernels."""
 
     HEADS: int  # of a group
+    ALL_HEADS: int
     HEADS_PADDED: int  # a power of 2, of at least the 16 that a matrix product takes
     GROUPS: int
     BLOCK_M: int  # queries and keys of a tile of the matrix products
@@ -175,7 +175,7 @@ class Sizes(NamedTuple):
         assert rows % composed == 0 and rows % keys == 0
         # More heads take the shared memory of fewer stages.
         stages = stages if padded < 64 else min(stages, 3)
-        return cls(heads, padded, call.groups, rows, rows, composed, keys, warps, stages)
+        return cls(heads, call.query.shape[1], padded, call.groups, rows, rows, composed, keys, warps, stages)
 
 
 class Chunk(NamedTuple):
@@ -281,28 +281,18 @@ def _dense_mask(dense: Tensor) -> Tensor:
 
 def _document_ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     """First and last token with the number of each token, (batch, length) each."""
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    values, order = ids.sort(dim=1, stable=True)
-    edges = values[:, 1:] != values[:, :-1]
-    begins = torch.nn.functional.pad(edges, (1, 0), value=True)
-    ends = torch.nn.functional.pad(edges, (0, 1), value=True)
+    ids = ids.contiguous() + 0  # of booleans numbers too, which the search takes
     # A stable sort keeps the tokens of one number in their order, so its first is where the number begins.
-    first = torch.where(begins, positions, 0).cummax(dim=1).values
-    last = torch.where(ends, positions, ids.shape[1]).flip(1).cummin(dim=1).values.flip(1)
-    tokens = (torch.empty_like(order).scatter_(1, order, order.gather(1, index)) for index in (first, last))
-    return tuple(map(Tensor.int, tokens))  # type: ignore[return-value]
+    values, order = ids.sort(dim=1, stable=True)
+    first, last = torch.searchsorted(values, ids), torch.searchsorted(values, ids, right=True) - 1
+    return order.gather(1, first).int(), order.gather(1, last).int()
 
 
 def _reads_eight(factors: Tensor) -> bool:
     """Whether eight factors from the first on are one aligned vector, as in a cached row, which is padded to eights."""
-    if not 4 < factors.shape[3] <= 8 or factors.stride(3) != 1:
+    *strides, step = factors.stride()
+    if not 4 < factors.shape[3] <= 8 or step != 1 or factors.element_size() != 2:
         return False
-    offsets = (factors.storage_offset(), *factors.stride()[:3])
-    if (
-        factors.element_size() != 2
-        or any(offset % 8 for offset in offsets)
-        or factors.untyped_storage().data_ptr() % 16
-    ):
-        return False
-    last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, offsets[1:]))
-    return (last + 8) * factors.element_size() <= factors.untyped_storage().nbytes()
+    last = factors.storage_offset() + sum((size - 1) * stride for size, stride in zip(factors.shape, strides))
+    is_aligned = factors.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
+    return is_aligned and (last + 8) * 2 <= factors.untyped_storage().nbytes()

@@ -92,13 +92,12 @@ def _rows_of_program(mask, chunk, sizes):
     Row of the batch, head, block of the workspace, rows and their queries; the first and the last column that any of
     them sees, and the key of column 0.
     """
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
-    b = (tl.program_id(2) // HEADS).to(tl.int64) + chunk.batch
+    b = (tl.program_id(2) // sizes.ALL_HEADS).to(tl.int64) + chunk.batch
     first_row = tl.program_id(1) * sizes.BLOCK_M
     first, last, base = columns_in_sight(mask, b, chunk.start, first_row, sizes.BLOCK_M, sizes)
     row = first_row + tl.arange(0, sizes.BLOCK_M)
     block = tl.program_id(2).to(tl.int64) * chunk.rows * chunk.columns
-    return b, (tl.program_id(2) % HEADS).to(tl.int64), block, row, chunk.start + row, first, last, base
+    return b, (tl.program_id(2) % sizes.ALL_HEADS).to(tl.int64), block, row, chunk.start + row, first, last, base
 
 
 @triton.jit
@@ -155,17 +154,16 @@ def _output_kernel(mask, chunk, sizes, weights, value, output, BLOCK_D: tl.const
 def _key_products_kernel(
     mask, chunk, sizes, weights, query, gradients, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, IS_FIRST: tl.constexpr
 ):
-    HEADS: tl.constexpr = sizes.GROUPS * sizes.HEADS
     KV_GROUPS: tl.constexpr = gradients.KV_GROUPS
-    batch_row = (tl.program_id(2) // (HEADS // KV_GROUPS)).to(tl.int64)
+    batch_row = (tl.program_id(2) // (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64)
     b = batch_row + chunk.batch
-    first_head = (tl.program_id(2) % (HEADS // KV_GROUPS)).to(tl.int64) * KV_GROUPS
+    first_head = (tl.program_id(2) % (sizes.ALL_HEADS // KV_GROUPS)).to(tl.int64) * KV_GROUPS
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     s = tl.program_id(1) * sizes.BLOCK_N + tl.arange(0, sizes.BLOCK_N)
     begin, end = rows_in_sight(mask, b, chunk, s, BLOCK_K)
     total = tl.zeros([sizes.BLOCK_N, BLOCK_D], tl.float32)
     for h in range(first_head, first_head + KV_GROUPS):
-        of_head = weights + (batch_row * HEADS + h) * chunk.rows * chunk.columns
+        of_head = weights + (batch_row * sizes.ALL_HEADS + h) * chunk.rows * chunk.columns
         for start in range(begin, end, BLOCK_K):
             row = start + tl.arange(0, BLOCK_K)
             t = chunk.start + row

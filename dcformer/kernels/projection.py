@@ -41,57 +41,46 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
         return None
     if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    if not needs_gradient and _are_few(states) and all(x is weight or x.dtype == states.dtype for x in given):
-        compute = factors_of_few_op if is_tracing(states) else _factors_of_few
-        return compute(approximate, eps, states, *weights)
-    wide = [each for each in (hidden_weight, gate_weight) if each is not None]
-    # Copying the weights takes less time than reading the states twice and adding two gradients of them.
-    products = product(states, torch.cat(wide, dim=3) if len(wide) > 1 else wide[0])
+    lengths, is_plain = states.shape[:2], not torch.is_autocast_enabled(device.type)  # which would set another type
+    if is_plain and all(map(is_number, lengths)) and 0 < lengths.numel() <= MOST_FEW_TOKENS:  # as in a decoding step
+        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if not needs_gradient and all(x is weight or x.dtype == states.dtype for x in given):
+            compute = factors_of_few_op if is_tracing(states) else _factors_of_few
+            return compute(approximate, eps, states, *weights)
     compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
-    return compute(approximate, eps, products, weight)
+    return compute(approximate, eps, _products(states, hidden_weight, gate_weight), weight)
 
 
-def _are_few(states: Tensor) -> bool:
-    """Whether there are few tokens, as in a decoding step, and their products need not be of a type of autocast."""
-    lengths = states.shape[:2]
-    are_numbers = all(map(is_number, lengths)) and not torch.is_autocast_enabled(states.device.type)
-    return are_numbers and 0 < lengths.numel() <= MOST_FEW_TOKENS
+def _products(states: Tensor, *weights: Tensor | None) -> Any:
+    wide = [weight for weight in weights if weight is not None]
+    # Copying the weights takes less time than reading the states twice and adding two gradients of them.
+    return product(states, torch.cat(wide, dim=3) if len(wide) > 1 else wide[0])
 
 
-def _factors_of_few(
-    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
-) -> Tensor:
-    from .projection_kernel import launch_factors, launch_products
+def _factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
+    from .projection_kernel import launch_products
 
-    factors = _new_factors_of_few(approximate, eps, states, hidden_weight, weight, gate_weight)
     with torch.cuda.device_of(states):
-        products = launch_products(states, hidden_weight, gate_weight)
-        launch_factors(approximate, eps, products, weight, factors)
-    return factors
+        return _factors(approximate, eps, launch_products(states, hidden, gates), weight, states.dtype)
 
 
-def _new_factors_of_few(
-    approximate: str, eps: float, states: Tensor, hidden_weight: Any, weight: Any, gate_weight: Any
-) -> Tensor:
-    shapes = [each.shape for each in (hidden_weight, gate_weight) if each is not None]
-    products = states[..., :1].expand(*shapes[0][1:3], *states.shape[:2], sum(shape[3] for shape in shapes))
-    return _new_factors(approximate, eps, products.permute(2, 3, 0, 1, 4), weight)
+def _new_factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
+    return _new_factors(approximate, eps, _products(states, hidden, gates), weight)
 
 
-def _factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None) -> Tensor:
+def _factors(approximate: str, eps: float, products: Tensor, weight: Any, dtype: torch.dtype | None = None) -> Tensor:
     from .projection_kernel import launch_factors
 
-    factors = _new_factors(approximate, eps, products, weight)
+    factors = _new_factors(approximate, eps, products, weight, dtype)
     with torch.cuda.device_of(factors):
         launch_factors(approximate, eps, products, weight, factors)
     return factors
 
 
-def _new_factors(approximate: str, eps: float, products: Tensor, weight: Tensor | None) -> Tensor:
-    batch, length, groups, slots, width = products.shape
+def _new_factors(_: str, eps: float, products: Tensor, weight: Any, dtype: torch.dtype | None = None) -> Tensor:
+    (batch, length, groups, slots), width = products.shape[:4], products.shape[-1]
     inner, channels, heads = (0, 0, width) if weight is None else weight.shape[2:]
-    return products.new_empty(slots, batch, length, channels + int(width > inner), groups * heads)
+    return products.new_empty(slots, batch, length, channels + int(width > inner), groups * heads, dtype=dtype)
 
 
 def _gradients(
@@ -115,15 +104,15 @@ def _new_gradients(*call: Any) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    (ctx.approximate, ctx.eps), tensors = inputs[:2], inputs[2:]
-    ctx.save_for_backward(*tensors)
+    ctx.options = inputs[:2]
+    ctx.save_for_backward(*inputs[2:])
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[3]
     compute = _differentiable_gradients if torch.is_grad_enabled() else gradients_op
     with torch.autocast(gradient.device.type, enabled=False):
-        of_products, *of_weight = compute(ctx.approximate, ctx.eps, gradient, *ctx.saved_tensors, needs_weight)
+        of_products, *of_weight = compute(*ctx.options, gradient, *ctx.saved_tensors, needs_weight)
     return None, None, of_products, *(of_weight or [None])
 
 
@@ -139,10 +128,10 @@ def _differentiable_gradients(
     return torch.autograd.grad(factors, (products, weight)[: 1 + needs_weight], gradient, create_graph=True)
 
 
-_SCHEMA = "(str approximate, float eps, {}Tensor products, Tensor? weight{}) -> Tensor{}"
-factors_op = register_op("compose_factors", _SCHEMA.format("", "", ""), _factors, _new_factors)
-_OF_GRADIENTS = "Tensor gradient, ", ", bool needs_weight", "[]"
 _OF_FEW = "(str approximate, float eps, Tensor states, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
 factors_of_few_op = register_op("compose_factors_of_few", _OF_FEW, _factors_of_few, _new_factors_of_few)
-gradients_op = register_op("compose_factors_backward", _SCHEMA.format(*_OF_GRADIENTS), _gradients, _new_gradients)
+_FORWARD = "(str approximate, float eps, Tensor products, Tensor? weight) -> Tensor"
+factors_op = register_op("compose_factors", _FORWARD, _factors, _new_factors)
+_BACKWARD = "str approximate, float eps, Tensor gradient, Tensor products, Tensor? weight, bool needs_weight"
+gradients_op = register_op("compose_factors_backward", f"({_BACKWARD}) -> Tensor[]", _gradients, _new_gradients)
 factors_op.register_autograd(_differentiate, setup_context=_save_for_backward)

@@ -24,8 +24,9 @@ def _padded(columns: int) -> int:
 
 class Shape(NamedTuple):
     APPROXIMATE: tl.constexpr
-    RANK: tl.constexpr
+    CHANNELS: tl.constexpr  # 2 rank
     HEADS: tl.constexpr  # of a group
+    INNER: tl.constexpr  # K
     WIDTH: tl.constexpr  # of a slot's products: K, then gates
     CHANNELS_PADDED: tl.constexpr
     HEADS_PADDED: tl.constexpr
@@ -42,12 +43,12 @@ class Shape(NamedTuple):
         columns = _padded(channels_padded * next_power_of_2(heads))
         # More tokens share what is read of the weights, fewer leave registers, and programs for more of a GPU.
         block = 32 if tokens > 1024 and columns <= 128 else 16
-        sizes = channels // 2, heads, width, channels_padded, columns // channels_padded, block, parts
+        sizes = channels, heads, channels * heads, width, channels_padded, columns // channels_padded, block, parts
         return cls(*map(constant, (approximate, *sizes))), 8 if columns > 256 else 4
 
 
 class Wide(NamedTuple):
-    """The weight of a wide product, (hidden, groups, slots, columns), and where its columns are in the products."""
+    """The weight of a wide product, (hidden, groups, slots, columns)."""
 
     weight: Tensor
     HIDDEN_STRIDE: tl.constexpr  # constants, so that the compiler knows how far rows are aligned
@@ -55,36 +56,31 @@ class Wide(NamedTuple):
     SLOT_STRIDE: tl.constexpr
     COLUMNS: tl.constexpr
     COLUMNS_PADDED: tl.constexpr
-    FIRST: tl.constexpr
 
     @classmethod
-    def of(cls, weight: Tensor, first: int) -> "Wide":
+    def of(cls, weight: Tensor) -> "Wide":
         weight = channels_last(weight)
-        columns = weight.shape[3]
-        return cls(weight, *map(constant, (*weight.stride()[:3], columns, _padded(columns), first)))
+        return cls(weight, *map(constant, (*weight.stride()[:3], weight.shape[3], _padded(weight.shape[3]))))
 
 
-def launch_products(states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None) -> Tensor:
+def launch_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     """
     The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden channels:
     (batch, length, groups, slots, parts, K, then heads) in float32.
     """
     rows = states.flatten(0, 1).contiguous()
     tokens, channels = rows.shape
-    shapes = [weight.shape for weight in (hidden_weight, gate_weight) if weight is not None]
-    groups, slots, inner = *shapes[0][1:3], 0 if hidden_weight is None else hidden_weight.shape[3]
+    wide = tuple(Wide.of(weight) for weight in weights if weight is not None)
+    groups, slots = wide[0].weight.shape[1:3]
     # Channels that are multiplied together: the weights of about 10 KB, of which four times as much is on its way.
-    units = sum(_padded(shape[3]) for shape in shapes) * rows.itemsize // 2  # of 16 bits, of each channel
+    units = sum(each.COLUMNS_PADDED.value for each in wide) * rows.itemsize // 2  # of 16 bits, of each channel
     block = min(128, max(16, next_power_of_2(4096 // units)))
     parts = min(_MOST_PARTS, next_power_of_2(cdiv(channels, block)))
-    width = sum(shape[3] for shape in shapes)
+    width = sum(each.COLUMNS.value for each in wide)
     products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
-    pairs = (hidden_weight, 0), (gate_weight, inner)
-    wide = [None if weight is None else Wide.of(weight, first) for weight, first in pairs]
-    _products_kernel[(parts, slots, groups)](
-        *(rows, *wide, products, tokens, channels, width, block),
-        num_stages=5 if block * units <= 10240 else 2,
-    )
+    stages = 5 if block * units <= 10240 else 2
+    arguments = rows, wide, products, tokens, channels, width, block
+    _products_kernel[(parts, slots, groups)](*arguments, num_stages=stages)
     return products
 
 
@@ -114,55 +110,43 @@ def launch_gradients(
     activated = of_maps = None
     if weight is not None:
         weight = weight.contiguous()
-        activated = products.new_empty(groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2])
-        of_maps = torch.empty_like(activated)
+        sizes = 2, groups * slots * parts, blocks * shape.BLOCK_M.value, weight.shape[2]
+        activated, of_maps = products.new_empty(sizes)
     tensors = products, weight, gradient, gradient.stride(), of_products, activated, of_maps
+    grid = parts * blocks, slots, groups
     # As many warps again hold the gradients of what the others hold.
-    _gradients_kernel[(parts * blocks, slots, groups)](
-        *tensors, batch * length, length, eps, shape, num_warps=2 * warps
-    )
+    _gradients_kernel[grid](*tensors, batch * length, length, eps, shape, num_warps=2 * warps)
     return activated, of_maps
 
 
-@triton.jit
-def _load_wide(wide, channel, is_channel):
-    """[channels, columns] of a program's slot and group."""
-    column = tl.arange(0, wide.COLUMNS_PADDED)
-    row = tl.program_id(1) * wide.SLOT_STRIDE + tl.program_id(2) * wide.GROUP_STRIDE + channel * wide.HIDDEN_STRIDE
-    inside = is_channel[:, None] & (column < wide.COLUMNS)[None, :]
-    return tl.load(wide.weight + row[:, None] + column[None, :], mask=inside, other=0)
-
-
-@triton.jit
-def _store_product(wide, product, products, tokens, WIDTH: tl.constexpr):
-    m, column = tl.arange(0, 16)[:, None], tl.arange(0, wide.COLUMNS_PADDED)[None, :]
-    row = (m * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
-    products += (row * tl.num_programs(0) + tl.program_id(0)) * WIDTH + wide.FIRST + column
-    tl.store(products, product, mask=(m < tokens) & (column < wide.COLUMNS))
-
-
 @triton.jit(do_not_specialize=["tokens"])
-def _products_kernel(states, hidden, gates, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+def _products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
     m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
-    if hidden is not None:
-        of_hidden = tl.zeros([16, hidden.COLUMNS_PADDED], tl.float32)
-    if gates is not None:
-        of_gates = tl.zeros([16, gates.COLUMNS_PADDED], tl.float32)
+    totals = ()
+    for i in tl.static_range(len(wide)):
+        totals = totals + (tl.zeros([16, wide[i].COLUMNS_PADDED], tl.float32),)
     channels_of_part = tl.cdiv(channels, tl.num_programs(0) * BLOCK_K) * BLOCK_K
     first = tl.program_id(0) * channels_of_part
     for start in range(first, tl.minimum(first + channels_of_part, channels), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (m < tokens)[:, None] & (k < channels)[None, :]
         x = tl.load(states + m[:, None] * channels + k[None, :], mask=inside, other=0)
-        if hidden is not None:
-            of_hidden = tl.dot(x, _load_wide(hidden, k, k < channels), of_hidden, input_precision="ieee")
-        if gates is not None:
-            of_gates = tl.dot(x, _load_wide(gates, k, k < channels), of_gates, input_precision="ieee")
-    if hidden is not None:
-        _store_product(hidden, of_hidden, products, tokens, WIDTH)
-    if gates is not None:
-        _store_product(gates, of_gates, products, tokens, WIDTH)
+        sums = ()
+        for i in tl.static_range(len(wide)):
+            column = tl.arange(0, wide[i].COLUMNS_PADDED)
+            row = tl.program_id(1) * wide[i].SLOT_STRIDE + tl.program_id(2) * wide[i].GROUP_STRIDE
+            row += k * wide[i].HIDDEN_STRIDE
+            inside = (k < channels)[:, None] & (column < wide[i].COLUMNS)[None, :]
+            weights = tl.load(wide[i].weight + row[:, None] + column[None, :], mask=inside, other=0)
+            sums = sums + (tl.dot(x, weights, totals[i], input_precision="ieee"),)
+        totals = sums
+    for i in tl.static_range(len(wide)):
+        m, column = tl.arange(0, 16)[:, None], tl.arange(0, wide[i].COLUMNS_PADDED)[None, :]
+        row = (m * tl.num_programs(2) + tl.program_id(2)) * tl.num_programs(1) + tl.program_id(1)
+        # The columns of the second weight are the last ones.
+        offsets = (row * tl.num_programs(0) + tl.program_id(0)) * WIDTH + i * (WIDTH - wide[i].COLUMNS) + column
+        tl.store(products + offsets, totals[i], mask=(m < tokens) & (column < wide[i].COLUMNS))
 
 
 @triton.jit
@@ -184,39 +168,27 @@ def _tanh(x):
 
 
 @triton.jit
-def _join_parts(products, PARTS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _join_parts(products, shape):
     """[BLOCK_M, columns] in float32; the sums of parts in every row."""
     products = products.to(tl.float32)
-    if PARTS > 0:
-        products = tl.broadcast_to(tl.sum(products, 0)[None, :], [BLOCK_M, products.shape[1]])
+    if shape.PARTS > 0:
+        products = tl.broadcast_to(tl.sum(products, 0)[None, :], [shape.BLOCK_M, products.shape[1]])
     return products
 
 
 @triton.jit
-def _multiply(
-    rows,
-    is_row,
-    weight,
-    k_stride,
-    columns,
-    is_column,
-    shape,
-    ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by the weight."""
-    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
+def _multiply(rows, is_row, weight, columns, inside, k_stride, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
+    """[BLOCK_M, columns]: rows of K numbers, which ACTIVATION says how to activate first, by columns of the weight."""
     # Weights stay in their type on their way to shared memory: in float32 too where autocast makes products in 16 bits.
     BLOCK_K: tl.constexpr = 16 if tl.float32 == DTYPE or weight.dtype.element_ty == tl.float32 else 32
     total = tl.zeros([shape.BLOCK_M, columns.shape[0]], tl.float32)
-    for start in range(0, INNER, BLOCK_K):
+    for start in range(0, shape.INNER, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        states = tl.load(rows + k[None, :], mask=is_row[:, None] & (k < INNER)[None, :], other=0)
+        states = tl.load(rows + k[None, :], mask=is_row[:, None] & (k < shape.INNER)[None, :], other=0)
         if ACTIVATION is not None:
-            states = _gelu(_join_parts(states, PARTS, shape.BLOCK_M), ACTIVATION)[0]  # [BLOCK_M, BLOCK_K]
+            states = _gelu(_join_parts(states, shape), ACTIVATION)[0]  # [BLOCK_M, BLOCK_K]
         offsets = k[:, None] * k_stride + columns[None, :]
-        weights = tl.load(weight + offsets, mask=(k < INNER)[:, None] & is_column[None, :], other=0)
+        weights = tl.load(weight + offsets, mask=(k < shape.INNER)[:, None] & inside[None, :], other=0)
         total = tl.dot(states.to(DTYPE), weights.to(DTYPE), total, input_precision="ieee")
     return total
 
@@ -224,23 +196,20 @@ def _multiply(
 @triton.jit
 def _low_rank_factors(hidden, is_row, weight, eps, shape, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """[BLOCK_M, channels, heads]: w1 / norm, w2; and [BLOCK_M, channels, 1]: 1 / norm for w1, 1 for w2."""
-    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
     column = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
     c, head = column // shape.HEADS_PADDED, column % shape.HEADS_PADDED
-    is_column = (c < 2 * shape.RANK) & (head < shape.HEADS)
-    columns = c * shape.HEADS + head
-    maps = _multiply(hidden, is_row, weight, INNER, columns, is_column, shape, ACTIVATION, shape.PARTS, DTYPE)
+    inside = (c < shape.CHANNELS) & (head < shape.HEADS)
+    maps = _multiply(hidden, is_row, weight, c * shape.HEADS + head, inside, shape.INNER, shape, ACTIVATION, DTYPE)
     maps = tl.reshape(maps, [shape.BLOCK_M, shape.CHANNELS_PADDED, shape.HEADS_PADDED])
     scale = tl.rsqrt(tl.sum(maps * maps, 2, keep_dims=True) / shape.HEADS + eps)
-    scale = tl.where(tl.arange(0, shape.CHANNELS_PADDED)[None, :, None] < shape.RANK, scale, 1.0)
+    scale = tl.where(tl.arange(0, shape.CHANNELS_PADDED)[None, :, None] < shape.CHANNELS // 2, scale, 1.0)
     return maps * scale, scale
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _factors_kernel(products, weight, factors, tokens, eps, shape):
     """Of products by parts a program has one token, which all rows of its matrix products stand for."""
-    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
-    CHANNELS: tl.constexpr = 2 * shape.RANK + (shape.WIDTH > INNER)
+    CHANNELS: tl.constexpr = shape.CHANNELS + (shape.WIDTH > shape.INNER)
     TOKENS: tl.constexpr = shape.BLOCK_M if shape.PARTS == 0 else 1
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
@@ -254,24 +223,23 @@ def _factors_kernel(products, weight, factors, tokens, eps, shape):
         is_row = part >= 0
     products += (row * shape.WIDTH)[:, None]
     factors += ((slot * tokens + t) * CHANNELS * groups + group)[:, None] * shape.HEADS + h[None, :]
-    if shape.WIDTH > INNER:  # on its way while the maps are made
-        gates = tl.load(products + INNER + h[None, :], mask=is_row[:, None] & (h < shape.HEADS)[None, :], other=0)
+    if shape.WIDTH > shape.INNER:  # on its way while the maps are made
+        gates = tl.load(products + shape.INNER + h[None, :], mask=is_row[:, None] & (h < shape.HEADS)[None, :], other=0)
     if weight is not None:
-        weight += (group * slots + slot) * INNER * INNER
+        weight += (group * slots + slot) * shape.INNER * shape.INNER
         DTYPE: tl.constexpr = factors.dtype.element_ty
         low_rank, _ = _low_rank_factors(products, is_row, weight, eps, shape, shape.APPROXIMATE, DTYPE)
         c = tl.arange(0, shape.CHANNELS_PADDED)[None, :, None]
-        inside = is_token[:, None, None] & (c < 2 * shape.RANK) & (h < shape.HEADS)[None, None, :]
+        inside = is_token[:, None, None] & (c < shape.CHANNELS) & (h < shape.HEADS)[None, None, :]
         tl.store(factors[:, None, :] + c * (groups * shape.HEADS), low_rank, mask=inside)
-    if shape.WIDTH > INNER:
-        gates = _tanh(_join_parts(gates, shape.PARTS, shape.BLOCK_M))
+    if shape.WIDTH > shape.INNER:
+        gates = _tanh(_join_parts(gates, shape))
         inside = is_token[:, None] & (h < shape.HEADS)[None, :]
-        tl.store(factors + 2 * shape.RANK * groups * shape.HEADS, gates, mask=inside)
+        tl.store(factors + shape.CHANNELS * groups * shape.HEADS, gates, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
 def _gradients_kernel(products, weight, gradient, strides, of_products, activated, of_maps, tokens, length, eps, shape):
-    INNER: tl.constexpr = 2 * shape.RANK * shape.HEADS
     slot, slots = tl.program_id(1), tl.num_programs(1)
     group, groups = tl.program_id(2), tl.num_programs(2)
     first, m, h = tl.program_id(0) * shape.BLOCK_M, tl.arange(0, shape.BLOCK_M), tl.arange(0, shape.HEADS_PADDED)
@@ -286,35 +254,35 @@ def _gradients_kernel(products, weight, gradient, strides, of_products, activate
     rows = ((group * shape.HEADS + h) * head_stride)[:, None] + rows[None, :]  # [heads, BLOCK_M]
     if weight is not None:
         branch = group * slots + slot
-        weight += branch * INNER * INNER
-        offset = (branch.to(tl.int64) * tl.num_programs(0) * shape.BLOCK_M + first) * INNER
-        activated = activated + offset + (m * INNER)[:, None]
-        of_maps = of_maps + offset + (m * INNER)[:, None]
+        weight += branch * shape.INNER * shape.INNER
+        offset = (branch.to(tl.int64) * tl.num_programs(0) * shape.BLOCK_M + first) * shape.INNER
+        activated = activated + offset + (m * shape.INNER)[:, None]
+        of_maps = of_maps + offset + (m * shape.INNER)[:, None]
         # Read as a model's gradients lie in memory: channels side by side, then tokens, then heads.
         c = tl.arange(0, shape.CHANNELS_PADDED)
-        inside = (h < shape.HEADS)[:, None, None] & is_token[None, :, None] & (c < 2 * shape.RANK)[None, None, :]
+        inside = (h < shape.HEADS)[:, None, None] & is_token[None, :, None] & (c < shape.CHANNELS)[None, None, :]
         of_factors = tl.load(gradient + (rows[:, :, None] + c[None, None, :] * channel_stride), mask=inside, other=0)
         k = tl.arange(0, shape.CHANNELS_PADDED * shape.HEADS_PADDED)
-        is_state = is_token[:, None] & (k < INNER)[None, :]
+        is_state = is_token[:, None] & (k < shape.INNER)[None, :]
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
-        tl.store(activated + k[None, :], _gelu(states, shape.APPROXIMATE)[0], mask=(k < INNER)[None, :])
+        tl.store(activated + k[None, :], _gelu(states, shape.APPROXIMATE)[0], mask=(k < shape.INNER)[None, :])
         tl.debug_barrier()  # before other threads read them
         DTYPE: tl.constexpr = products.dtype.element_ty
         low_rank, scale = _low_rank_factors(activated, is_token, weight, eps, shape, None, DTYPE)
         of_factors = tl.permute(of_factors, 1, 2, 0).to(tl.float32)  # [BLOCK_M, channels, heads]
         along = tl.sum(of_factors * low_rank, 2, keep_dims=True) / shape.HEADS
-        maps = tl.where(c[None, :, None] < shape.RANK, scale * (of_factors - low_rank * along), of_factors)
+        maps = tl.where(c[None, :, None] < shape.CHANNELS // 2, scale * (of_factors - low_rank * along), of_factors)
         maps = tl.where(is_token[:, None, None], maps, 0)  # which is NaN for no token if eps is 0
-        inside = (c < 2 * shape.RANK)[:, None] & (h < shape.HEADS)[None, :]
+        inside = (c < shape.CHANNELS)[:, None] & (h < shape.HEADS)[None, :]
         columns = c[:, None] * shape.HEADS + h[None, :]
         tl.store(of_maps[:, :, None] + columns[None, :, :], maps, mask=inside[None, :, :])
         tl.debug_barrier()
-        of_states = _multiply(of_maps, is_token, weight, 1, k * INNER, k < INNER, shape, None, 0, DTYPE)
+        of_states = _multiply(of_maps, is_token, weight, k * shape.INNER, k < shape.INNER, 1, shape, None, DTYPE)
         # Computed once more, it takes no registers until here.
         states = tl.load(products + k[None, :], mask=is_state, other=0).to(tl.float32)
         tl.store(of_products + k[None, :], of_states * _gelu(states, shape.APPROXIMATE)[1], mask=is_state)
-    if shape.WIDTH > INNER:
+    if shape.WIDTH > shape.INNER:
         inside = is_token[:, None] & (h < shape.HEADS)[None, :]
-        gates = _tanh(tl.load(products + INNER + h[None, :], mask=inside, other=0).to(tl.float32))
-        of_gates = tl.load(gradient + (tl.trans(rows) + 2 * shape.RANK * channel_stride), mask=inside, other=0)
-        tl.store(of_products + INNER + h[None, :], of_gates.to(tl.float32) * (1 - gates * gates), mask=inside)
+        gates = _tanh(tl.load(products + shape.INNER + h[None, :], mask=inside, other=0).to(tl.float32))
+        of_gates = tl.load(gradient + (tl.trans(rows) + shape.CHANNELS * channel_stride), mask=inside, other=0)
+        tl.store(of_products + shape.INNER + h[None, :], of_gates.to(tl.float32) * (1 - gates * gates), mask=inside)
