@@ -57,6 +57,11 @@ class Call(NamedTuple):
         given = [tensor for tensor in self[:DIFFERENTIABLE] if tensor is not None]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
+    def rank(self) -> int:
+        """The largest of any side."""
+        sides = (self.pre_query, self.pre_key, self.post_query, self.post_key)
+        return max(0 if side is None else side.shape[3] // 2 for side in sides)
+
     def new_gradients(self, in_float32: str | tuple[str, ...] = ()) -> list[Tensor | None]:
         """Memory for gradients, in float32 of fields whose names end so; of static maps zeros, to be added to."""
         gradients: list[Tensor | None] = []
@@ -80,8 +85,7 @@ def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str |
     for tensor in call[:DIFFERENTIABLE]:
         if tensor is not None and tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    sides = (call.pre_query, call.pre_key, call.post_query, call.post_key)
-    if (rank := max(0 if side is None else side.shape[3] // 2 for side in sides)) > MOST_RANK:
+    if (rank := call.rank()) > MOST_RANK:
         return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
     if any(groups != call.groups for groups in groups_of(*inputs[3:])):
         return "there are different groups of heads before and after the softmax"

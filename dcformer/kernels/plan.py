@@ -173,8 +173,8 @@ class Sizes(NamedTuple):
         programs = cdiv(call.query.shape[2], COMPOSE_M) * cdiv(seen, keys) * call.query.shape[0] * call.groups
         composed = COMPOSE_M if programs >= fewest_programs else COMPOSE_M // 2
         assert rows % composed == 0 and rows % keys == 0
-        # More heads take the shared memory of fewer stages.
-        stages = stages if padded < 64 else min(stages, 3)
+        # More heads take the shared memory of fewer stages, and so do many factors of theirs.
+        stages = stages if padded < 64 else min(stages, 3 if call.rank() <= 6 else 2)
         return cls(heads, call.query.shape[1], padded, call.groups, rows, rows, composed, keys, warps, stages)
 
 

@@ -83,7 +83,8 @@ def load_scale(norms):
     which may make 2,000 times as much of them, as they can of 64 heads that agree, before float16 ends.
     """
     exponent = tl.floor(tl.log2(32.0 / (tl.load(norms) * tl.load(norms + 1))))
-    return tl.exp2(tl.minimum(tl.maximum(exponent, -100.0), 100.0))
+    bounded = tl.minimum(tl.maximum(exponent, -100.0), 100.0)
+    return tl.exp2(tl.where(exponent == exponent, bounded, exponent))  # NaN in any gradient is NaN in all
 
 
 @triton.jit

@@ -255,3 +255,13 @@ def test_chunks_take_turns_in_the_workspace(batch, queries, monkeypatch):
         gradients = composed_backward(inputs.query, call, log_sums, 2**24)
     # With sums in float32 before they are in 16 bits, and deltas, their totals and the norms.
     assert memory.most <= 2**24 + 3 * sum(each.nbytes for each in gradients if each is not None) + 3 * log_sums.nbytes
+
+
+def test_nan_in_a_gradient_of_one_row_is_nan_in_all():
+    """As they are scaled together; zeros in the other rows would look like gradients."""
+    inputs = make_inputs(batch=2, heads=2, channels=16, queries=4).map(lambda x: x.to(DEVICE, torch.float16))
+    query = inputs.query.requires_grad_()
+    output = attend("triton", *inputs)
+    upstream = torch.ones_like(output)
+    upstream[0, 0, 0, 0] = torch.nan
+    assert torch.autograd.grad(output, query, upstream)[0].isnan().all()
