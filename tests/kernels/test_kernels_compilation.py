@@ -12,7 +12,9 @@ import dcformer
 
 # Instructions for a score of the kernels that compose, on Hopper with 32 heads: the softmax's sums, weights, weights in
 # the backward pass; gradients of scores before and after the softmax; gradients of queries' matrices, launched twice.
+# Of products those of a step beside as many scores: masks of what they load, or loads by registers, double them.
 INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27], "_matrix_gradients_kernel": [4]}
+INSTRUCTIONS |= {"_products_kernel": [26, 26, 26], "_key_products_kernel": [19]}
 
 
 def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
