@@ -65,7 +65,7 @@ KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
         {"batch": 1, "heads": 24, "channels": 16, "queries": 40, "rank": 1, "post": DYNAMIC}, {"sliding_window": 6}
     ),
     "document_that_comes_back_behind_a_block_of_another": Case(
-        {**WIDE, "heads": 1, "queries": 130, "rank": 1, "pre": DYNAMIC, "post": None}, mask=document_around_a_block
+        {**WIDE, "heads": 1, "queries": 130, "pre": ("key_gate",), "post": None}, mask=document_around_a_block
     ),
     "keys_after_the_last_query": Case(
         {**WIDE, "heads": 1, "queries": 33, "keys": 65, "rank": 1}, mask=keys_after_the_last_query
@@ -179,8 +179,8 @@ def test_gradients_of_a_saturated_softmax_err_no_more_than_those_of_pytorch():
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_large_tiles_equal_the_reference():
-    inputs = make_inputs(batch=1, heads=1, channels=16, queries=270, rank=1, pre=DYNAMIC, post=DYNAMIC)
-    hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, sliding_window=260)
+    inputs = make_inputs(batch=1, heads=1, channels=16, queries=258, rank=1, pre=DYNAMIC, post=DYNAMIC)
+    hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, sliding_window=257)
 
 
 def test_the_benchmark_of_kernels_checks_and_times_all_of_them():
