@@ -23,7 +23,7 @@ def real_keys(mask, b, s):
     if mask.first_keys is not None:
         documents = tl.load(mask.first_keys + b * mask.sequence_stride + s, mask=real, other=-2)
     if mask.padding is not None:
-        real = real & (tl.load(mask.padding + b * mask.padding_stride + s, mask=real, other=0) != 0)
+        real = real & (tl.load(mask.padding + b * (mask.padding_stride >> 1) + s, mask=real, other=0) != 0)
     return real, documents
 
 
@@ -35,7 +35,7 @@ def hide(x, mask, b, t, s, real, documents):
     if mask.first_keys is not None:
         visible = visible & (documents == tl.load(mask.first_keys + b * mask.sequence_stride + t))
     if mask.dense is not None:
-        offsets = b * mask.dense_batch_stride + tl.cast(t, tl.int64) * mask.dense_stride + s
+        offsets = b * (mask.dense_batch_stride >> 1) + tl.cast(t, tl.int64) * (mask.dense_stride >> 1) + s
         dense = tl.load(mask.dense + offsets, mask=s < mask.keys, other=0)
         if mask.dense.dtype.element_ty == tl.float32:
             x += dense[:, None]

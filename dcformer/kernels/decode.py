@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .call import LOG2_E, Call, new_output
-from .plan import Mask, Stage, States, cdiv, constant, next_power_of_2
+from .plan import Mask, Stage, States, cdiv, constant, next_power_of_2, odd
 from .tiles import load_factors, offsets_of
 
 
@@ -47,10 +47,12 @@ class Step(NamedTuple):
     table: Tensor | None  # (batch, blocks of a row)
     table_stride: int
     ring_size: int | None
+    slots: int  # of a row; this one and the next three are `odd`
+    query_offset: int
     span: int  # the most keys that a row's queries see
+    parts: int  # of the scores
     scores: Tensor  # (batch, heads, queries, span)
     log_sums: Tensor  # (batch, groups x queries, parts, heads of a group)
-    parts: int  # of the scores
     tickets: Tensor  # (batch, groups x queries, blocks of value channels)
     PAGE: tl.constexpr  # keys of a block; 0 if the cache is not paged
     HEADS: tl.constexpr  # of a group
@@ -76,8 +78,8 @@ def composed_decode(
     query, key, value = call.query, call.key, call.value
     slots = _check(call, key_lengths, block_table, ring_size)
     batch, heads, queries, _ = query.shape
-    mask = Mask.of(call)._replace(keys=slots)
-    pre, post = Stage.both(call)
+    mask = Mask.of(call)._replace(keys=0, query_offset=0)  # which the step has
+    pre, post = Stage.both(call, is_cached=True)
     group = heads // call.groups
     has_static = call.pre_static is not None or call.post_static is not None
     padded = max(next_power_of_2(group), 16 if has_static else 1)
@@ -92,7 +94,8 @@ def composed_decode(
     tickets = query.new_empty(batch, shares, blocks, dtype=torch.int32)
     page, table_stride = (0, 0) if block_table is None else (key.shape[2], block_table.stride(0))
     sizes = map(constant, (page, group, padded, next_power_of_2(parts), blocks))
-    step = Step(key_lengths, block_table, table_stride, ring_size, span, scores, log_sums, parts, tickets, *sizes)
+    numbers = map(odd, (slots, call.query_offset, span, parts))
+    step = Step(key_lengths, block_table, table_stride, ring_size, *numbers, scores, log_sums, tickets, *sizes)
     _scores_kernel[(parts, shares, batch)](
         mask, step, pre, States.of(query), States.of(key, heads), call.scaling * LOG2_E, keys, num_warps=warps
     )
@@ -198,14 +201,14 @@ def _heads_of_program(step, queries, stage, BLOCKS: tl.constexpr):
 def _keys_of_program(mask, step, b, BLOCK_N: tl.constexpr):
     """First key that the row's queries see, first and last + 1 of the part (whole tiles), position of query 0."""
     if step.lengths is None:
-        length = mask.keys
-        offset = mask.query_offset
+        length = step.slots >> 1
+        offset = step.query_offset >> 1
     else:
         length = tl.load(step.lengths + b).to(tl.int32)
         offset = length - mask.queries
     if step.ring_size is None:
-        length = tl.minimum(length, mask.keys)
-    first = tl.maximum(length - mask.keys, 0)
+        length = tl.minimum(length, step.slots >> 1)
+    first = tl.maximum(length - (step.slots >> 1), 0)
     last = length
     if mask.CAUSAL:
         last = tl.minimum(last, offset + mask.queries)
@@ -269,9 +272,9 @@ def _scores_kernel(mask, step, pre, query, key, scale, BLOCK_N: tl.constexpr):
         if mask.window is not None:
             seen = seen & (age < mask.window) & (age > -mask.window)
         if mask.padding is not None:
-            seen = seen & (tl.load(mask.padding + b * mask.padding_stride + slot, mask=inside, other=0) != 0)
+            seen = seen & (tl.load(mask.padding + b * (mask.padding_stride >> 1) + slot, mask=inside, other=0) != 0)
         if mask.dense is not None:
-            dense = mask.dense + b * mask.dense_batch_stride + index * mask.dense_stride
+            dense = mask.dense + b * (mask.dense_batch_stride >> 1) + index * (mask.dense_stride >> 1)
             dense = tl.load(dense + slot, mask=inside, other=0)
             if mask.dense.dtype.element_ty == tl.float32:
                 x += dense[None, :]
@@ -281,8 +284,8 @@ def _scores_kernel(mask, step, pre, query, key, scale, BLOCK_N: tl.constexpr):
         highest = tl.maximum(maximum, tl.max(x, 1))
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(x - highest[:, None]), 1)
         maximum = highest
-        tl.store(step.scores + line[:, None] * step.span + (position - first)[None, :], x, mask=is_pair)
-    offsets = (share * step.parts + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
+        tl.store(step.scores + line[:, None] * (step.span >> 1) + (position - first)[None, :], x, mask=is_pair)
+    offsets = (share * (step.parts >> 1) + tl.program_id(0)) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)
     tl.store(step.log_sums + offsets, maximum + tl.log2(tl.maximum(total, 1.0)))  # 0 only where no key is seen
 
 
@@ -308,12 +311,13 @@ def _values_kernel(mask, step, post, value, of_parts, output, BLOCK_N: tl.conste
     d = tl.program_id(1) % step.BLOCKS * _BLOCK_D + tl.arange(0, _BLOCK_D)
     is_channel = d < value.CHANNELS
     # Tiles are loaded early: the first one comes while the sums are joined.
-    scores = step.scores + line[:, None] * step.span - first
+    scores = step.scores + line[:, None] * (step.span >> 1) - first
     x, of_keys, v = _load_tile(start, stop, scores, value, post, step, b, h, is_head, d, is_channel, BLOCK_N)
     share = b * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, step.PARTS_PADDED)[:, None]
-    offsets = (share // step.BLOCKS * step.parts + part) * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
-    sums = tl.load(step.log_sums + offsets, mask=part < step.parts, other=float("-inf"))  # [PARTS, HEADS]
+    row = share // step.BLOCKS * (step.parts >> 1) + part
+    offsets = row * step.HEADS_PADDED + tl.arange(0, step.HEADS_PADDED)[None, :]
+    sums = tl.load(step.log_sums + offsets, mask=part < step.parts >> 1, other=float("-inf"))  # [PARTS, HEADS]
     log_sum = tl.max(sums, 0)
     log_sum += tl.log2(tl.sum(tl.exp2(sums - log_sum[None, :]), 0))
     products = tl.zeros([step.HEADS_PADDED, BLOCK_N, _BLOCK_D], tl.float32)

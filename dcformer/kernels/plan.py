@@ -44,11 +44,19 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def odd(number: int) -> int:
+    """
+    For a number that grows from step to step of decoding, of which the kernel takes half, rounded down. Triton compiles
+    a kernel once more for numbers that 16 divides.
+    """
+    return 2 * number + 1
+
+
 class States(NamedTuple):
     """Queries, keys, values or outputs: (batch, heads, length, channels) with channels side by side."""
 
     pointer: Tensor
-    batch: int  # strides, in units of so many elements that the compiler knows how far loads are aligned
+    batch: int  # strides, in units of so many elements that the compiler knows how far loads are aligned; two are `odd`
     head: int
     position: int
     UNIT: tl.constexpr
@@ -61,14 +69,15 @@ class States(NamedTuple):
         strides = tensor.stride()[:3]
         unit = math.gcd(8, *strides)  # rows of a cache start at 16 bytes
         sizes = map(constant, (unit, (heads or tensor.shape[1]) // tensor.shape[1], tensor.shape[3]))
-        return cls(tensor, *(stride // unit for stride in strides), *sizes)
+        batch, head, position = (stride // unit for stride in strides)
+        return cls(tensor, odd(batch), odd(head), position, *sizes)
 
 
 class Factors(NamedTuple):
     """What one side contributes to a composition: (batch, heads, length, factors), any strides."""
 
     pointer: Tensor | None
-    batch: int  # strides, of which the first, second and fourth are in units
+    batch: int  # strides, of which the first, second and fourth are in units, and of a cache the first two `odd`
     head: int
     in_group: int  # between query heads of a key/value head
     position: int
@@ -78,18 +87,22 @@ class Factors(NamedTuple):
     GATE: tl.constexpr
     NUMBER: tl.constexpr
     UNIT: tl.constexpr  # 8 where eight factors may be read as one vector, else 1
+    IS_CACHED: tl.constexpr  # 1 or 0
 
     @classmethod
-    def of(cls, tensor: Tensor | None, heads: int) -> "Factors":
+    def of(cls, tensor: Tensor | None, heads: int, is_cached: bool) -> "Factors":
         """Of (batch, heads, length, factors), or (.., key/value heads, length, their query heads x factors)."""
         if tensor is None:
-            return cls(None, 0, 0, 0, 0, 0, *map(constant, (1, 0, 0, 0, 1)))
+            return cls(None, 0, 0, 0, 0, 0, *map(constant, (1, 0, 0, 0, 1, 0)))
         kv_groups = heads // tensor.shape[1]
         factors = tensor.shape[3] // kv_groups
         batch, head, position, factor = tensor.stride()
         unit = 8 if kv_groups == 1 and _reads_eight(tensor) else 1
-        strides = (batch // unit, head // unit, factors * factor, position // unit, factor)
-        return cls(tensor, *strides, *map(constant, (kv_groups, factors // 2, factors % 2, factors, unit)))
+        outer = (odd(batch // unit), odd(head // unit)) if is_cached else (batch // unit, head // unit)
+        strides = (*outer, factors * factor, position // unit, factor)
+        return cls(
+            tensor, *strides, *map(constant, (kv_groups, factors // 2, factors % 2, factors, unit, int(is_cached)))
+        )
 
 
 class Stage(NamedTuple):
@@ -102,11 +115,11 @@ class Stage(NamedTuple):
     HAS_STATIC: tl.constexpr
 
     @classmethod
-    def both(cls, call: Call) -> tuple["Stage", "Stage"]:
-        """The compositions before and after the softmax."""
+    def both(cls, call: Call, is_cached: bool = False) -> tuple["Stage", "Stage"]:
+        """The compositions before and after the softmax; of the keys of a cache or not."""
         stages = []
         for *sides, static in (call[3:6], call[6:9]):
-            query, key = (Factors.of(side, call.query.shape[1]) for side in sides)
+            query, key = (Factors.of(side, call.query.shape[1], is_cached) for side in sides)
             static = None if static is None else static.contiguous()
             stages.append(cls(query, key, static, constant(static is not None)))
         return stages[0], stages[1]
@@ -124,7 +137,7 @@ class Mask(NamedTuple):
     last_keys: Tensor | None
     sequence_stride: int
     padding: Tensor | None  # (batch or 1, key)
-    padding_stride: int
+    padding_stride: int  # this one and the next two are `odd`
     dense: Tensor | None  # (batch or 1, 1, query, key)
     dense_batch_stride: int
     dense_stride: int
@@ -137,7 +150,8 @@ class Mask(NamedTuple):
         padding = None if call.padding is None else call.padding.to(torch.int8).contiguous()
         dense = None if call.dense is None else _dense_mask(call.dense).contiguous()
         band = (call.query.shape[2], call.key.shape[2], call.query_offset, call.sliding_window)
-        masks = (padding, row_stride(padding), dense, row_stride(dense), 0 if dense is None else dense.stride(2))
+        strides = row_stride(padding), row_stride(dense), 0 if dense is None else dense.stride(2)
+        masks = (padding, odd(strides[0]), dense, *map(odd, strides[1:]))
         return cls(*band, constant(call.is_causal), *documents, *masks)
 
 

@@ -77,7 +77,8 @@ def rows_in_sight(mask, b, chunk, s, BLOCK: tl.constexpr):
 @triton.jit
 def offsets_of(states, b, h, position):
     """Where the channels of positions begin, in elements, for heads of queries."""
-    return (b * states.batch + h // states.KV_GROUPS * states.head + position * states.position) * states.UNIT
+    head = h // states.KV_GROUPS * (states.head >> 1)
+    return (b * (states.batch >> 1) + head + position * states.position) * states.UNIT
 
 
 @triton.jit
@@ -85,7 +86,8 @@ def load_factors(side, b, h, position, inside, DTYPE: tl.constexpr):
     """A tuple: w1 of each rank, w2 of each rank, the gate, of the shape that rows, heads and positions broadcast to."""
     factors = ()
     if side.pointer is not None:
-        offsets = b * side.batch + h // side.KV_GROUPS * tl.cast(side.head, tl.int64)
+        head_stride = tl.cast(side.head >> side.IS_CACHED, tl.int64)
+        offsets = b * (side.batch >> side.IS_CACHED) + h // side.KV_GROUPS * head_stride
         offsets += tl.cast(position, tl.int64) * side.position
         if side.UNIT == 8:
             eight = side.pointer + (tl.expand_dims(offsets, -1) * 8 + tl.arange(0, 8))

@@ -42,3 +42,32 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
     limits = {80: 99, 90: 227, 100: 227}
     assert [kernel for kernel in kernels if kernel["shared"] > limits[kernel["capability"]] * 2**10] == []
+
+
+GROWING_CACHE = """
+import json, torch
+from compile_all import Call, GPUTarget, JITFunction, OPTIONS, composed_decode, inspect, specialised, states
+
+compiled = set()
+
+def record(kernel, *args, grid, warmup=False, **kwargs):
+    bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k not in OPTIONS})
+    source = specialised(kernel, list(bound.arguments.values()), GPUTarget("cuda", 90, 32))
+    compiled.add((kernel.fn.__name__, repr([source.signature, source.constants, source.attrs, kwargs])))
+
+JITFunction.run = record
+query, own = states(2, 32, 1, 64), states(2, 32, 1, 5)
+for length in range(1030, 1062):  # between powers of 2
+    rows, padding = states(2, 32, length, 72), torch.empty(2, length, dtype=torch.bool, device="meta")
+    key, factors = rows[..., :64], rows[..., 64:69]
+    stages = (own, factors, None, own, factors, None)
+    composed_decode(Call(query, key, key, *stages, padding, None, None, 1, True, None, length - 1, 0.1))
+print(json.dumps(sorted(name for name, _ in compiled)))
+"""
+
+
+def test_a_cache_that_grows_by_a_key_a_step_is_read_by_the_same_kernels():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
+    run = subprocess.run([sys.executable, "-c", GROWING_CACHE], env=environment, capture_output=True, text=True)
+    assert json.loads(run.stdout) == ["_scores_kernel", "_values_kernel"], run.stderr[-2000:]
