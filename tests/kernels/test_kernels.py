@@ -179,7 +179,7 @@ def test_gradients_of_a_saturated_softmax_err_no_more_than_those_of_pytorch():
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_large_tiles_equal_the_reference():
-    inputs = make_inputs(batch=1, heads=1, channels=16, queries=258, rank=1, pre=DYNAMIC, post=DYNAMIC)
+    inputs = make_inputs(batch=1, heads=1, channels=16, queries=258, pre=("key_gate",), post=("key_gate",))
     hold_to_the_reference("triton", inputs.map(lambda tensor: tensor.to(DEVICE)), torch.float16, sliding_window=257)
 
 
