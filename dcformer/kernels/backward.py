@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import LOG2_E, Call
+from .call import LOG2_E, Call, cdiv
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
 from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
@@ -82,7 +82,7 @@ def _bytes_per_column(sizes: Sizes, query: Tensor, *stages: Stage) -> int:
     """Of the workspace, for each query of a row of the batch."""
     heads, number = query.shape[1], max(stage.key.NUMBER.value for stage in stages)
     # Deltas, in float32 with totals, and sums for the keys' factors; and four of what the scores are.
-    sums = -(-2 * query.element_size() * heads // PART.value) + -(-4 * heads * number // sizes.COMPOSE_M)
+    sums = cdiv(2 * query.element_size() * heads, PART.value) + cdiv(4 * heads * number, sizes.COMPOSE_M)
     return 4 * heads * query.element_size() + sums
 
 
@@ -124,6 +124,6 @@ def _stage_gradients(
     work.launch_composing(_compositions_kernel, stage, *tensors, partial, factor, maxnreg=255)
     if of_key is not None:
         keys, values = 16, 64
-        grid = (-(-mask.keys // keys), -(-number * heads // values), chunk.number)
+        grid = (cdiv(mask.keys, keys), cdiv(number * heads, values), chunk.number)
         arguments = (partial, stage, of_key, of_factors, values, keys, chunk.start == 0)
         work.launch(_join_over_queries_kernel, grid, JOINING, *arguments)

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call, new_output
-from .plan import Mask, Stage, States, cdiv, constant, next_power_of_2, odd
+from .call import LOG2_E, Call, cdiv, new_output, next_power_of_2
+from .plan import Mask, Stage, States, constant, odd
 from .tiles import load_factors, offsets_of
 
 

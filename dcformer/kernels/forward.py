@@ -14,7 +14,7 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 import torch
 from torch import Tensor
 
-from .call import LOG2_E, Call, new_output
+from .call import LOG2_E, Call, cdiv, new_output
 from .composing import _join_over_keys_kernel, _matrices_kernel, _weights_kernel
 from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_output, launch_products
@@ -37,7 +37,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     # More programs than backward, since nothing is summed up over their queries.
     sizes, mask, stages = Sizes.of(call, 2048), Mask.of(call), Stage.both(call)
     # Scores, and the largest score and the sum of each part of the keys.
-    bytes_per_column = heads * query.element_size() + -(-8 * heads // PART.value)
+    bytes_per_column = heads * query.element_size() + cdiv(8 * heads, PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
         work = Work(mask, chunk, sizes)
         scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
@@ -76,5 +76,5 @@ def join_over_keys(work: Work, largest: Tensor | None, sums: Tensor, joined: Ten
     the largest score of each part the logarithm of the softmax's sum.
     """
     block, rows = 64, work.sizes.COMPOSE_M
-    grid = (-(-rows * sums.shape[3] // block), work.chunk.rows // rows, work.chunk.number)
+    grid = (cdiv(rows * sums.shape[3], block), work.chunk.rows // rows, work.chunk.number)
     work.launch(_join_over_keys_kernel, grid, JOINING, largest, sums, joined, block, 16)

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call, readable_mask
+from .call import LOG2_E, Call, cdiv, next_power_of_2, readable_mask
 
 
 # Programs along the third axis of a grid, and elements that an index of 32 bits reaches.
@@ -33,15 +33,6 @@ constant = functools.lru_cache(maxsize=None, typed=True)(tl.constexpr)
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
 # What kernels are launched with that add up what blocks contribute.
 JOINING = {"num_warps": 4}
-
-
-def cdiv(number: int, divisor: int) -> int:
-    """As Triton's, which like the next takes two microseconds of every launch."""
-    return -(-number // divisor)
-
-
-def next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def odd(number: int) -> int:
@@ -137,7 +128,7 @@ class Mask(NamedTuple):
     last_keys: Tensor | None
     sequence_stride: int
     padding: Tensor | None  # (batch or 1, key)
-    padding_stride: int  # this one and the next two are `odd`
+    padding_stride: int  # `odd`, as those of the dense mask
     dense: Tensor | None  # (batch or 1, 1, query, key)
     dense_batch_stride: int
     dense_stride: int
@@ -281,7 +272,7 @@ def _columns(call: Call, stop: int, sizes: Sizes) -> int:
 
 
 def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return cdiv(number, multiple) * multiple
 
 
 def _dense_mask(dense: Tensor) -> Tensor:

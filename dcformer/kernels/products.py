@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Sizes, States, Work, cdiv, next_power_of_2
+from .call import cdiv, next_power_of_2
+from .plan import Sizes, States, Work
 from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, offsets_of, rows_in_sight
 
 
 # Blocks of keys that a program multiplies its queries with, which it reads once, while the next keys are on their way;
 # one where there would be fewer programs than this.
 _BLOCKS, _PROGRAMS = 4, 1024
+_WIDTH = 64  # keys of one step, so few that two programs fit into the shared memory of a multiprocessor
 
 
 def launch_products(
@@ -29,14 +31,14 @@ def launch_products(
     columns = chunk.columns // sizes.BLOCK_N
     tiles = columns * (chunk.rows // sizes.BLOCK_M) * chunk.number * query.shape[1]
     blocks = _BLOCKS if tiles >= _BLOCKS * _PROGRAMS else 1
-    arguments = (States.of(query), States.of(key, query.shape[1]), products, factor, norms, blocks, 64, step)
+    arguments = (States.of(query), States.of(key, query.shape[1]), products, factor, norms, blocks, _WIDTH, step)
     _launch(work, _products_kernel, cdiv(columns, blocks), query, *arguments)
 
 
 def launch_output(work: Work, weights: Tensor, value: Tensor, output: Tensor) -> None:
     """output = weights . value for the queries of a chunk."""
     arguments = (weights, States.of(value, weights.shape[1]), States.of(output), *_tile(value))
-    _launch(work, _output_kernel, -(-value.shape[3] // _tile(value)[0]), output, *arguments)
+    _launch(work, _output_kernel, cdiv(value.shape[3], _tile(value)[0]), output, *arguments)
 
 
 def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: Tensor) -> None:
@@ -48,7 +50,7 @@ def launch_key_products(work: Work, weights: Tensor, query: Tensor, gradients: T
     mask, chunk, sizes = work
     block, step = _tile(query)
     key_heads, channels = gradients.shape[1], query.shape[3]
-    grid = (-(-channels // block), -(-mask.keys // sizes.BLOCK_N), chunk.number * key_heads)
+    grid = (cdiv(channels, block), cdiv(mask.keys, sizes.BLOCK_N), chunk.number * key_heads)
     arguments = (weights, States.of(query), States.of(gradients, query.shape[1]), block, step, chunk.start == 0)
     work.launch(_key_products_kernel, grid, _options(sizes, query), *arguments)
 

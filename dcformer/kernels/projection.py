@@ -19,7 +19,7 @@ from ..compose_dcformer import plain_factors, product
 from ..dcmha import is_number
 from ..modeling_dcformer import is_hooked
 from . import triton_form
-from .call import DTYPES, why_transformed
+from .call import DTYPES, next_power_of_2, why_transformed
 from .ops import register_op
 
 
@@ -39,7 +39,7 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
         return None
     if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in DTYPES for each in given):
         return None
-    if weight is not None and math.prod([1 << (size - 1).bit_length() for size in weight.shape[3:]]) > MOST_COLUMNS:
+    if weight is not None and math.prod([next_power_of_2(size) for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
     lengths, is_plain = states.shape[:2], not torch.is_autocast_enabled(device.type)  # which would set another type
     if is_plain and all(map(is_number, lengths)) and 0 < lengths.numel() <= MOST_FEW_TOKENS:  # as in a decoding step

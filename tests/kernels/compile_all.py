@@ -85,7 +85,7 @@ def launches(function: Callable[[], Any], target: GPUTarget) -> list[tuple[ASTSo
         bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k not in OPTIONS})
         options = {name: value for name, value in kwargs.items() if name in OPTIONS}
         source = specialised(kernel, list(bound.arguments.values()), target)
-        key = f"{kernel.fn.__name__} {source.signature} {source.constants} {options}"
+        key = f"{kernel.fn.__name__} {source.signature} {source.constants} {source.attrs} {options}"
         found[key] = (source, options, bound.arguments.get("sizes"))
 
     before, JITFunction.run = JITFunction.run, record

@@ -17,14 +17,16 @@ INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27
 INSTRUCTIONS |= {"_products_kernel": [26, 26, 26], "_key_products_kernel": [19]}
 
 
-def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
-    script = Path(__file__).with_name("compile_all.py")
+def printed_by(*arguments):
+    """The JSON that Python prints with these arguments, where Triton compiles instead of interpreting."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(dcformer.__file__).parent.parent)
-    run = subprocess.run(
-        [sys.executable, script, "80", "90", "100"], env=environment, capture_output=True, text=True, check=True
-    )
-    kernels = json.loads(run.stdout)
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
+    command = [sys.executable, *map(str, arguments)]
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructions():
+    kernels = printed_by(Path(__file__).with_name("compile_all.py"), "80", "90", "100")
     operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
     assert operators == {(each, name) for each in (80, 90, 100) for name in ("forward", "backward", "decode")}
     hopper = [kernel for kernel in kernels if kernel["capability"] == 90]
@@ -46,28 +48,19 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
 
 GROWING_CACHE = """
 import json, torch
-from compile_all import Call, GPUTarget, JITFunction, OPTIONS, composed_decode, inspect, specialised, states
+from compile_all import Call, GPUTarget, composed_decode, launches, states
 
-compiled = set()
+def steps():
+    query, own = states(2, 32, 1, 64), states(2, 32, 1, 5)
+    for length in range(1030, 1062):  # between powers of 2
+        rows, padding = states(2, 32, length, 72), torch.empty(2, length, dtype=torch.bool, device="meta")
+        key, factors = rows[..., :64], rows[..., 64:69]
+        stages = (own, factors, None, own, factors, None)
+        composed_decode(Call(query, key, key, *stages, padding, None, None, 1, True, None, length - 1, 0.1))
 
-def record(kernel, *args, grid, warmup=False, **kwargs):
-    bound = inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in kwargs.items() if k not in OPTIONS})
-    source = specialised(kernel, list(bound.arguments.values()), GPUTarget("cuda", 90, 32))
-    compiled.add((kernel.fn.__name__, repr([source.signature, source.constants, source.attrs, kwargs])))
-
-JITFunction.run = record
-query, own = states(2, 32, 1, 64), states(2, 32, 1, 5)
-for length in range(1030, 1062):  # between powers of 2
-    rows, padding = states(2, 32, length, 72), torch.empty(2, length, dtype=torch.bool, device="meta")
-    key, factors = rows[..., :64], rows[..., 64:69]
-    stages = (own, factors, None, own, factors, None)
-    composed_decode(Call(query, key, key, *stages, padding, None, None, 1, True, None, length - 1, 0.1))
-print(json.dumps(sorted(name for name, _ in compiled)))
+print(json.dumps(sorted(source.fn.fn.__name__ for source, *_ in launches(steps, GPUTarget("cuda", 90, 32)))))
 """
 
 
 def test_a_cache_that_grows_by_a_key_a_step_is_read_by_the_same_kernels():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
-    run = subprocess.run([sys.executable, "-c", GROWING_CACHE], env=environment, capture_output=True, text=True)
-    assert json.loads(run.stdout) == ["_scores_kernel", "_values_kernel"], run.stderr[-2000:]
+    assert printed_by("-c", GROWING_CACHE) == ["_scores_kernel", "_values_kernel"]

@@ -4,21 +4,16 @@ The interpreter multiplies no bfloat16, so that float16 stands for both.
 """
 
 import copy
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from operator_inputs import DEVICE
+from test_kernels_compilation import printed_by
 from test_kernels_native import error_of
 from tiny_models import VARIANTS, random_tokens, tiny_model
 from torch.nn import functional
 from torch.testing import assert_close
 
-import dcformer
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import DCFormerCompose
 from dcformer.kernels import projection, triton_form
@@ -441,10 +436,7 @@ print(json.dumps(found))
 
 
 def test_they_compile_without_spilled_registers():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(Path(dcformer.__file__).parents[1])])
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
-    kernels = json.loads(run.stdout)
+    kernels = printed_by("-c", COMPILE)
     names = [kernel["kernel"] for kernel in kernels]
     assert names == 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
     assert all(kernel["stack"] == 0 for kernel in kernels)
