@@ -13,8 +13,9 @@ import dcformer
 # Instructions for a score of the kernels that compose, on Hopper with 32 heads: the softmax's sums, weights, weights in
 # the backward pass; gradients of scores before and after the softmax; gradients of queries' matrices, launched twice.
 # Of products those of a step beside as many scores: masks of what they load, or loads by registers, double them.
+# The most of Triton 3.6 to 3.9, none of which compiles everything to the fewest.
 INSTRUCTIONS = {"_weights_kernel": [25, 27, 43], "_compositions_kernel": [25, 27], "_matrix_gradients_kernel": [4]}
-INSTRUCTIONS |= {"_products_kernel": [26, 26, 26], "_key_products_kernel": [19]}
+INSTRUCTIONS |= {"_products_kernel": [29, 29, 29], "_key_products_kernel": [22]}
 
 
 def printed_by(*arguments):
