@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .call import LOG2_E, Call, cdiv
-from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel, _weights_kernel
-from .forward import SCORE_TYPES, join_over_keys, partial_sums, query_matrices
+from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel
+from .forward import SCORE_TYPES, compose_weights, join_over_keys, partial_sums, query_matrices
 from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 
@@ -45,7 +45,7 @@ def composed_backward(
     gradients; `log_sums` are those of [`composed_forward`]. What is not seen or sees nothing has gradients of zero.
     """
     query, key, value = call.query, call.key, call.value
-    sizes, mask, (pre, post) = Sizes.of(call), Mask.of(call), Stage.both(call)
+    sizes, mask, (pre, post) = Sizes.of(call, is_forward=False), Mask.of(call), Stage.both(call)
     chunks = list(plan_chunks(call, sizes, _bytes_per_column(sizes, query, pre, post), workspace_bytes))
     # What one chunk does not complete is summed in float32, whatever the type of the tensors.
     results = call.new_gradients("static" if chunks[-1].start == 0 else ("static", "key", "value"))
@@ -60,8 +60,8 @@ def composed_backward(
         launch_products(work, output_gradient, value, gradients, 1.0, norms)
         matrices, sums = query_matrices(work, pre, post, scores), partial_sums(chunk, scores)
         totals = partial_sums(chunk, scores) if scores.dtype == torch.float32 else None
-        inputs = (pre, post, scores, matrices, log_sums)
-        work.launch_composing(_weights_kernel, *inputs, None, sums, gradients, weights, composed, totals)
+        inputs = ((pre, post), scores, matrices, log_sums)
+        compose_weights(work, *inputs, sums, gradients, weights, composed, totals)
         join_over_keys(work, None, sums, deltas)
         if totals is not None:
             # Logarithms of large scores are rounded so far that weights do not add up to 1. Divided by what they add up
@@ -120,8 +120,14 @@ def _stage_gradients(
         number = stage.key.NUMBER.value
         shape = (chunk.number, chunk.rows // sizes.COMPOSE_M, chunk.columns, number, heads)
         partial = inputs.new_empty(shape, dtype=torch.float32)
-    # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
-    work.launch_composing(_compositions_kernel, stage, *tensors, partial, factor, maxnreg=255)
+    outputs, *others = tensors[2:]
+    launches = [(outputs, partial, True, True)]
+    if sizes.IS_SPLIT and of_key is not None:
+        launches = [(None, partial, True, False), (None, partial, False, True), (outputs, None, False, False)]
+    for results, sums, *are_summed in launches:
+        arguments = (stage, inputs, gradients, results, *others, sums, factor, *are_summed)
+        # Unasked, NVIDIA's assembler gives some forms of this kernel 32 registers.
+        work.launch_composing(_compositions_kernel, *arguments, maxnreg=255)
     if of_key is not None:
         keys, values = 16, 64
         grid = (cdiv(mask.keys, keys), cdiv(number * heads, values), chunk.number)

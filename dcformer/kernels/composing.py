@@ -215,9 +215,10 @@ def _weights_kernel(
     mask, chunk, sizes, pre, post, scores, matrices, log_sums, largest, sums, gradients, weights, composed, totals
 ):
     """
-    From scores by part of the keys the largest composed one and the sum of exponentials; or, if the logarithms of the
-    sums are there, composed weights, which may take the place of the scores; or, if their gradients are there too, the
-    weights before and after they are composed, sums of the former times their gradients, and if wanted their totals.
+    From scores by part of the keys the largest composed one and the sum of exponentials; or, with the logarithms of the
+    sums, weights before and after they are composed, of which either may take the place of the scores. With gradients
+    of the latter also sums of the former times theirs, and if wanted their totals. With neither `largest` nor
+    `log_sums` the scores are weights already.
     """
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
@@ -228,50 +229,66 @@ def _weights_kernel(
         inside = real[:, None] & is_head[None, :]
         eye = identity(sizes.HEADS_PADDED, scores.dtype.element_ty)
         pre_key = load_factors(pre.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
-        post_key = ()
-        if log_sums is not None:
-            post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
+        post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
-            if log_sums is not None:
-                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             a = tl.trans(load_heads(scores + at, is_head))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head))
-            matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
-            x, _maps = compose_heads(a, in_registers(a, eye), matrix, pre_key, eye, pre, False)
-            x = hide(x, mask, b, chunk.start + row, s, real, documents)
-            if log_sums is None:
-                x = tl.reshape(x, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
-                highest = tl.maximum(tl.max(x, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
+            e = in_registers(a, eye)
+            if largest is not None or log_sums is not None:
+                matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
+                e, _maps = compose_heads(a, e, matrix, pre_key, eye, pre, False)
+                e = hide(e, mask, b, chunk.start + row, s, real, documents)
+            if largest is not None:
+                e = tl.reshape(e, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+                highest = tl.maximum(tl.max(e, 1), -1e30)  # [COMPOSE_N // PART, HEADS]
                 part = part_offsets(chunk, batch_row, h, row, sizes)
                 tl.store(largest + part, highest, mask=is_head[None, :])
-                tl.store(sums + part, tl.sum(tl.exp2(x - highest[:, None, :]), 1), mask=is_head[None, :])
-            else:
-                e = tl.exp2(x - log_sum[None, :])
+                tl.store(sums + part, tl.sum(tl.exp2(e - highest[:, None, :]), 1), mask=is_head[None, :])
+            if log_sums is not None:
+                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
+                e = tl.exp2(e - log_sum[None, :])
+                a = e.to(a.dtype)
+            if weights is not None:
+                store_heads(weights + at, e, is_head)
+            if composed is not None or gradients is not None:
                 matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 1, sizes))
-                y, _maps = compose_heads(e.to(a.dtype), e, matrix, post_key, eye, post, False)
+            if gradients is not None:
+                p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
+                product = tl.reshape(e * p, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
+                part = part_offsets(chunk, batch_row, h, row, sizes)
+                tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
+                if totals is not None:
+                    total = tl.sum(tl.reshape(e, product.shape), 1)
+                    tl.store(totals + part, total, mask=is_head[None, :])
+            if composed is not None:
+                y, _maps = compose_heads(a, e, matrix, post_key, eye, post, False)
                 store_heads(composed + at, y, is_head)
-                if gradients is not None:
-                    store_heads(weights + at, e, is_head)
-                    p, _maps = compose_heads(d, in_registers(d, eye), matrix, post_key, eye, post, True)
-                    product = tl.reshape(e * p, [sizes.COMPOSE_N // PART, PART, sizes.HEADS_PADDED])
-                    part = part_offsets(chunk, batch_row, h, row, sizes)
-                    tl.store(sums + part, tl.sum(product, 1), mask=is_head[None, :])
-                    if totals is not None:
-                        total = tl.sum(tl.reshape(e, product.shape), 1)
-                        tl.store(totals + part, total, mask=is_head[None, :])
-    elif log_sums is not None:
+    elif composed is not None:
         store_zeros(composed + offsets, mask, b, chunk, first_row, is_head, sizes)
 
 
 @triton.jit
 def _compositions_kernel(
-    mask, chunk, sizes, stage, inputs, gradients, outputs, deltas, norms, matrices, key_sums, factor
+    mask,
+    chunk,
+    sizes,
+    stage,
+    inputs,
+    gradients,
+    outputs,
+    deltas,
+    norms,
+    matrices,
+    key_sums,
+    factor,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
 ):
     """
     See `_stage_gradients`; `key_sums` are what a tile adds to the gradients of the keys' factors, (batch, block of
-    queries, column, factors, heads).
+    queries, column, factors, heads): if W1 those of w1 and the gate, and if W2 those of w2.
     """
     batch_row, b, group, h, is_head = heads_of_program(chunk, sizes)
     first_row, end_row, column, base, is_seen = tile_of_program(mask, b, chunk, sizes)
@@ -287,9 +304,9 @@ def _compositions_kernel(
             inverse = 1.0 / load_scale(norms)
             if deltas is None:
                 factor *= inverse
-        w1_sums = zero_sums(stage.key.RANK, sizes)
-        w2_sums = zero_sums(stage.key.RANK, sizes)
-        gate_sums = zero_sums(stage.key.GATE, sizes)
+        w1_sums = zero_sums(stage.key.RANK * W1, sizes)
+        w2_sums = zero_sums(stage.key.RANK * W2, sizes)
+        gate_sums = zero_sums(stage.key.GATE * W1, sizes)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
             a = tl.trans(load_heads(inputs + at, is_head))  # [COMPOSE_N, HEADS]
@@ -297,25 +314,28 @@ def _compositions_kernel(
             matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, deltas is not None, sizes))
             if deltas is not None:
                 delta = load_query_vector(deltas, mask, b, h, is_head, chunk.start + row, sizes)
-            a32 = in_registers(a, eye)
             d32 = in_registers(d, eye)
             p, d_maps = compose_heads(d, d32, matrix, key, eye, stage, True)
-            if deltas is not None:
-                p = a32 * (p - delta[None, :])
-            else:
-                p *= factor
-            store_heads(outputs + at, p, is_head)
-            w1_sums = add_products(w1_sums, d_maps, a32)
-            _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
-            w2_sums = add_products(w2_sums, a_maps, d32)
-            gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
+            a32 = in_registers(a, eye)
+            if outputs is not None:
+                if deltas is not None:
+                    p = a32 * (p - delta[None, :])
+                else:
+                    p *= factor
+                store_heads(outputs + at, p, is_head)
+            if W1:
+                w1_sums = add_products(w1_sums, d_maps, a32)
+                gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
+            if W2:
+                _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
+                w2_sums = add_products(w2_sums, a_maps, d32)
         if key_sums is not None:
-            sums = w1_sums + w2_sums + gate_sums
             block = batch_row * tl.num_programs(1) + tl.program_id(1)
             at = (block * chunk.columns + column)[:, None] * (stage.key.NUMBER * sizes.ALL_HEADS) + h[None, :]
-            for i in tl.static_range(stage.key.NUMBER):
-                tl.store(key_sums + (at + i * sizes.ALL_HEADS), sums[i] * inverse, mask=is_head[None, :])
-    elif deltas is None:
+            store_sums(key_sums + at, w1_sums, inverse, is_head, sizes)
+            store_sums(key_sums + (at + stage.key.RANK * sizes.ALL_HEADS), w2_sums, inverse, is_head, sizes)
+            store_sums(key_sums + (at + 2 * stage.key.RANK * sizes.ALL_HEADS), gate_sums, inverse, is_head, sizes)
+    elif (deltas is None) & (outputs is not None):
         store_zeros(outputs + offsets, mask, b, chunk, first_row, is_head, sizes)
 
 
@@ -333,6 +353,12 @@ def add_products(sums, maps, tile):
     for i in tl.static_range(len(sums)):
         added = added + (sums[i] + maps[i] * tile,)
     return added
+
+
+@triton.jit
+def store_sums(pointers, sums, factor, is_head, sizes):
+    for i in tl.static_range(len(sums)):
+        tl.store(pointers + i * sizes.ALL_HEADS, sums[i] * factor, mask=is_head[None, :])
 
 
 @triton.jit

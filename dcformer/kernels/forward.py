@@ -34,8 +34,7 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
     output = new_output(*call)
     log_sums = query.new_empty(batch, heads, queries, dtype=torch.float32)
-    # More programs than backward, since nothing is summed up over their queries.
-    sizes, mask, stages = Sizes.of(call, 2048), Mask.of(call), Stage.both(call)
+    sizes, mask, stages = Sizes.of(call, is_forward=True), Mask.of(call), Stage.both(call)
     # Scores, and the largest score and the sum of each part of the keys.
     bytes_per_column = heads * query.element_size() + cdiv(8 * heads, PART.value)
     for chunk in plan_chunks(call, sizes, bytes_per_column, workspace_bytes):
@@ -43,14 +42,36 @@ def composed_forward(call: Call, workspace_bytes: int) -> tuple[Tensor, Tensor]:
         scores = query.new_empty(chunk.shape(heads), dtype=SCORE_TYPES[query.dtype])
         weights = scores.view(query.dtype)
         launch_products(work, query, call.key, scores, call.scaling * LOG2_E)
-        inputs = (*stages, scores, query_matrices(work, *stages, scores))
+        matrices = query_matrices(work, *stages, scores)
         largest, sums = partial_sums(chunk, scores), partial_sums(chunk, scores)
+        inputs = (*stages, scores, matrices)
         work.launch_composing(_weights_kernel, *inputs, None, largest, sums, None, None, None, None)
         join_over_keys(work, largest, sums, log_sums)
-        work.launch_composing(_weights_kernel, *inputs, log_sums, None, None, None, None, weights, None)
+        compose_weights(work, stages, scores, matrices, log_sums, None, None, None, weights, None)
         launch_output(work, weights, value, output)
-        del scores, weights, inputs, largest, sums  # whose memory is that of the next chunk
+        del scores, weights, inputs, matrices, largest, sums  # whose memory is that of the next chunk
     return output, log_sums
+
+
+def compose_weights(
+    work: Work, stages: tuple[Stage, Stage], scores: Tensor, matrices: Tensor, log_sums: Tensor, *others: Tensor | None
+) -> None:
+    """
+    The others are sums, gradients, weights, composed weights and totals, as for the kernel, which may be launched once
+    for each of its results.
+    """
+    sums, gradients, weights, composed, totals = others
+    if work.sizes.IS_SPLIT:
+        weights = scores if weights is None else weights
+        inputs = (*stages, scores, matrices, log_sums, None, None)
+        work.launch_composing(_weights_kernel, *inputs, None, weights, None, None)
+        inputs = (*stages, weights, matrices, None, None)
+        if gradients is not None:
+            work.launch_composing(_weights_kernel, *inputs, sums, gradients, None, None, totals)
+        work.launch_composing(_weights_kernel, *inputs, None, None, None, composed, None)
+    else:
+        inputs = (*stages, scores, matrices, log_sums, None)
+        work.launch_composing(_weights_kernel, *inputs, sums, gradients, weights, composed, totals)
 
 
 def query_matrices(work: Work, pre: Stage, post: Stage, scores: Tensor) -> Tensor:

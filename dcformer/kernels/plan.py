@@ -31,6 +31,8 @@ constant = functools.lru_cache(maxsize=None, typed=True)(tl.constexpr)
 # them more registers. Elsewhere four warps would exchange much through shared memory. Factors in float32 take twice the
 # registers.
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
+# Of a thread for the factors of its keys; if they need more, kernels compute one result at a time.
+FACTOR_REGISTERS = 144
 # What kernels are launched with that add up what blocks contribute.
 JOINING = {"num_warps": 4}
 
@@ -159,10 +161,11 @@ class Sizes(NamedTuple):
     COMPOSE_N: int
     WARPS: int  # of a program that composes
     STAGES: int
+    IS_SPLIT: bool  # into a launch for each result, which together would need too many registers
 
     @classmethod
-    def of(cls, call: Call, fewest_programs: int = 512) -> "Sizes":
-        """For kernels that compose by fewer programs a block of queries is halved."""
+    def of(cls, call: Call, is_forward: bool) -> "Sizes":
+        """Of the forward or the backward pass."""
         heads = call.query.shape[1] // call.groups
         padded = max(next_power_of_2(heads), 16)
         # Large tiles read queries and keys less often. They need the registers of 16-bit products and the memory of few
@@ -176,11 +179,16 @@ class Sizes(NamedTuple):
         keys = min(rows, max(keys, scores // padded))
         seen = min(window + COMPOSE_M, call.key.shape[2])
         programs = cdiv(call.query.shape[2], COMPOSE_M) * cdiv(seen, keys) * call.query.shape[0] * call.groups
-        composed = COMPOSE_M if programs >= fewest_programs else COMPOSE_M // 2
+        # Fewer programs are made more by half as many queries each, the sooner where nothing is summed up over queries.
+        composed = COMPOSE_M if programs >= (2048 if is_forward else 512) else COMPOSE_M // 2
         assert rows % composed == 0 and rows % keys == 0
-        # More heads take the shared memory of fewer stages, and so do many factors of theirs.
-        stages = stages if padded < 64 else min(stages, 3 if call.rank() <= 6 else 2)
-        return cls(heads, call.query.shape[1], padded, call.groups, rows, rows, composed, keys, warps, stages)
+        # More heads take the shared memory of fewer stages.
+        stages = stages if padded < 64 else 2
+        # Forward those of both compositions, backward those of one and their gradients in float32.
+        size = call.query.element_size()
+        factors = keys * padded // (32 * warps) * (2 * call.rank() + 1)
+        is_split = factors * (2 * size if is_forward else size + 4) // 4 > FACTOR_REGISTERS
+        return cls(heads, call.query.shape[1], padded, call.groups, rows, rows, composed, keys, warps, stages, is_split)
 
 
 class Chunk(NamedTuple):

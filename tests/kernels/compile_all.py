@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from dcformer.kernels import plan
 from dcformer.kernels.backward import composed_backward
 from dcformer.kernels.call import Call
+from dcformer.kernels.composing import _compositions_kernel, _weights_kernel
 from dcformer.kernels.decode import composed_decode
 from dcformer.kernels.forward import composed_forward
 
@@ -73,6 +74,10 @@ def operators(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
         wide = [each.float() if isinstance(each, Tensor) else each for each in prompt_call(16, 256, None)]
         yield "forward", functools.partial(composed_forward, Call(*wide), 2**28)
     yield "backward", functools.partial(composed_backward, call.query, call, log_sums, 2**28)
+    if capability == 90:  # what takes most registers
+        wide = prompt_call(64, 128, None)
+        log_sums = states(1, 64, LENGTH, dtype=torch.float32)
+        yield "composing 64 heads", functools.partial(composed_backward, wide.query, wide, log_sums, 2**28)
     lengths, table = states(2, dtype=torch.int32), states(2, 32, dtype=torch.int32)
     yield "decode", functools.partial(composed_decode, step, lengths, table)
 
@@ -165,7 +170,10 @@ def main() -> None:
         target = GPUTarget("cuda", capability, 32)
         for name, function in operators(capability):
             about = {"capability": capability, "operator": name}
-            found += [{**about, **usage(*launch, target)} for launch in launches(function, target)]
+            kernels = launches(function, target)
+            if name.startswith("composing"):
+                kernels = [each for each in kernels if each[0].fn in (_weights_kernel, _compositions_kernel)]
+            found += [{**about, **usage(*launch, target)} for launch in kernels]
     json.dump(found, sys.stdout)
 
 

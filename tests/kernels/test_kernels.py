@@ -108,7 +108,17 @@ def test_the_tiles_of_other_gpus_than_hopper_give_the_same(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_tiles_out_of_sight_add_nothing_where_products_read_them(monkeypatch):
+@pytest.mark.parametrize("name", ["twenty_four_heads_window_6", "nine_heads_query_wise", "key_low_rank_and_gates"])
+def test_a_launch_for_each_result_gives_the_same(name, monkeypatch):
+    monkeypatch.setattr(plan, "FACTOR_REGISTERS", 0)
+    inputs, options = on_device(KERNEL_CASES[name])
+    hold_to_the_reference("triton", inputs, torch.float32, **options)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("registers", [0, plan.FACTOR_REGISTERS])
+def test_tiles_out_of_sight_add_nothing_where_products_read_them(registers, monkeypatch):
+    monkeypatch.setattr(plan, "FACTOR_REGISTERS", registers)
     # Of the 64 queries and 64 keys of a product, the first 16 queries see only the first of four tiles.
     monkeypatch.setattr(plan, "COMPOSE_M", 32)
     monkeypatch.setitem(plan.TILES, "float32", (256, 16, 4, 3))
@@ -218,7 +228,7 @@ def test_the_workspace_is_bounded():
         set_workspace_bytes(0)
     inputs = make_inputs(batch=3, queries=4096, heads=4, channels=16).to(torch.float32)
     call = plan.Call.of(*inputs, Visibility(4096, 4096), 1.0)
-    sizes, bytes_per_column = plan.Sizes.of(call), 4 * 4
+    sizes, bytes_per_column = plan.Sizes.of(call, is_forward=False), 4 * 4
     chunks = list(plan.plan_chunks(call, sizes, bytes_per_column, 2**24))
     assert max(chunk.number * chunk.rows * chunk.columns * bytes_per_column for chunk in chunks) <= 2**24
     covered = {(row, chunk.start) for chunk in chunks for row in range(chunk.batch, chunk.batch + chunk.number)}
