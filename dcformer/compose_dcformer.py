@@ -245,12 +245,12 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
 _FUSED: dict[str, Callable[..., Any]] = {}
 
 
-def register_fused(projection: Callable[..., Any], factors: Callable[..., Any]) -> None:
+def register_fused(projection: Callable[..., Any], rotation: Callable[..., Any], factors: Callable[..., Any]) -> None:
     """
-    Have a package of kernels compute what [`fused_projection`] and [`fused_factors`] return, from the same arguments.
-    Its functions return None for what they cannot compute.
+    Have a package of kernels compute what [`fused_projection`], [`fused_rotation`] and [`fused_factors`] return, from
+    the same arguments. Its functions return None for what they cannot compute.
     """
-    _FUSED.update(projection=projection, factors=factors)
+    _FUSED.update(projection=projection, rotation=rotation, factors=factors)
 
 
 def fused_projection(
@@ -264,6 +264,19 @@ def fused_projection(
         composition's slots, (slots, batch, heads, length, channels).
     """
     return _FUSED["projection"](attention, hidden_states, position_embeddings) if _FUSED else None
+
+
+def fused_rotation(
+    query: Tensor,
+    key: Tensor,
+    norms: tuple[nn.Module | None, nn.Module | None],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor] | None:
+    """
+    Queries and keys, (batch, heads, length, channels), normalised by their norms, where there are any, and rotated by
+    cosine and sine, by a registered function, or None if the layer computes them itself.
+    """
+    return _FUSED["rotation"](query, key, norms, position_embeddings) if _FUSED else None
 
 
 def fused_factors(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -36,19 +37,12 @@ from .hub_dcformer import AUTHORS_BUFFERS, ComposingModel, register_model
 from .inputs_dcformer import CACHE_NAME, check_inputs, checked_ids, checked_labels, make_masks, takes_older_cache_name
 
 
-class DCFormerRMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class DCFormerRMSNorm(nn.RMSNorm):
+    """In the wider type of input and weight, which differ under autocast."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        x = at_least_float32(hidden_states)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x.to(hidden_states.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        return functional.rms_norm(hidden_states.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -140,7 +134,7 @@ def eager_attention_forward(
     elif attention_mask is not None:
         scores = scores.masked_fill(~attention_mask.to(torch.bool), torch.finfo(scores.dtype).min)
     weights = at_least_float32(scores).softmax(dim=-1).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
@@ -243,10 +237,8 @@ class DCFormerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
         pre = post = None
-        # Packages of kernels compute all of it at once, where they can.
-        fused = None
-        if not is_hooked(self.compose):
-            fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
+        # Packages of kernels compute all of it at once, or parts, where they can.
+        fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
             states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
@@ -255,15 +247,24 @@ class DCFormerAttention(nn.Module):
         if self.compose is not None and fused is not None:
             sides = {slot: ComposeSide(factors=factors) for slot, factors in zip(self.compose.slots, fused[1])}
             return query, key, value, *self.compose.stages_of(sides)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        rotated, uses_kernels = None, self.config._attn_implementation != f"{PREFIX}plain"
+        if uses_kernels:
+            rotated = compose_dcformer.fused_rotation(query, key, (self.q_norm, self.k_norm), position_embeddings)
+        query, key = self.rotate(query, key, position_embeddings) if rotated is None else rotated
+        if self.compose is not None:
+            pre, post = self.compose(hidden_states, fused=uses_kernels)
+        return query, key, value, pre, post
+
+    def rotate(self, query: Tensor, key: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor]:
+        """Queries and keys, (batch, heads, length, channels), normalised if the layer has norms, and rotated."""
+        dtype = query.dtype
+        if self.q_norm is not None and self.k_norm is not None:  # of rows as they lie in memory
+            query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
+            key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
         if position_embeddings is not None:
             query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
-        # Under autocast norms and rotary positions give float32, and implementations take one type.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if self.compose is not None:
-            pre, post = self.compose(hidden_states, fused=self.config._attn_implementation != f"{PREFIX}plain")
-        return query, key, value, pre, post
+        # Under autocast these give float32, and implementations take one type.
+        return query.to(dtype), key.to(dtype)
 
     def update_cache(
         self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_tracing
 
 from ..compose_dcformer import plain_factors, product
 from ..dcmha import is_number
-from ..modeling_dcformer import is_hooked
+from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from . import triton_form
 from .call import DTYPES, next_power_of_2, why_transformed
 from .ops import register_op
@@ -49,6 +49,34 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
             return compute(approximate, eps, states, *weights)
     compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
     return compute(approximate, eps, _products(states, hidden_weight, gate_weight), weight)
+
+
+def triton_rotation(
+    query: Tensor, key: Tensor, norms: tuple[nn.Module | None, ...], position_embeddings: tuple[Tensor, ...] | None
+) -> tuple[Tensor, Tensor] | None:
+    """As [`compose_dcformer.fused_rotation`], without gradients; a graph of Inductor's fuses it as well."""
+    device, dtype = query.device, query.dtype
+    if device.type != triton_form._AUTOMATIC_ON or torch.is_grad_enabled() or is_tracing(query):
+        return None
+    if triton_form._why_not_here(device.type, device.index) or torch.is_autocast_enabled(device.type):
+        return None
+    if dtype not in DTYPES or _has_any_global_hook() or why_transformed() or not (position_embeddings or any(norms)):
+        return None
+    given, options = [(query, dtype), (key, dtype)], [(None, 0.0), (None, 0.0)]
+    for i, norm in enumerate(norms):
+        if norm is not None:
+            if type(norm) is not DCFormerRMSNorm or is_hooked(norm) or "forward" in norm.__dict__:
+                return None
+            options[i] = (norm.weight, norm.eps)
+            given.append((norm.weight, dtype))
+    given += [(tensor, torch.float32) for tensor in position_embeddings or ()]
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != kind for tensor, kind in given):
+        return None
+    from .rotation_kernel import Heads, launch_rotation
+
+    heads = Heads.of(query, *options[0]), Heads.of(key, *options[1])
+    launch_rotation(*heads, *(position_embeddings or (None, None)))
+    return heads[0].result, heads[1].result
 
 
 def _products(states: Tensor, *weights: Tensor | None) -> Any:

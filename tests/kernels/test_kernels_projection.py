@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import DCFormerCompose
 from dcformer.kernels import projection, triton_form
+from dcformer.modeling_dcformer import DCFormerRMSNorm
 from dcformer.parallel_dcformer import DIMENSION_OF_GROUPS
 
 
@@ -412,6 +413,7 @@ COMPILE = """
 import json, torch
 from compile_all import GPUTarget, launches, states, usage
 from dcformer.kernels.projection import _factors, _factors_of_few, _gradients
+from dcformer.kernels.rotation_kernel import Heads, launch_rotation
 
 found = []
 for capability, heads, rank, tokens, dtype, of_weight in (
@@ -431,6 +433,12 @@ for capability, heads, rank, dtype in (
     shapes = (1, 1, 4096), (4096, 1, 4, inner), (1, 4, inner, 2 * rank, heads), (4096, 1, 4, heads)
     call = [states(*shape, dtype=dtype) for shape in shapes]
     found += [usage(*launch, target) for launch in launches(lambda: _factors_of_few("none", 1e-6, *call), target)]
+for capability, heads, channels, rotary in (80, 16, 80, 20), (90, 32, 128, 128), (100, 24, 104, 104):
+    query, key = (states(2, 1, 3, heads, channels)[:, :, i].transpose(1, 2) for i in range(2))
+    norm, angles = states(channels), states(1, 1, rotary, dtype=torch.float32)
+    heads = [Heads.of(tensor, norm if channels > 80 else None, 1e-6) for tensor in (query, key)]
+    rotates = launches(lambda: launch_rotation(*heads, angles, angles), GPUTarget("cuda", capability, 32))
+    found += [usage(*launch, GPUTarget("cuda", capability, 32)) for launch in rotates]
 print(json.dumps(found))
 """
 
@@ -438,6 +446,73 @@ print(json.dumps(found))
 def test_they_compile_without_spilled_registers():
     kernels = printed_by("-c", COMPILE)
     names = [kernel["kernel"] for kernel in kernels]
-    assert names == 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
+    factors = 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
+    assert names == factors + 3 * ["_rotation_kernel"]
     assert all(kernel["stack"] == 0 for kernel in kernels)
     assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)
+
+
+@pytest.fixture
+def rotated(monkeypatch):
+    """The arguments of each launch of the kernel that normalises and rotates."""
+    from dcformer.kernels import rotation_kernel
+
+    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
+    found, launch = [], rotation_kernel.launch_rotation
+    monkeypatch.setattr(rotation_kernel, "launch_rotation", lambda *call: (found.append(call), launch(*call)))
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("rotated", "poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("rotary", "has_norms", "rows"), [(12, True, 2), (8, True, 1), (12, False, 1), (0, True, 1)])
+def test_queries_and_keys_are_normalised_and_rotated_as_complex_numbers(rotary, has_norms, rows, dtype):
+    generator = torch.Generator().manual_seed(0)
+    projected = torch.randn(2, 5, 11 * 12 + 3, generator=generator).to(DEVICE, dtype)[..., 3:]
+    query, key = (states.unflatten(2, (-1, 12)).transpose(1, 2) for states in projected.split([9 * 12, 2 * 12], dim=2))
+    norms = [DCFormerRMSNorm(12, eps).to(DEVICE, dtype) if has_norms else None for eps in (0.5, 1e-6)]
+    angles = torch.randn(rows, 5, rotary // 2, generator=generator, dtype=torch.float64).to(DEVICE)
+    positions = None
+    if rotary:
+        positions = tuple(torch.cat((part, part), dim=2).float() for part in (2 * angles.cos(), 2 * angles.sin()))
+    for norm in norms if has_norms else ():
+        norm.weight.copy_(0.5 + torch.rand(12, generator=generator))
+    found = projection.triton_rotation(query, key, norms, positions)
+    for states, norm, result in zip((query, key), norms, found):
+        exact = states.double()
+        if norm is not None:
+            exact = norm.weight * exact / (exact.square().mean(3, keepdim=True) + norm.eps).sqrt()
+        first, second, rest = exact.tensor_split([rotary // 2, rotary], dim=3)
+        turned = torch.complex(first, second) * torch.polar(torch.full_like(angles, 2.0), angles).unsqueeze(1)
+        exact = torch.cat((turned.real, turned.imag, rest), dim=3)
+        assert result.shape == states.shape and result.transpose(1, 2).is_contiguous()
+        assert_close(result.double(), exact, rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
+def test_layers_normalise_and_rotate_in_one_launch_where_nothing_forbids_it(variant, rotated, monkeypatch):
+    model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
+    model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
+    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+    layers = model.config.num_hidden_layers
+    found = model(tokens).logits
+    assert len(rotated) == layers
+    with torch.enable_grad():
+        assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    with torch.autocast(DEVICE, torch.float16):
+        model(tokens)
+    torch.compile(model, backend="eager", fullgraph=True)(tokens)
+    assert len(rotated) == layers
+    seen = []
+    norm = model.model.layers[0].self_attn.k_norm
+    if norm is not None:
+        norm.register_forward_hook(lambda *call: seen.append(call))
+        model(tokens)
+        assert len(seen) == 1 and len(rotated) == 2 * layers - 1
+    if model.config.composes_heads:
+        rotated.clear()
+        model.set_attn_implementation("dcmha_plain")
+        model(tokens)
+        assert rotated == []
