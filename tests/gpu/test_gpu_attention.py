@@ -7,7 +7,7 @@ import torch
 from operator_inputs import hold_errors_to_those_of_pytorch, make_inputs
 from tiny_models import random_tokens, tiny_model
 
-from dcformer.compose_dcformer import DCFormerCompose
+from dcformer.compose_dcformer import DCFormerCompose, fused_rotation
 from dcformer.dcmha import composed_attention, explain_choice
 
 
@@ -89,3 +89,18 @@ def test_compose_weights_err_at_most_twice_as_much_as_pytorch(tokens, device):
         for one, other, exactly in zip(ours, theirs, [each.detach() for each in expected]):
             errors = [float((each.detach().double() - exactly).norm() / exactly.norm()) for each in (one, other)]
             assert errors[0] <= 2 * errors[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
+def test_rotated_queries_and_keys_err_at_most_twice_as_much_as_pytorch(variant, device):
+    model = tiny_model(variant, head_dim=80).to(device, torch.bfloat16)
+    layer = model.model.layers[0].self_attn
+    query, key = torch.randn(2, 2, 300, 4, 80, device=device, dtype=torch.bfloat16).transpose(2, 3)
+    positions = model.model.rotary_emb(query, torch.arange(300, device=device)[None])
+    fused = fused_rotation(query, key, (layer.q_norm, layer.k_norm), positions)
+    torch_alone = layer.rotate(query, key, positions)
+    exact = layer.double().rotate(query.double(), key.double(), [each.double() for each in positions])
+    for one, other, exactly in zip(fused, torch_alone, exact):
+        errors = [float((each.double() - exactly).norm() / exactly.norm()) for each in (one, other)]
+        assert errors[0] <= 2 * errors[1]
