@@ -125,31 +125,35 @@ def specialised(kernel: JITFunction, arguments: list[Any], target: GPUTarget) ->
 
 def usage(source: ASTSource, options: dict[str, Any], sizes: Any, target: GPUTarget) -> dict[str, Any]:
     """
-    Registers of a thread, bytes of its stack and shared memory of a program; of the longest loop the instructions for a
-    score, as if each of its iterations took one query of a composing kernel, and those that reach spilled registers;
-    and the instructions that order what programs write for one another.
+    Registers of a thread, bytes of its stack and shared memory of a program, and the instructions that order what
+    programs write for one another. On Hopper, of the longest loop, the instructions for a score, as if each of its
+    iterations took one query of a composing kernel, and those that reach spilled registers: to disassemble takes longer
+    than to compile.
     """
     compiled = triton.compile(source, target=target, options=options)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        told, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True)
-            for option in ("-res-usage", "-sass")
-        )
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr).groups()
-    loop = longest_loop(code.stdout)
-    scores = None if sizes is None else sizes.COMPOSE_N.value * sizes.HEADS.value / (32 * options["num_warps"])
-    return {
-        "kernel": source.fn.fn.__name__,
-        "registers": int(registers),
-        "stack": int(stack),
-        "shared": compiled.metadata.shared,
-        "ordering": re.findall(r"bar\.sync|atom\.global[\w.]*|ld\.global\.cg", compiled.asm["ptx"]),
-        "spills": sum(instruction in ("LDL", "STL") for instruction in loop),
-        "instructions": None if scores is None else len(loop) / scores,
-    }
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", cuobjdump("-res-usage", file.name)).groups()
+        found = {
+            "kernel": source.fn.fn.__name__,
+            "registers": int(registers),
+            "stack": int(stack),
+            "shared": compiled.metadata.shared,
+            "ordering": re.findall(r"bar\.sync|atom\.global[\w.]*|ld\.global\.cg", compiled.asm["ptx"]),
+        }
+        if target.arch == 90 and sizes is not None:
+            loop = longest_loop(cuobjdump("-sass", file.name))
+            scores = sizes.COMPOSE_N.value * sizes.HEADS.value / (32 * options["num_warps"])
+            found["spills"] = sum(instruction in ("LDL", "STL") for instruction in loop)
+            found["instructions"] = len(loop) / scores
+    return found
+
+
+def cuobjdump(option: str, file: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    told = subprocess.run([tool, option, file], capture_output=True, text=True, check=True)
+    return told.stdout + told.stderr
 
 
 def longest_loop(code: str) -> list[str]:

@@ -35,7 +35,7 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     operators = {(kernel["capability"], kernel["operator"]) for kernel in kernels}
     assert operators == {(each, name) for each in (80, 90, 100) for name in ("forward", "backward", "decode")}
     hopper = [kernel for kernel in kernels if kernel["capability"] == 90]
-    assert [kernel for kernel in hopper if kernel["spills"] > 0 or kernel["stack"] > 48] == []
+    assert [kernel for kernel in hopper if kernel.get("spills", 0) > 0 or kernel["stack"] > 48] == []
     for name, bounds in INSTRUCTIONS.items():
         found = sorted(kernel["instructions"] for kernel in hopper if kernel["kernel"] == name)
         assert len(found) == len(bounds) and all(map(operator.le, found, bounds)), (name, found)

@@ -491,7 +491,7 @@ def test_queries_and_keys_are_normalised_and_rotated_as_complex_numbers(rotary, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["dcformer", "dcpythia", "plain_gated_transformer"])
+@pytest.mark.parametrize("variant", ["dcformer", "plain_gated_transformer"])
 def test_layers_normalise_and_rotate_in_one_launch_where_nothing_forbids_it(variant, rotated, monkeypatch):
     model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
     model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
