@@ -105,6 +105,11 @@ def why_transformed() -> str | None:
     return "it has no derivatives in forward mode" if torch.autograd.forward_ad._current_level >= 0 else None
 
 
+def is_traced() -> bool:
+    """Whether torch records or replaces what is computed; what captures CUDA graphs records kernels as well."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def cdiv(number: int, divisor: int) -> int:
     """As Triton's, which like the next takes two microseconds of every launch."""
     return -(-number // divisor)

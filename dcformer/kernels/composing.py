@@ -232,6 +232,8 @@ def _weights_kernel(
         post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
+            if log_sums is not None:  # on its way while scores are composed
+                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             a = tl.trans(load_heads(scores + at, is_head))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head))
@@ -247,7 +249,6 @@ def _weights_kernel(
                 tl.store(largest + part, highest, mask=is_head[None, :])
                 tl.store(sums + part, tl.sum(tl.exp2(e - highest[:, None, :]), 1), mask=is_head[None, :])
             if log_sums is not None:
-                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
                 e = tl.exp2(e - log_sum[None, :])
                 a = e.to(a.dtype)
             if weights is not None:

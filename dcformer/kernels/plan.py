@@ -32,7 +32,7 @@ constant = functools.lru_cache(maxsize=None, typed=True)(tl.constexpr)
 # registers.
 TILES = {"hopper": (2048, 64, 4, 4), "others": (1024, 32, 2, 3), "float32": (1024, 16, 4, 3)}
 # Of a thread for the factors of its keys; if they need more, kernels compute one result at a time.
-FACTOR_REGISTERS = 144
+FACTOR_REGISTERS = 128
 # What kernels are launched with that add up what blocks contribute.
 JOINING = {"num_warps": 4}
 

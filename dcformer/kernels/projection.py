@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation, GELUTanh
-from transformers.utils.import_utils import is_tracing
 
 from ..compose_dcformer import plain_factors, product
 from ..dcmha import is_number
 from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 from . import triton_form
-from .call import DTYPES, next_power_of_2, why_transformed
+from .call import DTYPES, is_traced, next_power_of_2, why_transformed
 from .ops import register_op
 
 
@@ -39,43 +38,48 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
         return None
     if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in DTYPES for each in given):
         return None
-    if weight is not None and math.prod([next_power_of_2(size) for size in weight.shape[3:]]) > MOST_COLUMNS:
+    if weight is not None and math.prod([next_power_of_2(int(size)) for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
     lengths, is_plain = states.shape[:2], not torch.is_autocast_enabled(device.type)  # which would set another type
     if is_plain and all(map(is_number, lengths)) and 0 < lengths.numel() <= MOST_FEW_TOKENS:  # as in a decoding step
         needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         if not needs_gradient and all(x is weight or x.dtype == states.dtype for x in given):
-            compute = factors_of_few_op if is_tracing(states) else _factors_of_few
+            compute = factors_of_few_op if is_traced() else _factors_of_few
             return compute(approximate, eps, states, *weights)
-    compute = factors_op if torch.is_grad_enabled() or is_tracing(states) else _factors
+    compute = factors_op if torch.is_grad_enabled() or is_traced() else _factors
     return compute(approximate, eps, _products(states, hidden_weight, gate_weight), weight)
 
 
 def triton_rotation(
     query: Tensor, key: Tensor, norms: tuple[nn.Module | None, ...], position_embeddings: tuple[Tensor, ...] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """As [`compose_dcformer.fused_rotation`], without gradients; a graph of Inductor's fuses it as well."""
-    device, dtype = query.device, query.dtype
-    if device.type != triton_form._AUTOMATIC_ON or torch.is_grad_enabled() or is_tracing(query):
+    """As [`compose_dcformer.fused_rotation`], without gradients; in a graph of its own Inductor fuses it as well."""
+    device, dtype, positions = query.device, query.dtype, position_embeddings or ()
+    if device.type != triton_form._AUTOMATIC_ON or torch.is_grad_enabled() or is_traced():
         return None
     if triton_form._why_not_here(device.type, device.index) or torch.is_autocast_enabled(device.type):
         return None
-    if dtype not in DTYPES or _has_any_global_hook() or why_transformed() or not (position_embeddings or any(norms)):
+    norms = () if None in norms else norms  # as the layer takes them
+    if dtype not in DTYPES or _has_any_global_hook() or why_transformed() or not (positions or norms):
         return None
-    given, options = [(query, dtype), (key, dtype)], [(None, 0.0), (None, 0.0)]
-    for i, norm in enumerate(norms):
-        if norm is not None:
-            if type(norm) is not DCFormerRMSNorm or is_hooked(norm) or "forward" in norm.__dict__:
-                return None
-            options[i] = (norm.weight, norm.eps)
-            given.append((norm.weight, dtype))
-    given += [(tensor, torch.float32) for tensor in position_embeddings or ()]
+    if any(type(norm) is not DCFormerRMSNorm or is_hooked(norm) or "forward" in norm.__dict__ for norm in norms):
+        return None
+    weights = [norm.weight for norm in norms]
+    given = [
+        *((tensor, dtype) for tensor in (query, key, *weights)),
+        *((tensor, torch.float32) for tensor in positions),
+    ]
     if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != kind for tensor, kind in given):
+        return None
+    batch, _, length, channels = query.shape
+    shapes = [(rows, length, min(tensor.shape[-1], channels)) for tensor in positions for rows in (1, batch)]
+    if any(tensor.shape not in shapes for tensor in positions) or not all(map(Tensor.is_contiguous, weights)):
         return None
     from .rotation_kernel import Heads, launch_rotation
 
-    heads = Heads.of(query, *options[0]), Heads.of(key, *options[1])
-    launch_rotation(*heads, *(position_embeddings or (None, None)))
+    options = [(norm.weight, norm.eps) for norm in norms] or 2 * [(None, 0.0)]
+    heads = [Heads.of(states, *of_norm) for states, of_norm in zip((query, key), options)]
+    launch_rotation(*heads, *(positions or (None, None)))
     return heads[0].result, heads[1].result
 
 

@@ -4,6 +4,7 @@ The interpreter multiplies no bfloat16, so that float16 stands for both.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from operator_inputs import DEVICE
 from test_kernels_compilation import printed_by
 from test_kernels_native import error_of
 from tiny_models import VARIANTS, random_tokens, tiny_model
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.testing import assert_close
+from transformers.utils import import_utils
 
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import DCFormerCompose
@@ -516,3 +519,40 @@ def test_layers_normalise_and_rotate_in_one_launch_where_nothing_forbids_it(vari
         model.set_attn_implementation("dcmha_plain")
         model(tokens)
         assert rotated == []
+
+
+@torch.no_grad()
+def test_what_the_kernel_would_misread_is_left_to_pytorch(rotated):
+    states, norm = torch.randn(2, 3, 5, 8, device=DEVICE), DCFormerRMSNorm(8, 1e-6).to(DEVICE)
+    angles, of_column = torch.randn(2, 5, 8, device=DEVICE), copy.deepcopy(norm)
+    of_column.weight = torch.nn.Parameter(torch.randn(8, 2, device=DEVICE)[:, 0])
+    for wrong in (angles[:, :1], angles[:, :, :1].expand(-1, -1, 12), angles.double(), torch.cat((angles, angles))):
+        assert projection.triton_rotation(states, states, (norm, norm), (wrong, wrong)) is None
+    assert projection.triton_rotation(states, states, (of_column, norm), (angles, angles)) is None
+    assert projection.triton_rotation(states, states, (norm, None), None) is None and rotated == []
+    found = [
+        projection.triton_rotation(states, states, norms, (angles, angles))[0] for norms in ((norm, None), (None,) * 2)
+    ]
+    assert torch.equal(*found)  # a layer with one norm applies none
+
+
+@torch.no_grad()
+def test_cuda_graphs_record_the_kernel_and_tracers_pytorch(rotated, launched, monkeypatch):
+    layer = tiny_model(num_hidden_layers=1).to(DEVICE).requires_grad_(False).model.layers[0].self_attn
+    states, other = torch.randn(2, 2, 9, 32, device=DEVICE)
+    angles = torch.randn(1, 9, 8, device=DEVICE)
+    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+
+    def project(states):
+        query, key, _, pre, post = layer.project(states, (angles, angles))
+        return query, key, pre.query.factors, post.key.factors
+
+    with monkeypatch.context() as patch:  # as while a stream is captured
+        patch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+        project(states)
+    assert len(rotated) == len(launched) == 1
+    for trace in (functools.partial(torch.jit.trace, check_trace=False), lambda function, x: make_fx(function)(x)):
+        traced = trace(project, states)
+        assert len(rotated) == 1
+        assert_close(traced(other), project(other), rtol=1e-5, atol=1e-5)
+        rotated.pop()
