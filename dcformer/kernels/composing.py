@@ -232,12 +232,12 @@ def _weights_kernel(
         post_key = load_factors(post.key, b, h[None, :], s[:, None], inside, scores.dtype.element_ty)
         for row in range(first_row, end_row):
             at = offsets + row * chunk.columns
-            if log_sums is not None:  # on its way while scores are composed
-                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             a = tl.trans(load_heads(scores + at, is_head))  # [COMPOSE_N, HEADS]
             if gradients is not None:
                 d = tl.trans(load_heads(gradients + at, is_head))
             e = in_registers(a, eye)
+            if log_sums is not None:  # on its way while scores are composed
+                log_sum = load_query_vector(log_sums, mask, b, h, is_head, chunk.start + row, sizes)
             if largest is not None or log_sums is not None:
                 matrix = tl.load(matrix_at(matrices, chunk, batch_row, group, row, 0, sizes))
                 e, _maps = compose_heads(a, e, matrix, pre_key, eye, pre, False)
