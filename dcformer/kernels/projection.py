@@ -90,10 +90,10 @@ def _products(states: Tensor, *weights: Tensor | None) -> Any:
 
 
 def _factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
-    from .projection_kernel import launch_products
+    from .projection_kernel import launch_partial_products
 
     with torch.cuda.device_of(states):
-        return _factors(approximate, eps, launch_products(states, hidden, gates), weight, states.dtype)
+        return _factors(approximate, eps, launch_partial_products(states, hidden, gates), weight, states.dtype)
 
 
 def _new_factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:

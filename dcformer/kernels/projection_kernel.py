@@ -63,7 +63,7 @@ class Wide(NamedTuple):
         return cls(weight, *map(constant, (*weight.stride()[:3], weight.shape[3], _padded(weight.shape[3]))))
 
 
-def launch_products(states: Tensor, *weights: Tensor | None) -> Tensor:
+def launch_partial_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     """
     The products of up to 16 hidden states, (batch, length, hidden), with wide weights, by parts of the hidden channels:
     (batch, length, groups, slots, parts, K, then heads) in float32.
@@ -80,7 +80,7 @@ def launch_products(states: Tensor, *weights: Tensor | None) -> Tensor:
     products = states.new_empty(*states.shape[:2], groups, slots, parts, width, dtype=torch.float32)
     stages = 5 if block * units <= 10240 else 2
     arguments = rows, wide, products, tokens, channels, width, block
-    _products_kernel[(parts, slots, groups)](*arguments, num_stages=stages)
+    _partial_products_kernel[(parts, slots, groups)](*arguments, num_stages=stages)
     return products
 
 
@@ -120,7 +120,7 @@ def launch_gradients(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+def _partial_products_kernel(states, wide, products, tokens, channels, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
     """Products of all tokens with the weights of one slot and group: program (part of the channels, slot, group)."""
     m = tl.arange(0, 16)  # `tl.dot` asks for as many rows; those past the tokens are zeros
     totals = ()

@@ -71,13 +71,13 @@ def multiplied(launched, monkeypatch):
     """The shapes of the states that the kernel of the wide products was launched for."""
     from dcformer.kernels import projection_kernel
 
-    found, launch = [], projection_kernel.launch_products
+    found, launch = [], projection_kernel.launch_partial_products
 
     def watched(states, *weights):
         found.append(states.shape)
         return launch(states, *weights)
 
-    monkeypatch.setattr(projection_kernel, "launch_products", watched)
+    monkeypatch.setattr(projection_kernel, "launch_partial_products", watched)
     return found
 
 
@@ -449,7 +449,7 @@ print(json.dumps(found))
 def test_they_compile_without_spilled_registers():
     kernels = printed_by("-c", COMPILE)
     names = [kernel["kernel"] for kernel in kernels]
-    factors = 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_products_kernel", "_factors_kernel"]
+    factors = 4 * ["_factors_kernel", "_gradients_kernel"] + 3 * ["_partial_products_kernel", "_factors_kernel"]
     assert names == factors + 3 * ["_rotation_kernel"]
     assert all(kernel["stack"] == 0 for kernel in kernels)
     assert all(kernel["registers"] <= 128 and kernel["shared"] <= 99 * 2**10 for kernel in kernels)
