@@ -27,8 +27,8 @@ def set_workspace_bytes(number: int | None) -> None:
             512 MB in a forward pass and 1.5 GB in a backward pass.
     """
     global _workspace_bytes
-    if number is not None and number < 1:
-        raise ValueError(f"The workspace must have at least 1 byte, got {number}; use None for the default.")
+    if number is not None and not (isinstance(number, int) and number >= 1):
+        raise ValueError(f"The workspace must be a whole number of bytes, at least 1, got {number}; None is the default.")
     _workspace_bytes = number
 
 

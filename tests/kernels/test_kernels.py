@@ -224,8 +224,9 @@ def test_any_strides_give_the_same():
 
 
 def test_the_workspace_is_bounded():
-    with pytest.raises(ValueError, match="at least 1 byte, got 0"):
-        set_workspace_bytes(0)
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match=f"at least 1, got {wrong};"):
+            set_workspace_bytes(wrong)
     inputs = make_inputs(batch=3, queries=4096, heads=4, channels=16).to(torch.float32)
     call = plan.Call.of(*inputs, Visibility(4096, 4096), 1.0)
     sizes, bytes_per_column = plan.Sizes.of(call, is_forward=False), 4 * 4
