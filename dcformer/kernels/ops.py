@@ -28,7 +28,7 @@ def set_workspace_bytes(number: int | None) -> None:
     """
     global _workspace_bytes
     if number is not None and not (isinstance(number, int) and number >= 1):
-        raise ValueError(f"The workspace must be a whole number of bytes, at least 1, got {number}; None is the default.")
+        raise ValueError(f"The workspace must have whole bytes, at least 1, got {number}; None is the default.")
     _workspace_bytes = number
 
 
