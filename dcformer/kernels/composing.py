@@ -326,10 +326,11 @@ def _compositions_kernel(
                 store_heads(outputs + at, p, is_head)
             if W1:
                 w1_sums = add_products(w1_sums, d_maps, a32)
-                gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
             if W2:
                 _y, a_maps = compose_heads(a, a32, matrix, key, eye, stage, False)
                 w2_sums = add_products(w2_sums, a_maps, d32)
+            if W1:
+                gate_sums = add_products(gate_sums, (a32,) if stage.key.GATE else (), d32)
         if key_sums is not None:
             block = batch_row * tl.num_programs(1) + tl.program_id(1)
             at = (block * chunk.columns + column)[:, None] * (stage.key.NUMBER * sizes.ALL_HEADS) + h[None, :]

@@ -45,7 +45,7 @@ def test_kernels_compile_without_spilled_registers_in_loops_and_to_few_instructi
     assert len(values) == 3 and all(order[at - 1] == "bar.sync" for order, at in zip(values, tickets))
     assert all("ld.global.cg" in order[at:] and "ld.global.cg" not in order[:at] for order, at in zip(values, tickets))
     # Elsewhere the sums of the keys' gradients and their factors leave a few registers too few.
-    assert [kernel for kernel in kernels if kernel["stack"] > 128] == []
+    assert [kernel for kernel in kernels if kernel["stack"] > 160] == []
     # KiB that a program may have: of those for 8.0 what 8.6 and 8.9, which run them too, have; of the others their own.
     limits = {80: 99, 90: 227, 100: 227}
     assert [kernel for kernel in kernels if kernel["shared"] > limits[kernel["capability"]] * 2**10] == []
