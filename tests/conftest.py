@@ -53,12 +53,20 @@ def fixed_seed():
 
 
 @pytest.fixture(scope="session")
+def golden(tmp_path_factory) -> Path:
+    """The folder of weights and logits of the authors' code, which tests/reference/README.md describes."""
+    folder = tmp_path_factory.mktemp("golden")
+    shutil.unpack_archive(Path(__file__).parent / "reference" / "golden.tar.gz", folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def fixtures() -> Path:
-    """The folder of reference data; tests that need it are skipped where it is absent."""
+    """The folder of benchmark data and of the paper's tables; tests that need it are skipped where it is absent."""
     default = Path(__file__).resolve().parents[2] / "shared"
     folder = Path(os.environ.get("DCFORMER_FIXTURES", default))
-    if not (folder / "golden").is_dir():
-        pytest.skip(f"no reference data in {folder}; set DCFORMER_FIXTURES to the folder that holds golden/")
+    if not (folder / "benchdata").is_dir():
+        pytest.skip(f"no benchmark data in {folder}; set DCFORMER_FIXTURES to the folder that holds benchdata/")
     return folder
 
 

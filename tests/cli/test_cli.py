@@ -41,8 +41,8 @@ def commands():
 
 
 @pytest.fixture
-def torch_folder(fixtures):
-    return fixtures / "golden/B_torch/B1_dcformer_9769ae6"
+def torch_folder(golden):
+    return golden / "B_torch/B1_dcformer_9769ae6"
 
 
 def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
@@ -159,9 +159,9 @@ def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_pat
     assert call("verify", "new", "transformer-tiny").exit_code == 1
 
 
-def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):
+def test_maxtext_there_and_back(golden, torch_folder, tmp_path):
     pytest.importorskip("tensorstore")
-    maxtext, model = fixtures / "golden/A_jax/A1/checkpoints", tmp_path / "model"
+    maxtext, model = golden / "A_jax/A1/checkpoints", tmp_path / "model"
     done = call("convert", "maxtext", maxtext, model, "--step", 14000)
     assert done.exit_code == 0 and "step 14000" in done.output.splitlines()[0], done.output
     assert call("verify", model).exit_code == call("verify", maxtext, model).exit_code == 0
@@ -173,11 +173,11 @@ def test_maxtext_there_and_back(fixtures, torch_folder, tmp_path):
     assert different.exit_code == 1 and "different" in different.output
 
 
-def test_pax_needs_its_configuration(fixtures, tmp_path):
-    config = json.loads((fixtures / "golden/C_pax/C2_info.json").read_text())["config"]
+def test_pax_needs_its_configuration(golden, tmp_path):
+    config = json.loads((golden / "C_pax/C2_info.json").read_text())["config"]
     # The golden logits were computed with one key more than window_size.
     (tmp_path / "config.json").write_text(json.dumps({**config, "window_size": config["window_size"] + 1}))
-    weights, options = fixtures / "golden/C_pax/C2_pax_weights.npz", ("--config", tmp_path / "config.json")
+    weights, options = golden / "C_pax/C2_pax_weights.npz", ("--config", tmp_path / "config.json")
     assert call("convert", "pax", weights, tmp_path / "model", *options).exit_code == 0
     assert json.loads(call("inspect", weights, *options, "--json").output)["architecture"]
     assert call("verify", weights, tmp_path / "model", *options).exit_code == 0

@@ -25,9 +25,9 @@ def check_logits(folder, tokens, expected):
     torch.testing.assert_close(logits, torch.from_numpy(expected), atol=TOLERANCE, rtol=0)
 
 
-def train_yaml(fixtures, name, path):
+def train_yaml(golden, name, path):
     """The training YAML of a golden run, from its info.json."""
-    config = json.loads((fixtures / "golden" / "A_jax" / JAX_RUNS[name] / "info.json").read_text())["config"]
+    config = json.loads((golden / "A_jax" / JAX_RUNS[name] / "info.json").read_text())["config"]
     keys = ("window_size", "num_layers_per_block", "pre_compose", "post_compose")
     path.write_text(yaml.safe_dump({key: config[key] for key in keys if key in config}))
     return path
@@ -42,9 +42,9 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("name", JAX_RUNS)
-def test_maxtext_golden_logits(fixtures, tmp_path, name):
-    root = fixtures / "golden" / "A_jax" / name
-    train_config = train_yaml(fixtures, name, tmp_path / "train.yml")
+def test_maxtext_golden_logits(golden, tmp_path, name):
+    root = golden / "A_jax" / name
+    train_config = train_yaml(golden, name, tmp_path / "train.yml")
     report = convert_maxtext(root / "checkpoints", tmp_path / "out", train_config=train_config)
     arrays = np.load(root / "io.npz")
     check_logits(tmp_path / "out", arrays["tokens"], arrays["logits"])
@@ -53,11 +53,11 @@ def test_maxtext_golden_logits(fixtures, tmp_path, name):
 
 
 @pytest.fixture
-def pax(fixtures, tmp_path):
+def pax(golden, tmp_path):
     """Function from a run's name to its weights file, its reference file and a configuration with a wider window."""
 
     def prepare(name, wider=1):
-        folder = fixtures / "golden" / "C_pax"
+        folder = golden / "C_pax"
         config = json.loads((folder / f"{name}_info.json").read_text())["config"]
         config["window_size"] += wider
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -86,8 +86,8 @@ def test_pax_golden_logits(pax, tmp_path, name, form):
 
 
 @pytest.mark.parametrize("name", TORCH_RUNS)
-def test_authors_torch_golden_logits(fixtures, tmp_path, name):
-    root = fixtures / "golden" / "B_torch" / name
+def test_authors_torch_golden_logits(golden, tmp_path, name):
+    root = golden / "B_torch" / name
     convert_torch(root, tmp_path / "out", max_shard_size="40KB")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -97,8 +97,8 @@ def test_authors_torch_golden_logits(fixtures, tmp_path, name):
 
 
 @pytest.mark.parametrize("file_format", ["safetensors", "bin"])
-def test_split_projections(fixtures, tmp_path, file_format):
-    root = fixtures / "golden" / "B_torch" / "B1_dcformer_9769ae6"
+def test_split_projections(golden, tmp_path, file_format):
+    root = golden / "B_torch" / "B1_dcformer_9769ae6"
     tensors = load_file(root / "model.safetensors")
     for name in [name for name in tensors if name.endswith("attention.wqkv.weight")]:
         for letter, part in zip("qkv", tensors.pop(name).chunk(3)):
@@ -317,9 +317,9 @@ def test_defaults_are_marked_in_the_origins(tmp_path):
     assert next(o.origin for o in given.origins if o.field == "sliding_window") == "window_size in train.yml"
 
 
-def test_reference_logits_gate(pax, fixtures, tmp_path):
-    root = fixtures / "golden" / "A_jax" / "A1"
-    train_config = train_yaml(fixtures, "A1", tmp_path / "train.yml")
+def test_reference_logits_gate(pax, golden, tmp_path):
+    root = golden / "A_jax" / "A1"
+    train_config = train_yaml(golden, "A1", tmp_path / "train.yml")
     options = {"train_config": train_config, "reference_logits": root / "io.npz"}
     report = convert_maxtext(root / "checkpoints", tmp_path / "a1", **options)
     assert "max abs" in report.verification["reference logits"]

@@ -42,15 +42,15 @@ def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str,
 
 
 @pytest.fixture(scope="module", params=["A1", "A2", "A4", "A6"])
-def converted(request, fixtures, tmp_path_factory) -> tuple[Path, Path]:
+def converted(request, golden, tmp_path_factory) -> tuple[Path, Path]:
     """A golden run, and the folder that it was converted to, with the training YAML beside it."""
-    golden = fixtures / "golden" / "A_jax" / request.param
-    info = json.loads((golden / "info.json").read_text())["config"]
+    run = golden / "A_jax" / request.param
+    info = json.loads((run / "info.json").read_text())["config"]
     values = {key: info[key] for key in ("window_size", "pre_compose", "post_compose") if key in info}
     folder = tmp_path_factory.mktemp("converted")
     (folder / "run.yml").write_text(yaml.safe_dump(values))
-    convert_maxtext(golden / "checkpoints", folder / "ours", train_config=folder / "run.yml", verify=False)
-    return golden / "checkpoints", folder / "ours"
+    convert_maxtext(run / "checkpoints", folder / "ours", train_config=folder / "run.yml", verify=False)
+    return run / "checkpoints", folder / "ours"
 
 
 def test_golden_run_comes_back_bit_for_bit_with_its_config(converted, tmp_path):
@@ -118,10 +118,10 @@ def test_a_model_without_composition_gets_zeros(tmp_path):
     assert len(unused) == 6 and not any(values.any() for values in unused.values())
 
 
-def test_unused_arrays_of_another_layout_become_zeros(fixtures, tmp_path):
-    golden = fixtures / "golden" / "A_jax" / "A6" / "checkpoints"
+def test_unused_arrays_of_another_layout_become_zeros(golden, tmp_path):
     (tmp_path / "run.yml").write_text("{window_size: [null, null], pre_compose: false, post_compose: false}")
-    convert_maxtext(golden, tmp_path / "ours", train_config=tmp_path / "run.yml", verify=False)
+    run = golden / "A_jax" / "A6" / "checkpoints"
+    convert_maxtext(run, tmp_path / "ours", train_config=tmp_path / "run.yml", verify=False)
     report = convert_to_maxtext(tmp_path / "ours", tmp_path / "run", layers_per_block=1)
     assert read_params(tmp_path / "run")["params.decoder.layers.mlp_0.wo.kernel"].shape[1] == 2
     sources = {array["name"]: array["sources"] for array in report.arrays}

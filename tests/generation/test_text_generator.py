@@ -151,7 +151,7 @@ def test_an_empty_stop_string_is_refused(loaded):
         TextGenerator(loaded, stop_strings=[""])
 
 
-def test_the_authors_files_generate_with_a_tokenizer_beside_them(fixtures, tokenizer_folder):
-    folder = fixtures / "golden/B_torch/B1_dcformer_9769ae6"
+def test_the_authors_files_generate_with_a_tokenizer_beside_them(golden, tokenizer_folder):
+    folder = golden / "B_torch/B1_dcformer_9769ae6"
     model = load_model(folder, tokenizer=tokenizer_folder, oov_policy="clamp", dtype="float32")
     assert len(TextGenerator(model, max_new_tokens=3).generate(["a"])[0].ids) == 3

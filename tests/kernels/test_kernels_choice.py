@@ -140,9 +140,9 @@ def test_transforms_of_functions_are_refused():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["A6", "B2_dcpythia"])
-def test_golden_logits_of_the_authors(name, fixtures):
+def test_golden_logits_of_the_authors(name, golden):
     load = load_jax if name in JAX_RUNS else load_torch
-    model, tokens, expected = load(fixtures, name)
+    model, tokens, expected = load(golden, name)
     model.to(DEVICE).set_attn_implementation("dcmha_triton")
     assert_close(model(tokens[:1].to(DEVICE)).logits.cpu(), expected[:1], atol=GOLDEN_TOLERANCE, rtol=0)
 

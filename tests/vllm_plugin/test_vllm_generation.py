@@ -108,9 +108,9 @@ def test_files_under_the_authors_names_serve_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file"), [("B1_dcformer_9769ae6", "model.safetensors"), ("B2_dcpythia", "pytorch_model.bin")]
 )
-def test_models_of_the_authors_code_serve_as_generate(name, file, fixtures, tmp_path):
+def test_models_of_the_authors_code_serve_as_generate(name, file, golden, tmp_path):
     for part in ("config.json", file):
-        shutil.copy(fixtures / "golden" / "B_torch" / name / part, tmp_path)
+        shutil.copy(golden / "B_torch" / name / part, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     longest = model.config.max_position_embeddings - 1
     prompts = prompts_of(model.config.vocab_size, (1, min(17, longest), longest))
