@@ -48,7 +48,7 @@ class DCFormerCompose(nn.Module):
         device, dtype (*optional*): Of the parameters. None: torch's defaults.
 
     Raises:
-        ValueError: if the groups do not divide the heads, or `rank` is below 1.
+        ValueError: if the groups do not divide the heads, `rank` is below 1, or there is no such activation or epsilon.
     """
 
     def __init__(
@@ -76,6 +76,10 @@ class DCFormerCompose(nn.Module):
             raise ValueError(f"groups must divide the {num_heads} heads, got {groups}.")
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}; switch low_rank off for no low-rank maps.")
+        if activation not in ACT2FN or not 0.0 <= norm_eps < 1.0:
+            raise ValueError(
+                f"activation must be a name of Transformers and norm_eps in [0, 1), got {activation!r} and {norm_eps}."
+            )
         self.rank = rank
         self.groups = groups
         self.norm_eps = norm_eps

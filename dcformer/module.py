@@ -22,8 +22,10 @@ class DCMultiheadAttention(nn.Module):
     `strict=False`, and lacks only `compose.*`. [`from_torch`] makes a copy that starts with the same outputs.
 
     Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. `dropout` applies to
-            the composed weights.
+        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch, in its order.
+            `dropout` applies to the composed weights.
+        add_bias_kv, add_zero_attn (`bool`, default to `False`): Must be False: no hidden state belongs to the key that
+            torch adds for them, so it has no key-wise compose weights.
         is_causal (`bool`, defaults to `False`): Hide later keys in every call. With fewer queries than keys, the last
             query is at the position of the last key.
         sliding_window (`int`, *optional*): Visible keys, the query's position included: t - w < s <= t if causal, else
@@ -54,6 +56,8 @@ class DCMultiheadAttention(nn.Module):
         num_heads: int,
         dropout: float = 0.0,
         bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
@@ -67,10 +71,19 @@ class DCMultiheadAttention(nn.Module):
     ):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
-        if num_heads < 1 or embed_dim % num_heads != 0:
-            raise ValueError(f"num_heads must divide embed_dim ({embed_dim}), got {num_heads}.")
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
+            raise ValueError(f"embed_dim must be a multiple of num_heads, both above 0, got {embed_dim} and {num_heads}.")
+        for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if value:
+                raise ValueError(f"{name} must be False, got {value}; the key that it adds has no compose weights.")
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout must be between 0 and 1, got {dropout}.")
+        if unknown := composition.keys() - (DCFormerCompose.__init__.__kwdefaults__.keys() - {"key_size"}):
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
+        Visibility(1, 1, sliding_window=sliding_window)  # refuses a window that hides every key
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.bias_k, self.bias_v, self.add_zero_attn = None, None, False
         self.dropout = dropout
         self.batch_first = batch_first
         self.is_causal = is_causal
@@ -110,17 +123,15 @@ class DCMultiheadAttention(nn.Module):
         A copy of a torch module, with the same outputs until the composition is trained.
 
         Args:
-            attention (`nn.MultiheadAttention`): Made without `add_bias_kv` and `add_zero_attn`, since no hidden state
-                belongs to the key that they add.
+            attention (`nn.MultiheadAttention`): Made without `add_bias_kv` and `add_zero_attn`.
             identity, options: Arguments of this class that torch's module does not have.
         """
-        if attention.bias_k is not None or attention.add_zero_attn:
-            raise ValueError("A module with add_bias_kv or add_zero_attn has a key without key-wise compose weights.")
-        names = ("embed_dim", "num_heads", "dropout", "kdim", "vdim", "batch_first")
+        names = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
         like = attention.out_proj.weight
         copy = cls(
             **{name: getattr(attention, name) for name in names},
             bias=attention.in_proj_bias is not None,
+            add_bias_kv=attention.bias_k is not None,
             device=like.device,
             dtype=like.dtype,
             identity=identity,
@@ -166,11 +177,10 @@ class DCMultiheadAttention(nn.Module):
         is_same = key is query
         if not batched:
             query, key, value = (states.unsqueeze(0) for states in (query, key, value))
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (states.transpose(0, 1) for states in (query, key, value))
         # (batch, length, channels) each
-        mask = self._visibility(query.shape[:2], key.shape[1], key_padding_mask, attn_mask, is_causal)
+        mask = self._visibility(query.shape[:2], key.shape[1], batched, key_padding_mask, attn_mask, is_causal)
         pre, post = self.compose(query) if is_same else self.compose(query, key)
         separate: Any = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         projections = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
@@ -198,23 +208,31 @@ class DCMultiheadAttention(nn.Module):
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
         batch = slice(0, 0) if query.dim() == 2 else slice(0, 1) if self.batch_first else slice(1, 2)
         fits = query.dim() in (2, 3) and query.dim() == key.dim() and query.shape[batch] == key.shape[batch]
+        widths = self.embed_dim, self.kdim, self.vdim
+        fits = fits and widths == tuple(states.shape[-1] for states in (query, key, value))
         if not fits or key.shape[:-1] != value.shape[:-1]:
             order = "(batch, length, channels)" if self.batch_first else "(length, batch, channels)"
-            raise ValueError(f"query, key and value must be {order} or (length, channels), of one batch, got {shapes}.")
+            raise ValueError(
+                f"query, key and value must be {order} or (length, channels), of one batch, with {widths} channels, "
+                f"got {shapes}."
+            )
         return query.dim() == 3
 
     def _visibility(
-        self, rows: torch.Size, keys: int, padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+        self, rows: torch.Size, keys: int, batched: bool, padding_mask: Any, attn_mask: Any, is_causal: bool
     ) -> Visibility:
         """The masks of a call, in which True hides, as a [`Visibility`]."""
         batch, queries = rows
         for name, mask in (("key_padding_mask", padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-                raise ValueError(f"{name} must be boolean (True hides) or floating point, got {mask.dtype}.")
+            dtype = getattr(mask, "dtype", torch.bool if mask is None else type(mask))
+            if dtype != torch.bool and not getattr(dtype, "is_floating_point", False):
+                raise ValueError(f"{name} must be boolean (True hides) or floating point, got {dtype}.")
         padding = dense = None
         if padding_mask is not None:
-            if padding_mask.shape != (batch, keys):
-                raise ValueError(f"key_padding_mask must be {(batch, keys)}, got {tuple(padding_mask.shape)}.")
+            shape = (batch, keys) if batched else (keys,)
+            if padding_mask.shape != shape:
+                raise ValueError(f"key_padding_mask must be {shape}, got {tuple(padding_mask.shape)}.")
+            padding_mask = padding_mask.view(batch, keys)
             if padding_mask.dtype == torch.bool:
                 padding = ~padding_mask
             else:

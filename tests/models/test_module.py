@@ -1,6 +1,7 @@
 """DCMultiheadAttention: equal to torch's module where it starts as identity, the paper's formulas where it composes."""
 
 import copy
+import inspect
 import math
 import re
 
@@ -210,19 +211,36 @@ def test_one_side_alone_has_no_parameters_of_the_other(side):
     assert all(parameter.grad.abs().max() > 0 for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("values", [{"num_heads": 5}, {"groups": 3}, {"rank": 0}], ids=str)
-def test_values_that_no_module_can_have_are_refused(values):
-    ((name, value),) = values.items()
-    with pytest.raises(ValueError, match=f"{name} must .*got {value}"):
-        DCMultiheadAttention(**{"embed_dim": WIDTH, "num_heads": HEADS, **values})
-    with pytest.raises(ValueError, match="add_bias_kv"):
-        DCMultiheadAttention.from_torch(torch_module(add_bias_kv=True))
+def test_arguments_are_torchs_in_its_order():
+    for name in ("__init__", "forward"):
+        ours, theirs = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(getattr(kind, name)).parameters.values()]
+            for kind in (DCMultiheadAttention, nn.MultiheadAttention)
+        )
+        assert ours[: len(theirs)] == theirs
+        assert all(kind > inspect.Parameter.POSITIONAL_OR_KEYWORD for _, kind, _ in ours[len(theirs) :])
+    for added in ("add_bias_kv", "add_zero_attn"):
+        with pytest.raises(ValueError, match=f"{added} must be False, got True"):
+            DCMultiheadAttention.from_torch(torch_module(**{added: True}))
+    with pytest.raises(TypeError, match=r"DCMultiheadAttention\(\) got an unexpected keyword argument 'key_size'"):
+        DCMultiheadAttention(WIDTH, HEADS, key_size=24)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_heads", 5), ("num_heads", -4), ("embed_dim", 0), ("groups", 3), ("rank", 0), ("sliding_window", 0)]
+    + [("add_zero_attn", True), ("dropout", 1.5), ("dropout", math.nan), ("activation", "'x'"), ("norm_eps", -1)],
+)
+def test_values_that_no_module_can_have_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.*got (.* and )?{value}"):
+        DCMultiheadAttention(**{"embed_dim": WIDTH, "num_heads": HEADS, name: value if value != "'x'" else "x"})
 
 
 @pytest.mark.parametrize(
     ("lengths", "masks", "got"),
     [
         ((9, 8), {}, "value (3, 8, 32)"),
+        ((9, 9), {"key_padding_mask": [[True] * 9] * 3}, "got <class 'list'>"),
         ((9, 9), {"key_padding_mask": torch.zeros(3, 8)}, "got (3, 8)"),
         ((9, 9), {"attn_mask": torch.zeros(9, 7)}, "got (9, 7)"),
         ((9, 9), {"attn_mask": torch.zeros(3, 7, 9)}, "got (3, 7, 9)"),
@@ -237,3 +255,7 @@ def test_shapes_that_do_not_fit_are_refused(lengths, masks, got):
         module(query, key, value, **masks)
     with pytest.raises(ValueError, match=re.escape("key (2, 9, 32)")):
         module(query, key[:2], value[:2])
+    with pytest.raises(ValueError, match=re.escape("(32, 32, 32) channels, got query (3, 7, 32), key (3, 9, 30)")):
+        module(query, key[:, :, :30], value)
+    with pytest.raises(ValueError, match=re.escape("must be (9,), got (1, 9)")):
+        module(query[0], key[0], key[0], key_padding_mask=torch.zeros(1, 9))
