@@ -84,12 +84,14 @@ class DCFormerRotaryEmbedding(nn.Module):
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "DCFormerRotaryEmbedding":
         # `model.half()` would round the frequencies, and with them every angle, and `model.to_empty()` leaves them
-        # undefined: rebuild them in float32 instead.
+        # undefined: rebuild them in float32 instead, and forget for which lengths they were scaled.
         was_meta = self.inv_freq.is_meta
         super()._apply(function, recurse)
         if (was_meta or self.inv_freq.dtype != torch.float32) and not self.inv_freq.is_meta:
             self.inv_freq, self.attention_scaling = self.compute_rope_parameters(self.inv_freq.device)
             self.original_inv_freq = self.inv_freq.clone()
+            self.max_seq_len_cached = self.original_max_seq_len
+            self.__dict__.pop("long_inv_freq", None)
         return self
 
     @torch.no_grad()
@@ -194,7 +196,7 @@ class DCFormerAttention(nn.Module):
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
         self.compose = make_compose(config) if config.composes_layer(layer_idx) else None
-        # To be hooked: while one of them has a hook, the layer computes its maps and passes them through all of them.
+        # To be hooked or replaced: from then on the layer computes its maps and passes them through all of them.
         for name in ATTENTION_MAPS:
             self.add_module(name, nn.Identity())
 
@@ -217,7 +219,7 @@ class DCFormerAttention(nn.Module):
             kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
             kwargs.update(pre=pre, post=post)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        if any(is_hooked(getattr(self, name)) for name in ATTENTION_MAPS):
+        if any(is_hooked(part) or not isinstance(part, nn.Identity) for part in map(self._modules.get, ATTENTION_MAPS)):
             attention_interface = hooked_attention_forward
         output, weights = attention_interface(
             self,
@@ -416,12 +418,12 @@ class DCFormerModel(DCFormerPreTrainedModel):
         if not isinstance(masks := attention_mask, dict):
             masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
         if position_ids is None:
-            past_length = 0 if cache is None else cache.get_seq_length(layer_ids[0])
+            past_length = 0 if cache is None else cache.get_seq_length(*layer_ids[:1])
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
             position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds
-        if self.embed_positions is not None and layer_ids[0] == 0:
+        if self.embed_positions is not None and (input_ids is not None or 0 in layer_ids):
             hidden_states = hidden_states + self.embed_positions(position_ids)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         # Assisted generation with early exit lowers `num_hidden_layers` while it drafts.
@@ -439,7 +441,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
     def layers_here(self) -> list[int]:
         """Indices of the layers that this process computes: all, or those of its pipeline stage."""
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
-        return [number for number, layer in layers if hasattr(layer, "self_attn")]
+        # In the places of other stages' layers Transformers has identities. What else is there may be of any class.
+        return [number for number, layer in layers if not isinstance(layer, nn.Identity)]
 
 
 class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
@@ -511,14 +514,15 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of a static cache by layer type, which `generate` makes outside the compiled graph."""
-        layer_ids = self.model.layers_here()
+        decoder = next(module for module in self.modules() if isinstance(module, DCFormerModel))  # which may be wrapped
+        layer_ids = decoder.layers_here()
         return make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
         """Heads and channels of a static cache's rows, with room for the key-wise weights."""
-        if (shape := super()._get_static_cache_init_shape()) is None:
+        attention = next((module for module in self.modules() if isinstance(module, DCFormerAttention)), None)
+        if attention is None or (shape := super()._get_static_cache_init_shape()) is None:
             return None
-        attention: Any = self.model.layers[self.model.layers_here()[0]].self_attn
         return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)
 
 

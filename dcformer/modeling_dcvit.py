@@ -232,7 +232,7 @@ class DCViTModel(DCViTPreTrainedModel):
             with a pooler pooler_output (batch, pooler_output_size).
         """
         hidden_states = self.embeddings(
-            pixel_values.to(self.embeddings.patch_embeddings.projection.weight.dtype),
+            pixel_values.to(self.dtype),
             bool_masked_pos=bool_masked_pos,
             interpolate_pos_encoding=bool(interpolate_pos_encoding),
         )  # (batch, 1 + patches, hidden)

@@ -101,3 +101,19 @@ def strengthened(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 def random_tokens(batch: int, length: int, vocab_size: int = TINY["vocab_size"], seed: int = 1) -> torch.Tensor:
     return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Wrapper(torch.nn.Module):
+    """Stands in the place of a module and calls it, as what steers a model or calibrates its quantisation does."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def wrap(model: torch.nn.Module, names: list[str]) -> None:
+    for name in names:
+        model.set_submodule(name, Wrapper(model.get_submodule(name)))

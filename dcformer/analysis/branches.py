@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..common.optional import import_optional
 from ..compose_dcformer import DCFormerCompose
@@ -29,6 +29,11 @@ _ABLATIONS = {branch: (branch,) for branch in BRANCHES} | {
     "all": BRANCHES,
 }
 TABLES = "A table of an analysis"
+
+
+def composition_in(module: nn.Module | None) -> Any:
+    """The composition that a module is or wraps; None if there is none."""
+    return next((part for part in module.modules() if isinstance(part, DCFormerCompose)), None) if module else None
 
 
 def branches_of(compose: DCFormerCompose) -> list[str]:
@@ -146,20 +151,21 @@ def ablated(
     off = [{part for name in names if name != other for part in _ABLATIONS[name]} for other in ("post", "pre")]
     with contextlib.ExitStack() as stack:
         for layer in chosen(layers, len(modules), "layers"):
+            compose = composition_in(modules[layer])
             for name in names:
-                has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in modules[layer].stages
-                if not has_stage or set(_ABLATIONS[name]).isdisjoint(branches_of(modules[layer])):
-                    raise ValueError(f"Layer {layer} has no branch {name!r}, but {branches_of(modules[layer])}.")
+                has_stage = name not in ("pre", "post") or ("pre", "post").index(name) in compose.stages
+                if not has_stage or set(_ABLATIONS[name]).isdisjoint(branches_of(compose)):
+                    raise ValueError(f"Layer {layer} has no branch {name!r}, but {branches_of(compose)}.")
             hook = modules[layer].register_forward_hook(lambda module, args, output: tuple(map(without, output, off)))
             stack.callback(hook.remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def compose_layers(model: Any) -> list[DCFormerCompose]:
-    """The composition of every layer; ValueError for a model that composes nothing."""
+def compose_layers(model: Any) -> list[nn.Module]:
+    """The composition of every layer, or what wraps it; ValueError for a model that composes nothing."""
     modules = [getattr(attention, "compose", None) for attention in attention_layers(model)]
-    if not all(isinstance(module, DCFormerCompose) for module in modules):
+    if not all(map(composition_in, modules)):
         raise ValueError(f"model must compose heads in every layer, and this {model.config.model_type} does not.")
     return modules  # type: ignore[return-value]
 
@@ -195,7 +201,7 @@ def what_matters(
     cases = [
         (layer, branch)
         for layer in chosen(layers, len(modules), "layers")
-        for branch in (branches_of(modules[layer]) if branches is None else branches)
+        for branch in (branches_of(composition_in(modules[layer])) if branches is None else branches)
     ]
     arguments = forwards(model, inputs, tokenizer)
     before, tokens = _losses(model, arguments)

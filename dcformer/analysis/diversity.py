@@ -57,15 +57,19 @@ def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     module: Any = attention
     if isinstance(attention, DCFormerAttention):
-        parts = [part.unflatten(0, (-1, module.head_dim)) for part in module.qkv_proj.weight.split(module.qkv_sizes)]
-        output = module.o_proj.weight
+        sizes = module.qkv_sizes
+        fused = matrix(module.qkv_proj, module.config.hidden_size)
+        parts = [part.unflatten(0, (-1, module.head_dim)) for part in fused.split(sizes)]
+        output = matrix(module.o_proj, sizes[0])
     elif all(hasattr(attention, f"{name}_proj") for name in "qkvo"):
-        parts = [getattr(module, f"{name}_proj").weight.unflatten(0, (-1, module.head_dim)) for name in "qkv"]
-        output = module.o_proj.weight
+        linear = [matrix(getattr(module, f"{name}_proj"), module.config.hidden_size) for name in "qkv"]
+        parts = [weight.unflatten(0, (-1, module.head_dim)) for weight in linear]
+        output = matrix(module.o_proj, linear[0].shape[0])
     elif hasattr(attention, "query_key_value") and hasattr(attention, "head_size"):
         # GPT-NeoX: query, key and value of a head are consecutive.
-        parts = list(module.query_key_value.weight.unflatten(0, (-1, 3, module.head_size)).unbind(1))
-        output = module.dense.weight
+        width = module.config.hidden_size
+        parts = list(matrix(module.query_key_value, width).unflatten(0, (-1, 3, module.head_size)).unbind(1))
+        output = matrix(module.dense, width)
     else:
         raise ValueError(
             f"The projections of {type(attention).__name__} are laid out in a way that is not known here; use a "
@@ -74,6 +78,17 @@ def projections(attention: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     heads = len(parts[0])
     query, key, value = (part.repeat_interleave(heads // len(part), dim=0) for part in parts)
     return query, key, value, output.unflatten(1, (heads, -1)).transpose(0, 1)
+
+
+def matrix(linear: nn.Module, width: int) -> Tensor:
+    """The weight (out, width) of a linear layer; of adapters, quantised layers and wrappers, what they multiply by."""
+    if type(linear) is nn.Linear and type(linear.weight) is nn.Parameter:
+        return linear.weight
+    example = next(linear.parameters())
+    dtype = example.dtype if example.is_floating_point() else torch.get_default_dtype()
+    inputs = torch.eye(width + 1, width, device=example.device, dtype=dtype)  # the last row is zero
+    outputs = linear(inputs)
+    return (outputs[:-1] - outputs[-1]).mT
 
 
 def effective_heads(maps: Tensor) -> Tensor:

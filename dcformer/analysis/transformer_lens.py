@@ -14,6 +14,10 @@ factory = import_optional("transformer_lens.factories.architecture_adapter_facto
 components = bridge.generalized_components
 
 
+class MapPoint(components.base.HookPoint, nn.Identity):
+    """A hook point that is still an identity to an attention layer, which computes no map for it without hooks."""
+
+
 class DCFormerAttentionBridge(bridge.AttentionBridge):
     """An attention layer with a hook point for each map: `hook_scores`, `hook_composed_scores` and so on."""
 
@@ -23,7 +27,7 @@ class DCFormerAttentionBridge(bridge.AttentionBridge):
         """Replace the maps' modules by hook points; the layer computes a map only if its module has hooks."""
         super().set_original_component(original_component)
         for name in ATTENTION_MAPS:
-            point = components.base.HookPoint()
+            point = MapPoint()
             point.pos_dim = -2
             setattr(original_component, name, point)
             setattr(self, f"hook_{name}", point)

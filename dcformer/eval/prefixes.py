@@ -144,8 +144,10 @@ class Scorer:
         self.model = model
         self.shares = shares and can_share_prefixes(model.config)
         self._head = model.get_output_embeddings()
-        embeddings = [layer for layer in (model.get_input_embeddings(), self._head) if layer is not None]
-        self.rows = min(layer.weight.shape[0] for layer in embeddings)  # token ids that it can both read and predict
+        tables = [getattr(layer, "weight", None) for layer in (model.get_input_embeddings(), self._head)]
+        sizes = [table.shape[0] for table in tables if table is not None]
+        # Token ids that it can both read and predict; a layer that someone has wrapped or replaced may not say so.
+        self.rows = min(sizes, default=model.config.get_text_config().vocab_size)
         self._most_positions = math.inf  # of a batch and the cache before it
         if self.shares:
             _, cache = self._run([_Row([0], [])], keeps=True)

@@ -1,11 +1,13 @@
 """Recordings, head maps, diversity, branches and ablations against slow formulas."""
 
+import copy
 import itertools
 import math
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny_model
+from peft import LoraConfig, get_peft_model
+from tiny_models import random_tokens, tiny_model, wrap
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from dcformer import analysis
@@ -124,6 +126,22 @@ def test_diversity_is_the_variance_of_summed_circuits(family):
             expected = squares.cumsum(0) / squares.sum()
             torch.testing.assert_close(curves[name][layer].double(), expected, atol=1e-5, rtol=0)  # float32 products
     assert curves["query_key"].shape == (2, 32)
+
+
+def test_modules_that_are_wrapped_or_adapted_are_seen():
+    """An adapter that is merged shows what it did before it was, in every table."""
+    options = {"target_modules": ["qkv_proj", "o_proj"], "modules_to_save": ["compose"], "init_lora_weights": False}
+    model, ids = get_peft_model(tiny_model("dcpythia"), LoraConfig(**options)).eval(), random_tokens(1, LENGTH)
+    with torch.no_grad():
+        model.base_model.model.model.layers[1].self_attn.compose.gate_weight.mul_(2)
+    tables = []
+    for each in (model, copy.deepcopy(model).merge_and_unload()):
+        if each is not model:
+            wrap(each, [f"model.layers.{n}.self_attn.{part}" for n in (0, 1) for part in ("compose", "qkv_proj")])
+        measured = [*analysis.head_diversity(each).values(), analysis.what_matters(each, ids).loss]
+        measured += [analysis.branch_shares(each, ids).share, analysis.map_diversity(each, ids).effective_heads]
+        tables.append([torch.as_tensor(numbers).float() for numbers in measured])
+    torch.testing.assert_close(*tables, atol=1e-4, rtol=0)  # float32 sums in another order
 
 
 @pytest.mark.parametrize("family", FAMILIES)

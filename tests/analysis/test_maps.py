@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import VARIANTS, random_tokens, tiny_model
+from tiny_models import VARIANTS, Wrapper, random_tokens, tiny_model
 from transformers import StaticCache
 
 from dcformer.modeling_dcformer import ATTENTION_MAPS, CACHE_NAME
@@ -118,9 +118,12 @@ def test_a_changed_map_changes_the_logits_and_has_gradients(name):
     assert factor.grad.abs() > 1e-3
     with torch.no_grad():
         factor.mul_(1.5)
-    assert (model(ids).logits - before).abs().max() > 1e-2
+    changed = model(ids).logits
+    assert (changed - before).abs().max() > 1e-2
     handle.remove()
     assert torch.equal(model(ids).logits, before)
+    setattr(model.model.layers[0].self_attn, name, Wrapper(lambda attention: attention * factor))
+    assert torch.equal(model(ids).logits, changed)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The model as a Transformers user meets it: losses, inputs, precisions, initialisation, baselines."""
 
+import copy
 import math
 import re
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from operator_inputs import Inputs, sixteen_bit_attention
 from reference import hidden_pairs, reference_attention
-from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model
+from tiny_models import TINY, VARIANTS, random_tokens, tiny_config, tiny_model, wrap
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -115,14 +116,31 @@ def test_operands_of_attention_are_of_one_type_under_autocast(qk_norm):
     assert seen and all(types == {torch.bfloat16} for types in seen)
 
 
-@torch.no_grad()
-def test_buffers_are_rebuilt_after_meta_initialisation():
-    model, tokens = tiny_model(), random_tokens(1, 9)
+def from_meta(model):
     with torch.device("meta"):
         empty = DCFormerForCausalLM(model.config)
+        if model.config.rope_parameters["rope_type"] == "longrope":
+            empty(random_tokens(1, 9).to("meta"))
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    assert torch.equal(empty.eval()(tokens).logits, model(tokens).logits)
+    return empty.eval()
+
+
+SCALED = {"rope_theta": 10000.0, "factor": 2.0}
+OF_LENGTHS = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 2.5, 3.0]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind, others", [("default", {}), ("dynamic", {}), ("yarn", {}), ("longrope", OF_LENGTHS)])
+def test_frequencies_are_those_of_a_fresh_model_after_conversions(kind, others):
+    for convert in (from_meta, lambda model: model.half().float(), lambda model: copy.deepcopy(model.double()).float()):
+        model, fresh = (tiny_model(rope_parameters={"rope_type": kind, **SCALED, **others}) for _ in range(2))
+        model(random_tokens(1, 100))
+        model = convert(model)
+        fresh.load_state_dict(model.state_dict())
+        for length in (80, 20, 100):  # of 64 positions
+            tokens = random_tokens(1, length)
+            assert torch.equal(model(tokens).logits, fresh(tokens).logits), length
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -232,6 +250,34 @@ def test_any_module_can_be_the_embedding(policy):
             assert torch.equal(model(torch.tensor([[67, -1]])).logits, model(torch.tensor([[66, 0]])).logits)
     model.set_input_embeddings(nn.Sequential(nn.Embedding(90, 32)))  # with more rows than the configuration says
     assert model(torch.tensor([[89]])).logits.shape == (1, 1, 67)
+
+
+# Modules of the decoder that are wrapped at once.
+WRAPPED = {
+    "all layers": ["layers.0", "layers.1", "layers.2"],
+    "the first layer": ["layers.0"],
+    "the others": ["layers.1", "layers.2"],
+    "parts": [f"layers.{layer}.{part}" for layer in range(3) for part in ("input_layernorm", "self_attn", "mlp")],
+    "of attention": [f"layers.1.self_attn.{part}" for part in ("qkv_proj", "q_norm", "compose", "weights", "o_proj")],
+    "ends": ["embed_tokens", "norm"],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("parts", [*WRAPPED, "decoder and head"])
+@pytest.mark.parametrize("variant", ["dcformer", "plain_transformer_with_learned_positions"])
+def test_any_module_can_be_wrapped(variant, parts):
+    names = [f"model.{name}" for name in WRAPPED.get(parts, ())] or ["model", "lm_head"]
+    model, other = (tiny_model(variant, num_hidden_layers=3).double() for _ in range(2))
+    wrap(other, sorted(dict(model.named_modules()).keys() & {*names}))
+    tokens = random_tokens(2, 20)
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = 0
+    for caches in ({}, {"cache_implementation": "static", "prefill_chunk_size": 6}):
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **caches}
+        assert torch.equal(other.generate(tokens, **options), model.generate(tokens, **options))
+    outputs = [each(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False) for each in (model, other)]
+    torch.testing.assert_close(*[(each.logits, each.hidden_states) for each in outputs], atol=1e-10, rtol=0)
 
 
 # What the three samples come with besides their ids.
