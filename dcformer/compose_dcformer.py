@@ -77,9 +77,8 @@ class DCFormerCompose(nn.Module):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}; switch low_rank off for no low-rank maps.")
         if activation not in ACT2FN or not 0.0 <= norm_eps < 1.0:
-            raise ValueError(
-                f"activation must be a name of Transformers and norm_eps in [0, 1), got {activation!r} and {norm_eps}."
-            )
+            given = f"{activation!r} and {norm_eps}"
+            raise ValueError(f"activation must be one of Transformers and norm_eps in [0, 1), got {given}.")
         self.rank = rank
         self.groups = groups
         self.norm_eps = norm_eps

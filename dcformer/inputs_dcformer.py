@@ -33,12 +33,6 @@ def takes_older_cache_name(forward: Callable) -> Callable:
     return silent
 
 
-def embedding_rows(embed_tokens: nn.Module, config: Any) -> int:
-    """Rows of an embedding, which adapters and assisted generation wrap and callers may replace."""
-    sizes = (part.num_embeddings for part in embed_tokens.modules() if isinstance(part, nn.Embedding))
-    return next(sizes, config.vocab_size)
-
-
 def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig) -> Tensor:
     """
     Token ids that all have an embedding row: clamped with `oov_policy="clamp"` and in graphs.
@@ -46,7 +40,9 @@ def checked_ids(input_ids: Any, embed_tokens: nn.Module, config: DCFormerConfig)
     Raises:
         ValueError: for any other id without a row; on a GPU torch would read beyond the embedding, or crash.
     """
-    rows = embedding_rows(embed_tokens, config)
+    # Adapters and assisted generation wrap the embedding, and callers may replace it.
+    sizes = (part.num_embeddings for part in embed_tokens.modules() if isinstance(part, nn.Embedding))
+    rows = next(sizes, config.vocab_size)
     # A graph cannot raise an error that depends on a value.
     if config.oov_policy == "clamp" or input_ids.is_meta or is_tracing(input_ids):
         return input_ids.clamp(0, rows - 1)

@@ -61,17 +61,15 @@ class DCFormerRotaryEmbedding(nn.Module):
     def __init__(self, config: DCFormerConfig, device: torch.device | None = None):
         super().__init__()
         self.config = config
-        self.max_seq_len_cached = config.max_position_embeddings
-        self.original_max_seq_len = config.max_position_embeddings
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
         inv_freq, self.attention_scaling = self.compute_rope_parameters(device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     def compute_rope_parameters(self, device: torch.device | None = None) -> tuple[Tensor, float]:
-        if self.rope_type == "default":
-            return self.compute_default_rope_parameters(self.config, device)
-        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device)
+        functions = {"default": self.compute_default_rope_parameters, **ROPE_INIT_FUNCTIONS}
+        return functions[self.rope_type](self.config, device)
 
     @staticmethod
     def compute_default_rope_parameters(
@@ -329,10 +327,8 @@ class DCFormerDecoderLayer(GradientCheckpointingLayer):
             attention_mask=attention_mask,
             **kwargs,
         )
-        if self.parallel_residual:
-            return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        after = hidden_states + attended
+        return after + self.mlp(self.post_attention_layernorm(hidden_states if self.parallel_residual else after))
 
 
 class DCFormerPreTrainedModel(ComposingModel):
@@ -419,8 +415,7 @@ class DCFormerModel(DCFormerPreTrainedModel):
             masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
         if position_ids is None:
             past_length = 0 if cache is None else cache.get_seq_length(*layer_ids[:1])
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length
-            position_ids = position_ids.unsqueeze(0)
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_length)[None]
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None and (input_ids is not None or 0 in layer_ids):
@@ -439,9 +434,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
     def layers_here(self) -> list[int]:
-        """Indices of the layers that this process computes: all, or those of its pipeline stage."""
+        """Indices of the layers that this process computes; identities stand for those of other pipeline stages."""
         layers = enumerate(self.layers[: self.config.num_hidden_layers])
-        # In the places of other stages' layers Transformers has identities. What else is there may be of any class.
         return [number for number, layer in layers if not isinstance(layer, nn.Identity)]
 
 
@@ -514,13 +508,12 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The masks of a static cache by layer type, which `generate` makes outside the compiled graph."""
-        decoder = next(module for module in self.modules() if isinstance(module, DCFormerModel))  # which may be wrapped
-        layer_ids = decoder.layers_here()
+        layer_ids = next(part for part in self.modules() if isinstance(part, DCFormerModel)).layers_here()
         return make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)
 
     def _get_static_cache_init_shape(self) -> Any:
         """Heads and channels of a static cache's rows, with room for the key-wise weights."""
-        attention = next((module for module in self.modules() if isinstance(module, DCFormerAttention)), None)
+        attention = next((part for part in self.modules() if isinstance(part, DCFormerAttention)), None)
         if attention is None or (shape := super()._get_static_cache_init_shape()) is None:
             return None
         return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)

@@ -72,7 +72,9 @@ class DCMultiheadAttention(nn.Module):
         super().__init__()
         kdim, vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads != 0:
-            raise ValueError(f"embed_dim must be a multiple of num_heads, both above 0, got {embed_dim} and {num_heads}.")
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, both above 0, got {embed_dim} and {num_heads}."
+            )
         for name, value in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if value:
                 raise ValueError(f"{name} must be False, got {value}; the key that it adds has no compose weights.")

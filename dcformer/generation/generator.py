@@ -15,7 +15,6 @@ from transformers import GenerationConfig, TextIteratorStreamer
 from ..common.contexts import encode_context
 from ..common.dtypes import dtype_name
 from ..common.optional import import_vllm
-from ..inputs_dcformer import embedding_rows
 from ..loading import FoundModel, LoadedModel, find_folder
 
 
@@ -84,7 +83,8 @@ class TextGenerator:
         if isinstance(prompt, str):
             prompt = encode_context(self.loaded.tokenizer, prompt, add_special_tokens=add_special_tokens)
         ids, config = [int(number) for number in prompt], self.loaded.model.config
-        rows = embedding_rows(self.loaded.model.get_input_embeddings(), config.get_text_config())
+        vocab_size = config.get_text_config().vocab_size  # of an embedding that someone has wrapped or replaced
+        rows = getattr(self.loaded.model.get_input_embeddings(), "num_embeddings", vocab_size)
         if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
             raise ValueError(
                 f"{what} has token id {max(ids)} at position {ids.index(max(ids))}, and {self.loaded.name!r} has "
