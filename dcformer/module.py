@@ -80,7 +80,8 @@ class DCMultiheadAttention(nn.Module):
                 raise ValueError(f"{name} must be False, got {value}; the key that it adds has no compose weights.")
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout must be between 0 and 1, got {dropout}.")
-        if unknown := composition.keys() - (DCFormerCompose.__init__.__kwdefaults__.keys() - {"key_size"}):
+        names: Any = DCFormerCompose.__init__.__kwdefaults__
+        if unknown := composition.keys() - (names.keys() - {"key_size"}):
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
         Visibility(1, 1, sliding_window=sliding_window)  # refuses a window that hides every key
         self.embed_dim, self.kdim, self.vdim = embed_dim, kdim, vdim
