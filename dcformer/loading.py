@@ -20,6 +20,7 @@ from transformers import (
 
 from . import public as public  # registers the models with the Auto classes
 from .common.files import json_digest
+from .common.hub import find_commit, naming_what_is_missing
 from .configuration_dcformer import DCFormerConfig
 from .pretrained import pretrained_names, pretrained_path
 
@@ -34,6 +35,12 @@ class FoundModel:
     tokenizer: PreTrainedTokenizerBase
     revision: str = "main"
     trust_remote_code: bool = False
+    commit: str | None = None  # of the revision; None for a folder
+
+    @property
+    def full_name(self) -> str:
+        """The name with its revision, unless that is `main`."""
+        return self.name if self.revision == "main" else f"{self.name}@{self.revision}"
 
     @property
     def has_ids_without_embedding(self) -> bool:
@@ -64,7 +71,7 @@ class FoundModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             self.path,
             dtype=dtype or "auto",
-            revision=self.revision,
+            revision=self.commit or self.revision,
             trust_remote_code=self.trust_remote_code,
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
@@ -99,10 +106,13 @@ def find_model(
     """
     name = os.fspath(name)
     path = find_folder(name)
-    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     refuse_without_model(path)
-    if revision not in (None, "main") and looks_like_path(path):
+    is_path = looks_like_path(path)
+    if revision not in (None, "main") and is_path:
         raise ValueError(f"revision={revision!r} is of a name on the Hub, and {name!r} is a folder; leave it out.")
+    # All files are of one commit, also if somebody adds another one meanwhile.
+    commit = None if is_path else find_commit(path, revision)
+    options: dict[str, Any] = {"revision": commit or "main", "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(path, **options)
     classes = getattr(config, "auto_map", None) or {}  # of remote code
     if type(config) not in AutoModelForCausalLM._model_mapping and "AutoModelForCausalLM" not in classes:
@@ -111,7 +121,7 @@ def find_model(
         loaded = load_tokenizer(path, **options)
     else:  # the revision is the model's
         loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
-    return FoundModel(name, path, config, loaded, **options)
+    return FoundModel(name, path, config, loaded, revision or "main", trust_remote_code, commit)
 
 
 @dataclass(frozen=True)
@@ -219,7 +229,8 @@ def load_tokenizer(source: str | os.PathLike, **options: Any) -> PreTrainedToken
             names = ", ".join(file.name for file in files) or "none"
             raise FileNotFoundError(f"A folder must hold one tokenizer, and {source!r} holds {names}.")
     if not path.is_file():
-        loaded = AutoTokenizer.from_pretrained(source, **options)
+        with naming_what_is_missing(source, options.get("revision")):
+            loaded = AutoTokenizer.from_pretrained(source, **options)
         if len(loaded) <= len(set(loaded.all_special_ids)):  # Transformers makes some without reading a file
             raise FileNotFoundError(f"The tokenizer of {source!r} has no words; get all of its files.")
         return loaded

@@ -22,7 +22,6 @@ from ..eval import (
     TABLE4_COLUMNS,
     Record,
     model_fingerprint,
-    model_folder,
     published,
     read_records,
     source_of,
@@ -192,7 +191,7 @@ def update_card(
 def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | None) -> list[Record]:
     records = read_records(results)
     if evaluated_as is not None:
-        matching = [record for record in records if model_folder(record.model) == model_folder(evaluated_as)]
+        matching = [record for record in records if record.model.rstrip("/") == evaluated_as.rstrip("/")]
     else:
         weights = model_fingerprint(os.fspath(folder))
         matching = [record for record in records if record.settings.get("model") == weights]

@@ -82,6 +82,7 @@ def eval_command(
         with _progress() as on_progress:
             records = evaluate(**options, on_progress=on_progress)
         if records:  # empty in all processes except the first
+            baseline = baseline and records[0].model  # with its revision
             build_report(output, baseline=baseline).print(make_console())
 
 

@@ -165,8 +165,9 @@ def _answer_file(given: dict[str, Any]) -> None:
     from transformers import set_seed
 
     from ..common.files import file_digest
+    from ..common.hub import find_commit
     from ..generation import read_prompts, write_answers
-    from ..loading import find_folder
+    from ..loading import find_folder, fingerprint_tokenizer, looks_like_path
 
     seed, field = given["seed"], "prompt" if given["field"] is None else given["field"]
     records = read_prompts(given["prompts"], field)
@@ -185,6 +186,12 @@ def _answer_file(given: dict[str, Any]) -> None:
     settings["prompts"] = file_digest(given["prompts"])
     sources = (given[name] for name in ("model", "tokenizer", "assistant_model"))
     folders = [Path(find_folder(source)) for source in sources if source]
+    for name, revision in (("model", given["revision"]), ("assistant_model", None)):
+        if given[name] and not looks_like_path(find_folder(given[name])):
+            settings[name] = [given[name], find_commit(given[name], revision)]
+    if given["tokenizer"]:
+        owner = generator.model if given["engine"] == "vllm" else generator.loaded
+        settings["tokenizer"] = fingerprint_tokenizer(owner.tokenizer)
     for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
         if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
             settings[str(file)] = [

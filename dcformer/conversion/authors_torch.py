@@ -10,6 +10,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
+from ..common.hub import naming_what_is_missing
 from ..configuration_dcformer import ROTARY_KEYS, SWITCHES, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import authors_patterns
 from .arrays import SourceArray, file_stamps, open_weights
@@ -81,8 +82,9 @@ def local_folder(source: str | os.PathLike) -> Path:
     """The folder itself, or the download of a name on the Hub."""
     if Path(source).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return Path(source)
-    patterns = ["*.json", "*.safetensors", "*.bin", "*.jinja", "tokenizer*"]
-    return Path(snapshot_download(str(source), allow_patterns=patterns))
+    endings = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")
+    with naming_what_is_missing(str(source)):
+        return Path(snapshot_download(str(source), allow_patterns=[f"*{ending}" for ending in endings]))
 
 
 def read_config(path: Path) -> DCFormerConfig:

@@ -46,7 +46,8 @@ class Destination:
             raise ValueError(f"The destination must be a local folder, got {str(path)!r}; copy it to a bucket later.")
         self.path = Path(path).absolute()
         self._final, self._force = self.path.resolve(), force
-        if not is_remote(source) and self._final in (Path(source).resolve(), *Path(source).resolve().parents):
+        read = Path(source).resolve()  # a name on the Hub is not there, and may be that of the destination too
+        if not is_remote(source) and read.exists() and self._final in (read, *read.parents):
             raise ValueError(f"The source {str(source)!r} lies inside the destination {str(path)!r}; choose another.")
         self._partial = self._final.with_name(f".{self._final.name}.partial")
         self._notes, self.folder = self._partial / "notes", self._partial / "model"

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
+from ..common.hub import naming_what_is_missing
 from ..compose_dcformer import make_compose
 from ..configuration_dcformer import MAX_LAYERS, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import COMPOSED_SHAPE, COMPOSITION
@@ -104,7 +105,7 @@ def upcycle(
     depth = None if file else read_json(Path(folder, "config.json")).get("num_hidden_layers")
     if isinstance(depth, int) and depth > MAX_LAYERS:  # of which Transformers would make lists
         raise ValueError(f"num_hidden_layers of {str(source)!r} must be at most {MAX_LAYERS}, got {depth}.")
-    with naming(source, ValueError, LookupError, struct.error):
+    with naming(source, ValueError, LookupError, struct.error), naming_what_is_missing(folder):
         config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
     _refuse_inexact(config, source)
     model = open_gguf(folder, file, config) if file else None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.files import file_digest
+from ..common.hub import load_from_hub
 from ..common.optional import import_optional
 
 
@@ -190,7 +191,7 @@ def _local_splits(folder: Path) -> dict[str, Any]:
 def _published_splits(source: Source) -> dict[str, Any]:
     datasets = import_extra("datasets")
     if source.is_on_hub:
-        return dict(datasets.load_dataset(source.path, source.name, revision=source.revision))
+        return dict(load_from_hub(datasets.load_dataset, source.path, source.name, revision=source.revision))
     files = {"train": f"{source.address}/Train.txt", "test": f"{source.address}/Test.txt"}  # LogiQA
     return {split: Path(file) for split, file in datasets.DownloadManager().download(files).items()}
 

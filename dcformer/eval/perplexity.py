@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.contexts import encode_context
+from ..common.hub import load_from_hub, naming_what_is_missing
 from ..loading import load_tokenizer
 from . import data
 from .data import DEFAULT_SEED, SOURCES
@@ -44,7 +45,9 @@ def load_pile(
         from huggingface_hub import hf_hub_download
 
         source = SOURCES["pile"]
-        files = [Path(hf_hub_download(source.path, "val.jsonl.zst", repo_type="dataset", revision=source.revision))]
+        where = {"repo_type": "dataset", "revision": source.revision}
+        with naming_what_is_missing(source.path):
+            files = [Path(hf_hub_download(source.path, "val.jsonl.zst", **where))]
     else:
         whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
         files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
@@ -56,7 +59,7 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, An
     """Articles of the test split of WikiText-2, packed like the documents of [`load_pile`]."""
     if data_dir is None:
         source = SOURCES["wikitext2"]
-        rows = data.import_extra("datasets").load_dataset(source.path, source.name, split="test")
+        rows = load_from_hub(data.import_extra("datasets").load_dataset, source.path, source.name, split="test")
         # In the Hub's copy blank lines are empty; in the file they are a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
@@ -96,7 +99,7 @@ def load_flan(
     check_window(window, **settings)
     tokenizer = task_tokenizer(**settings)
     if data_dir is None:
-        rows = data.import_extra("datasets").load_dataset(SOURCES["flan"].path, split="train")
+        rows = load_from_hub(data.import_extra("datasets").load_dataset, SOURCES["flan"].path, split="train")
         chosen = rows.select(data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:

@@ -7,6 +7,7 @@ A record is written when its task is finished, after its samples; either file is
 of itself and of the samples, so that damage is detected before either is used.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -19,11 +20,13 @@ from typing import Any
 import dcformer
 
 from ..common.files import find_damage, json_digest, make_manifest, write_atomically
+from ..common.hub import find_commit
 from .data import files_fingerprint
 from .suites import PREFIX
 
 
 _RUN_AGAIN = "Its task has to run again."
+_LONGEST_NAME = 255  # bytes of a file's name on most disks
 
 
 class DamagedRecordError(ValueError):
@@ -34,7 +37,7 @@ class DamagedRecordError(ValueError):
 class Record:
     """
     Attributes:
-        model: Name of the model as it was given.
+        model: Name of the model as it was given, with `@` and the revision if that is not `main`.
         task: Column of the paper's table (`"piqa"`) or another task of ours (`"head_tasks"`, `"pile_ppl"`).
         num_fewshot: Examples before every question.
         metrics: Name -> `{"value": float, "stderr": float or None}`; accuracies are fractions.
@@ -71,9 +74,17 @@ class Record:
 
 
 def model_folder(model: str) -> str:
-    """Folder of a model's records: its name without characters that have a meaning in paths."""
-    folder = "".join(c if c.isalnum() or c in "-_.+" else "__" for c in model.strip("/"))
-    return folder if folder.strip(".") else "model"
+    """
+    Folder of a model's records: its name with `__` for slashes and other characters that have a meaning in paths.
+
+    It ends in digits of a hash where it would be too long, or not the name's alone.
+    """
+    name = model.strip("/")
+    folder = "".join(c if c.isalnum() or c in "-_.+@" else "__" for c in name)
+    if folder.replace("__", "/") == name and folder.strip(".") and len(os.fsencode(folder)) <= _LONGEST_NAME:
+        return folder
+    digits = hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
+    return f"{os.fsencode(folder)[-_LONGEST_NAME // 2 :].decode(errors='ignore')}-{digits}"
 
 
 def record_path(output: str | os.PathLike, model: str, task: str, num_fewshot: int) -> Path:
@@ -176,11 +187,9 @@ def model_fingerprint(path: str | os.PathLike, revision: str = "main") -> str:
     """`"sha256:..."` of a folder's config.json and weights, or `"commit:..."` of a model on the Hub."""
     folder = Path(path)
     if not folder.is_dir():
-        from transformers import AutoConfig
-
-        return f"commit:{AutoConfig.from_pretrained(os.fspath(path), revision=revision)._commit_hash}"
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    return files_fingerprint([folder / "config.json", *weights])
+        return f"commit:{find_commit(os.fspath(path), revision)}"
+    weights = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    return files_fingerprint([folder / "config.json", *sorted(weights)])
 
 
 def library_versions(engine: str) -> dict[str, str]:

@@ -54,7 +54,7 @@ class _Job:
     settings: dict[str, Any]
 
     def __str__(self) -> str:
-        return f"{self.model.name}, {self.task}, {self.num_fewshot}-shot"
+        return f"{self.model.full_name}, {self.task}, {self.num_fewshot}-shot"
 
     @property
     def data(self) -> tuple:
@@ -64,7 +64,7 @@ class _Job:
 
 
 def evaluate(
-    models: str | Sequence[str],
+    models: str | os.PathLike | Sequence[str | os.PathLike],
     *,
     output: str | os.PathLike,
     suite: str | Sequence[str] = "table4",
@@ -125,8 +125,8 @@ def evaluate(
             finished records are kept.
     """
     chosen = find_tasks(suite, tasks)
-    names = [models] if isinstance(models, str) else list(models)
-    names = list(dict.fromkeys([baseline, *names] if baseline else names))
+    given = [*([baseline] if baseline else []), *([models] if isinstance(models, str | os.PathLike) else models)]
+    names = list(dict.fromkeys(name.rstrip("/") or name for name in map(os.fspath, given)))
     shots = (num_fewshot,) if isinstance(num_fewshot, int) else tuple(num_fewshot)
     if not names:
         raise ValueError("models must name at least one, got none.")
@@ -136,10 +136,10 @@ def evaluate(
     _check_options(limit, max_length, engine, target)
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet_harness())
-        # Only one process may lock the folders, and it must do so before it reads them.
-        in_first_process(lambda: _lock(stack, output, names))
         hub = {"revision": revision, "tokenizer": tokenizer, "trust_remote_code": trust_remote_code}
         loaded = [find_model(name, **hub) for name in names]
+        # Only one process may lock the folders, and it must do so before it reads them.
+        in_first_process(lambda: _lock(stack, output, [model.full_name for model in loaded]))
         common = {
             "dtype": dtype or ("float32" if set(chosen) <= set(HEAD_TASKS) else "bfloat16"),
             "batch_size": batch_size if batch_size == "auto" else int(batch_size),
@@ -157,7 +157,7 @@ def evaluate(
         is_left = in_first_process(lambda: [_finished(output, job) is None for job in jobs])
         left = list(itertools.compress(jobs, is_left))
         task_objects = _load_tasks(left, data_dir, limit, data_hash or {})
-        for _, of_model in itertools.groupby(left, key=lambda job: job.model.name):
+        for _, of_model in itertools.groupby(left, key=lambda job: job.model.full_name):
             _run_jobs(list(of_model), task_objects, target, output, on_progress)
         return [record for job in jobs if (record := _finished(output, job))] if is_first_process() else []
 
@@ -171,7 +171,9 @@ def _join_processes(device: torch.device) -> torch.device:
 
 
 def _lock(stack: contextlib.ExitStack, output: str | os.PathLike, models: Iterable[str]) -> None:
-    for folder in sorted({records.model_folder(model) for model in models}):
+    for folder, sharing in itertools.groupby(sorted(models, key=records.model_folder), key=records.model_folder):
+        if len(names := [*sharing]) > 1:
+            raise ValueError(f"Results of {names[0]!r} and {names[1]!r} would have one folder; use two outputs.")
         stack.enter_context(file_lock(Path(output, folder, ".lock")))
 
 
@@ -205,7 +207,7 @@ def _settings(
 
     policy = policy_in_force(model.config, model.tokenizer, oov_policy)
     of_model = {
-        "model": records.model_fingerprint(model.path, model.revision),
+        "model": records.model_fingerprint(model.path, model.commit or "main"),
         "model_type": model.config.model_type,
         "tokenizer": fingerprint_tokenizer(model.tokenizer),
         "oov_policy": policy if model.has_ids_without_embedding else None,
@@ -248,15 +250,13 @@ def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
 
 def _finished(output: str | os.PathLike, job: _Job) -> Record | None:
     """The record of a job, if it exists with its samples, both undamaged, and its settings are the same."""
-    path = records.record_path(output, job.model.name, job.task, job.num_fewshot)
+    path = records.record_path(output, job.model.full_name, job.task, job.num_fewshot)
     if not path.is_file():
         return None
     try:
         record = records.read_record(path)
-        if record.model.strip("/") != job.model.name.strip("/"):
-            raise ValueError(
-                f"{str(path)!r} is a result of {record.model!r}, not {job.model.name!r}; give another output."
-            )
+        if record.model.rstrip("/") != (name := job.model.full_name):
+            raise ValueError(f"{str(path)!r} is a result of {record.model!r}, not {name!r}; give another output.")
         if record.has_settings(job.settings):
             records.check_samples(path, record)
             return record
@@ -377,7 +377,7 @@ def _score(
     seconds = round(time.perf_counter() - start, 3)
     timings = {"seconds": seconds, **totals, "processes": scorer.world_size, "hardware": hardware}
     record = Record(
-        job.model.name,
+        job.model.full_name,
         job.task,
         job.num_fewshot,
         metrics,

@@ -91,7 +91,7 @@ class VLLMLM(LogLikelihoods):
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "use_tqdm_on_load": False,
-            "revision": unread.revision,
+            "revision": unread.commit or unread.revision,
             "trust_remote_code": unread.trust_remote_code,
             **engine_options,
         }

@@ -69,8 +69,7 @@ def serve(
         raise ValueError(f"tokenizer={tokenizer!r} is for vLLM; leave it out for Transformers' server.")
     else:
         folder = "." if model.path == model.name else os.path.dirname(model.path)
-        name = model.name if revision is None else f"{model.name}@{revision}"
-        command, environment = ["dcformer.serving", folder, "serve", name], dict(os.environ)
+        command, environment = ["dcformer.serving", folder, "serve", model.full_name], dict(os.environ)
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-m", *command, *given, *arguments], environment)

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler
 
 from ..common.files import check_relative, file_digest, json_digest
+from ..common.hub import load_from_hub
 from ..common.optional import import_optional
 from ..head_tasks import generate_documents, iterate_practice
 from ..loading import fingerprint_tokenizer
@@ -69,7 +70,8 @@ def fingerprint_documents(recipe: DataRecipe, local_only: bool = False) -> str |
     elif local_only:
         return None
     else:
-        content = [_open(recipe).hash]
+        builder = _open(recipe)  # in the cache of the Hub the folder has the name of the commit
+        content = [Path(builder.base_path).name if os.path.isabs(builder.base_path) else builder.hash]
     return json_digest([recipe.configuration, recipe.split, *content])
 
 
@@ -241,7 +243,7 @@ def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
     kind = next((_BUILDERS[suffix] for suffix in reversed(path.suffixes) if suffix in _BUILDERS), None)
     if path.is_file() and kind is not None:
         return load(kind, data_files=str(path), **options)
-    return load(str(path), recipe.configuration, **options)
+    return load_from_hub(load, str(path), recipe.configuration, **options)
 
 
 def _load_saved(recipe: DataRecipe) -> Dataset | None:

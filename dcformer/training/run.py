@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, set_seed
 
 from ..common.files import file_lock, json_digest, read_sealed, write_atomically
+from ..common.hub import find_commit
 from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
-from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer
+from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
 from . import checkpoints
 from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
 from .data import build_datasets, fingerprint_documents, fingerprint_files
@@ -113,9 +114,9 @@ def build_tokenizer(name: str):
 
 def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, str]:
     """
-    Hash what a run reads, by keys of the recipe: data, tokenizer, and the folder that `model.pretrained` names.
+    Hash what a run reads, by keys of the recipe: data, tokenizer, and the model that `model.pretrained` names.
 
-    `local_only` leaves out data and tokenizers that are not on this machine (any more).
+    `local_only` leaves out what is not on this machine (any more).
     """
     sources = {"data.source": recipe.data, "data.evaluation.source": recipe.data.evaluation}
     hashes = {key: fingerprint_documents(source, local_only) for key, source in sources.items() if source is not None}
@@ -125,6 +126,9 @@ def fingerprint_inputs(recipe: Recipe, local_only: bool = False) -> dict[str, st
     if pretrained is not None and (folder := Path(find_folder(pretrained))).is_dir():
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
         hashes["model.pretrained"] = json_digest(fingerprint_files([folder / "config.json", *weights]))
+    elif pretrained is not None and not local_only:
+        refuse_without_model(pretrained)
+        hashes["model.pretrained"] = find_commit(pretrained)
     return {key: value for key, value in hashes.items() if value is not None}
 
 

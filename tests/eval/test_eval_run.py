@@ -147,10 +147,15 @@ def test_a_record_names_no_other_file(task, start, tmp_path):
         read_records(tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["..", ".", "../..", "", "/", "a/../../b", "C:\\models", "x/"])
-def test_the_folder_of_a_model_is_one_below_the_results(name):
-    folder = records.model_folder(name)
-    assert folder.strip(".") and not set(folder) & set("/\\:")
+def test_every_model_has_a_folder_of_its_own_below_the_results(tmp_path):
+    names = ["..", ".", "../..", "", "a/../../b", "C:\\models", "x", "X", "~/x", "./x", "x y", "x/y", "x__y", "x@y"]
+    names += [f"{kind * 200}/{kind * 55}{end}" for kind in "aé語" for end in "12"]
+    folders = list(map(records.model_folder, names))
+    assert len({*folders}) == len(names) and folders[-1].startswith("語" * 40)
+    assert all(folder.strip(".") and not set(folder) & set("/\\:") for folder in folders)
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    assert [records.model_folder(name) for name in ("a/b", "/a/b", "a/b/")] == ["a__b"] * 3  # for the last, see below
 
 
 MOMENTS = {
@@ -261,6 +266,21 @@ def test_files_of_others_and_a_running_evaluation_are_not_overwritten(start, mod
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OSError, match="file"):
         start(tasks="piqa", output="file")
+
+
+def test_models_with_similar_names_have_results_of_their_own(start, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    relative, twin = f"x{model}", f"x{model}".replace("/", "__")
+    long = "/".join(["n" * 99] * 3)
+    for name in (relative, twin, long):
+        shutil.copytree(model, name)
+    made = start(f"{relative}/", twin, relative, long, f"./{twin}", tasks="piqa")
+    assert [record.model for record in made] == [relative, twin, long, f"./{twin}"]
+    assert sorted(record.model for record in read_records("out")) == sorted(record.model for record in made)
+    shutil.copytree(model, model[1:])
+    with pytest.raises(ValueError, match="would have one folder"):
+        start(model, model[1:], tasks="piqa", output="clash")
+    assert not (tmp_path / "clash").exists()
 
 
 def test_two_models_are_compared_on_head_tasks(tmp_path, data_dir):

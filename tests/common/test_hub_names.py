@@ -1,0 +1,222 @@
+"""Models and data sets by their names on the Hub, read from a cache of it without a network."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hub_cache import add_to_cache
+from huggingface_hub.utils import filter_repo_objects
+from tiny_models import tiny_config, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from typer.testing import CliRunner
+
+from dcformer.cli import app
+from dcformer.common.files import json_digest
+from dcformer.conversion import authors_torch
+from dcformer.generation import TextGenerator
+from dcformer.head_tasks import build_tokenizer
+from dcformer.loading import find_model
+from dcformer.training import load_recipe
+from dcformer.training.data import build_datasets
+from dcformer.training.run import fingerprint_inputs
+
+
+datasets = pytest.importorskip("datasets")
+CONFIG = tiny_config(vocab_size=len(build_tokenizer()), max_position_embeddings=512)
+# What the authors' code calls the same; Transformers' own keys are the same there.
+AUTHORS_KEYS = {"block_size": 512, "dim": 32, "n_head": 4, "n_local_heads": 4, "n_layer": 2, "rope_base": 10000}
+AUTHORS_KEYS |= {"head_dim": 8, "intermediate_size": 48, "window_size": 6, "vocab_size": CONFIG.vocab_size}
+AUTHORS_KEYS |= {"model_type": "dcformer", "use_dcmha": True, "use_qk_norm": True, "tie_word_embeddings": False}
+AUTHORS_KEYS |= {"auto_map": {"AutoModelForCausalLM": "modeling_dcformer.DCFormer"}, "norm_eps": 1e-6}
+NAMES = ("acme/ours-1.0", "acme/theirs", "acme/sharded")
+PROMPT = "< Ann has a dog. >. Ann has a"
+
+
+def save(folder: Path, seed: int = 0) -> Path:
+    tiny_model(**CONFIG.to_diff_dict() | {"model_type": None}, seed=seed).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_as_the_authors_do(folder: Path, shards: int) -> Path:
+    """Their keys and names of parameters, in one torch file or several."""
+    build_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(AUTHORS_KEYS))
+    names = {ours: theirs for theirs, ours in authors_torch.authors_patterns("dcformer").items()}
+    weights = {}
+    for name, values in tiny_model(**CONFIG.to_diff_dict() | {"model_type": None}).state_dict().items():
+        name = name.removeprefix("model.")
+        for ours, pattern in names.items():
+            part = pattern.replace("(?<![^.])", "").replace("(?!.)", "").replace("\\", "")
+            name = name.replace(ours, part)
+        weights[name] = values.clone()
+    if shards == 1:
+        torch.save(weights, folder / "pytorch_model.bin")
+        return folder
+    files = {name: f"pytorch_model-{n % shards + 1:05}-of-{shards:05}.bin" for n, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        torch.save({name: weights[name] for name in weights if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder, cache = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("hub")
+    add_to_cache(cache, "acme/steps", save(folder / "other", seed=1), refs=["main"])
+    add_to_cache(cache, "acme/steps", save(folder / "ours"), refs=["step/10", "v1"])
+    add_to_cache(cache, "acme/ours-1.0", folder / "ours")
+    add_to_cache(cache, "acme/theirs", save_as_the_authors_do(folder / "theirs", 1))
+    add_to_cache(cache, "acme/sharded", save_as_the_authors_do(folder / "sharded", 3))
+    for split in ("train", "validation"):
+        rows = [{"text": f"Ann has {n} dogs. " * 9} for n in range(9)]
+        datasets.Dataset.from_list(rows).to_parquet(folder / "text" / "data" / f"{split}-00000-of-00001.parquet")
+    add_to_cache(cache, "acme/text", folder / "text", kind="datasets")
+    return cache
+
+
+@pytest.fixture
+def hub(cache, tmp_path, monkeypatch):
+    """The cache of this process, whose working directory is an empty folder."""
+    shutil.copytree(cache, tmp_path / "hub", symlinks=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    for constants in ("huggingface_hub.constants", "datasets.config"):
+        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "hub"
+
+
+def call(line: str, *words: str):
+    return CliRunner().invoke(app, [*line.split(), *words])
+
+
+def commit_of(hub: Path, name: str, ref: str = "main") -> str:
+    return (hub / f"models--{name.replace('/', '--')}" / "refs" / ref).read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_takes_a_model_of_the_hub(name, hub, monkeypatch):
+    served = []
+    monkeypatch.setattr("os.execve", lambda *command: served.append(command))
+    monkeypatch.setattr("dcformer.analysis.analyse", lambda model, *_, **__: model.name_or_path)  # drawing takes long
+    generate, other = "generate {} x --greedy --max-new-tokens 9", "verify {} acme/steps"
+    commands = [generate, other, "verify {} acme/ours-1.0", "inspect {}", "analyse {} --text abc"]
+    commands += ["serve {} --engine transformers"]
+    commands += ["convert to-maxtext {} jax --approximate"] if find_spec("tensorstore") else []
+    commands += ["convert torch {} acme", "verify {} acme", "convert torch acme {}"]  # in the end a folder of its name
+    done = {command: call(command.format(name)) for command in commands}
+    assert {command: ended.stderr for command, ended in done.items() if ended.exit_code} == {other: ""}
+    assert served[0][1][-6:-4] == ["serve", name]
+    assert done[generate].stdout == call(generate.format("acme/ours-1.0")).stdout != "\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_and_lm_eval_load_models_of_the_hub(name, hub):
+    expected = find_model("acme/ours-1.0").load(device="cpu")
+    tokens = torch.tensor([AutoTokenizer.from_pretrained(name)(PROMPT)["input_ids"]])
+    for load in (AutoModelForCausalLM, type(expected)):
+        assert torch.equal(load.from_pretrained(name)(tokens).logits, expected(tokens).logits)
+    assert AutoModel.from_pretrained(name)(tokens).last_hidden_state.isfinite().all()
+    assert pipeline("text-generation", name, device="cpu")(PROMPT, max_new_tokens=2)[0]["generated_text"]
+    pytest.importorskip("lm_eval")
+    from dcformer.eval import DCFormerLM
+
+    scorer = DCFormerLM("acme/steps", revision="v1", dtype="float32", device="cpu")
+    assert torch.equal(scorer.model(tokens).logits, expected(tokens).logits)
+
+
+def test_results_are_of_a_commit(hub):
+    pytest.importorskip("lm_eval")
+    from dcformer.eval import read_records
+
+    line, commit = "eval --tasks head_tasks --limit 1 --device cpu --output out", commit_of(hub, "acme/steps", "v1")
+    assert call(f"{line} acme/ours-1.0 acme/theirs --baseline acme/steps").exit_code == 0
+    for revision in ("step/10", "v1", commit, "main"):
+        ended = call(f"{line} acme/steps --revision", revision)
+        assert ended.exit_code == 0, ended.output
+        assert (" requests" in ended.stderr) == (revision != "main")
+    named = {record.model: record for record in read_records("out")}
+    of_v1 = [f"acme/steps@{revision}" for revision in ("step/10", "v1", commit)]
+    assert named.keys() == {*NAMES[:2], "acme/steps", *of_v1}
+    assert {named[name].settings["model"] for name in of_v1} == {f"commit:{commit}"}
+    assert len({named[name].metrics["token_perplexity"]["value"] for name in (*NAMES[:2], *of_v1)}) == 1
+    before = named["acme/steps"]
+    assert before.settings["model"] == f"commit:{commit_of(hub, 'acme/steps')}"
+    (hub / "models--acme--steps" / "refs" / "main").write_text(commit)  # as somebody's push
+    assert call(f"{line} acme/steps --baseline acme/theirs").exit_code == 0
+    (after,) = (record for record in read_records("out") if record.model == "acme/steps")
+    assert after.settings["model"] == f"commit:{commit}" and after.metrics != before.metrics
+    assert call("report out --baseline acme/steps@v1").exit_code == 0
+
+
+def test_data_sets_are_read_from_the_cache_too(hub, tmp_path):
+    pytest.importorskip("lm_eval")
+    rows = [{"goal": f"Goal {n}", "sol1": "one way", "sol2": "another", "label": n % 2} for n in range(3)]
+    for split in ("train", "validation"):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "piqa" / "data" / f"{split}-00000-of-00001.parquet")
+    add_to_cache(hub, "baber/piqa", tmp_path / "piqa", kind="datasets")
+    line = "eval acme/ours-1.0 --data-hash piqa=any --device cpu --tasks"
+    assert call(f"{line} piqa").exit_code == 0
+    for task, name in (("boolq", "aps/super_glue"), ("pile_ppl --max-length 64", "mit-han-lab/pile-val-backup")):
+        failed = call(line.replace("--data-hash piqa=any", ""), *task.split())
+        assert failed.exit_code == 1 and name in failed.stderr and failed.stderr.count("\n") == 1
+
+
+def test_a_run_and_its_answers_are_of_a_commit(hub, monkeypatch):
+    Path("run.yaml").write_text(
+        "{output: run, tokenizer: acme/ours-1.0, model: {pretrained: acme/steps}, data: {source: acme/text, "
+        "sequence_length: 16}, training: {max_steps: 4, save_steps: 1, batch_tokens: 16, tensorboard: false}}"
+    )
+    Path("prompts").write_text(f"{PROMPT}\n" * 3)
+    answer = "generate acme/steps --prompts prompts --output out.jsonl --greedy --max-new-tokens 2 --batch-size 1"
+    assert call("train run.yaml").exit_code == 0
+    recipe = load_recipe("run.yaml")
+    (streamed, _) = build_datasets(replace(recipe.data, streaming=True), build_tokenizer())
+    assert len(next(iter(streamed))["input_ids"]) == 16
+    with monkeypatch.context() as patch:
+        generate = TextGenerator.generate
+        interrupted = iter((generate, lambda *_: signal.raise_signal(signal.SIGINT)))
+        patch.setattr(TextGenerator, "generate", lambda *given: next(interrupted)(*given))
+        assert call(answer).exit_code == 130
+    read = fingerprint_inputs(recipe)
+    assert read["model.pretrained"] == commit_of(hub, "acme/steps")
+    assert read["data.source"] == json_digest([None, "train", (hub / "datasets--acme--text/refs/main").read_text()])
+    shutil.rmtree("run/checkpoint-4")  # as if the run had been killed
+    (hub / "models--acme--steps" / "refs" / "main").write_text(commit_of(hub, "acme/steps", "v1"))
+    assert "model.pretrained 'acme/steps' has other content" in call("train run.yaml").stderr
+    changed = call(answer)
+    assert changed.exit_code == 1 and "out.jsonl" in changed.stderr
+    (hub / "models--acme--steps" / "refs" / "main").write_text(read["model.pretrained"])
+    assert call(answer).exit_code == 0 and len(Path("out.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_converted_model_of_the_hub_is_verified_with_all_of_its_files(hub, monkeypatch):
+    assert call("convert torch acme/theirs converted --with-code").exit_code == 0
+    files = [path.name for path in Path("converted").iterdir()]
+    patterns = []
+    monkeypatch.setattr(authors_torch, "snapshot_download", lambda _, allow_patterns: patterns.extend(allow_patterns))
+    with pytest.raises(TypeError):
+        authors_torch.local_folder("acme/converted")
+    monkeypatch.undo()
+    assert [*filter_repo_objects(files, allow_patterns=patterns)] == files and len(files) > 10
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate {} x", "inspect {}", "verify {}", "verify acme/theirs {}", "convert torch {} out", "serve {}"]
+    + ["convert upcycle {} out", "convert upcycle {}/x.gguf out", "convert to-maxtext {} out", "analyse {} --text x"]
+    + ["eval {}", "eval acme/theirs --baseline {}", "generate acme/theirs x --tokenizer {}", "card {}"]
+    + ["eval acme/theirs --revision {}", "convert torch acme/theirs out --tokenizer {}", "train run.yaml --set {}"],
+)
+def test_a_name_that_is_not_in_the_cache_is_named_in_one_sentence(command, hub):
+    failed = call(command.format("acme/absent"))
+    assert failed.exit_code == 1 and failed.stdout == ""
+    assert "acme/absent" in failed.stderr and failed.stderr.count("\n") == 1
+    assert "not in the cache of the Hub" in failed.stderr or command.startswith(("card", "train"))
