@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234
+_DEFINITION = "the task's definition"
 _SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
 _QUESTION = ("question", "options", "answer")  # fields of RACE
 
@@ -74,6 +75,7 @@ class Source:
         return self.path if self.name is None else f"{self.path} ({self.name})"
 
 
+TASKS_FOLDER = Path(__file__).with_name("tasks")
 _FILE = Path(__file__).parent / "published" / "sources.json"
 # Folder below `data_dir` -> source; those with a number of documents are the columns of Table 4 in order.
 SOURCES = {folder: Source(**values) for folder, values in json.loads(_FILE.read_text(encoding="utf-8")).items()}
@@ -91,8 +93,8 @@ def data_folder(task: str, data_dir: str | os.PathLike | None = None) -> str:
 
 
 def source_of(task: str) -> Source:
-    """Where the documents of a task are published."""
-    return SOURCES[data_folder(task)]
+    """Where the documents of a task are published; what is not in `sources.json` is in the task's definition."""
+    return SOURCES.get(data_folder(task), Source(task, address=_DEFINITION))
 
 
 def import_extra(name: str) -> Any:
@@ -101,8 +103,13 @@ def import_extra(name: str) -> Any:
 
 
 def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
-    """The data of a result: `"sha256:..."` of the files in the task's folder, or the source with its revision."""
+    """
+    The data of a result: `"sha256:..."` of the files in the task's folder or of the definition that names its data, or
+    the source with its revision.
+    """
     source = source_of(task)
+    if source.address == _DEFINITION:
+        return files_fingerprint([TASKS_FOLDER / f"dcformer_{task}.yaml"])
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
     folder = Path(data_dir, data_folder(task, data_dir))
@@ -167,6 +174,8 @@ def load_documents(
 
     `process` turns rows into those that the prompts read.
     """
+    if column not in SOURCES:
+        raise ValueError(f"sources.json must say where the documents of {column!r} are published; add them there.")
     source = SOURCES[column]
     splits = _published_splits(source) if data_dir is None else _local_splits(Path(data_dir, column))
     scored, extra = source.split, {}

@@ -30,7 +30,7 @@ from ..common.processes import count_processes, in_first_process, is_first_proce
 from ..common.quiet import quiet_libraries
 from ..loading import FoundModel, choose_device, find_model, fingerprint_tokenizer
 from . import records
-from .data import data_fingerprint, import_extra, spread_indices
+from .data import data_fingerprint, import_extra, source_of, spread_indices
 from .head_tasks import FIELDS, by_text
 from .perplexity import PAPER_WINDOW
 from .records import Record
@@ -213,21 +213,20 @@ def _settings(
         "oov_policy": policy if model.has_ids_without_embedding else None,
         **common,
     }
-    settings = []
+    settings, versions = [], _task_versions()
     for task in tasks:
         of_task = {
             "max_length": _longest_input(model, task, max_length),
-            "task_version": _task_versions()[task],
+            "task_version": versions[task],
             "data": data_fingerprint(data_dir, task),
         }
         settings += [(task, n, {**of_task, "num_fewshot": n, **of_model}) for n in shots_of(task, shots)]
     return settings
 
 
-@functools.cache
-def _task_versions() -> dict[str, float]:
+def _task_versions() -> dict[str, float | None]:
     entries = task_manager().task_index.values()
-    return {entry.name.removeprefix(PREFIX): entry.cfg["metadata"]["version"] for entry in entries}
+    return {entry.name.removeprefix(PREFIX): (entry.cfg.get("metadata") or {}).get("version") for entry in entries}
 
 
 def _longest_input(model: FoundModel, task: str, max_length: int | None) -> int:
@@ -368,7 +367,7 @@ def _score(
     first = task.eval_docs[0]
     observed = {
         **{f"{key}_documents": len(set().union(*(counts[key] for counts in counted))) for key in ("oov", "truncated")},
-        "documents": task.dataset["origin"],
+        "documents": task.dataset.get("origin") or {"source": str(source_of(job.task)), "hash": None, "as_known": None},
         **({"artificial_ends": first["n_artificial_ends"]} if "n_artificial_ends" in first else {}),
     }
     hardware = f"{platform.machine()}, {os.cpu_count()} cores"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import data
 from .data import TABLE4_COLUMNS, import_extra, source_of
 
 
@@ -28,7 +29,7 @@ SUITES = {
     "all": (*TABLE4_COLUMNS, *HEAD_TASKS, *PERPLEXITY_TASKS),
     "lm_eval_0_4_13": OTHER_PROMPTS,
 }
-TASKS = (*SUITES["all"], *OTHER_PROMPTS)
+TASKS = (*SUITES["all"], *OTHER_PROMPTS)  # those of the package; others lie beside them in `tasks_folder`
 
 _ASKS = {
     "lambada_openai": "the last word of a passage",
@@ -72,14 +73,28 @@ class TaskSummary:
 
 
 def list_tasks() -> list[TaskSummary]:
-    """All tasks in the order of the suites; their definitions are in [`dcformer.eval.tasks_folder`]."""
+    """All tasks, those of suites first and in their order; the definitions are in [`dcformer.eval.tasks_folder`]."""
     shots = {
         **dict.fromkeys(TABLE4_COLUMNS, (0, 5)),
         **{task: (int(task[-1]),) for task in AUTHORS_TASKS},
         **dict.fromkeys(SUITES["perplexity"], (0,)),
     }
     suite_of = {task: suite for suite, tasks in reversed(SUITES.items()) if suite != "all" for task in tasks}
-    return [TaskSummary(task, suite_of[task], _ASKS[task], shots.get(task, ()), str(source_of(task))) for task in TASKS]
+    return [
+        TaskSummary(task, suite_of.get(task, "-"), asks, shots.get(task, ()), str(source_of(task)))
+        for task, asks in _described().items()
+    ]
+
+
+def _described() -> dict[str, str]:
+    """All tasks with what they ask for: of those that are a file alone, the comment that it begins with."""
+    described = {task: _ASKS[task] for task in TASKS}
+    for file in sorted(tasks_folder().glob(f"{PREFIX}*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        if f"\ntask: {file.stem}\n" in f"\n{text}\n":  # else a group
+            comment = text.partition("\n")[0] if text.startswith("#") else ""
+            described.setdefault(file.stem.removeprefix(PREFIX), comment.strip("# "))
+    return described
 
 
 def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str] | None = None) -> tuple[str, ...]:
@@ -96,7 +111,7 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
     kind, names, known = "suite", _split(suite), SUITES
     if tasks is not None:
         kind, names = "task", [name.removeprefix(PREFIX) for name in _split(tasks)]
-        known = {**SUITES, **{task: (task,) for task in TASKS}}
+        known = {**SUITES, **{task: (task,) for task in _described()}}
     for name in names or [""]:
         if name not in known:
             raise ValueError(f"There is no {kind} {name!r}; choose from {', '.join(known)}.")
@@ -104,13 +119,13 @@ def find_tasks(suite: str | Sequence[str] = "table4", tasks: str | Iterable[str]
 
 
 def shots_of(task: str, num_fewshot: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of shots of a task: `num_fewshot` for columns of Table 4, 0 for tasks with complete prompts."""
-    return tuple(dict.fromkeys(num_fewshot)) if task in (*TABLE4_COLUMNS, *OTHER_PROMPTS) else (0,)
+    """Numbers of shots of a task: `num_fewshot`, or 0 for head tasks and running text, which have complete prompts."""
+    return (0,) if task in (*HEAD_TASKS, *PERPLEXITY_TASKS) else tuple(dict.fromkeys(num_fewshot))
 
 
 def tasks_folder() -> Path:
     """The folder of the task definitions, for lm-eval's `--include_path`."""
-    return Path(__file__).with_name("tasks")
+    return data.TASKS_FOLDER
 
 
 def task_manager(metadata: dict[str, Any] | None = None):

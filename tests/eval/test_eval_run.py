@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.common.files import file_lock, json_digest
-from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run
+from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run, tasks_folder
 from dcformer.head_tasks import build_tokenizer
 
 
@@ -315,6 +315,26 @@ def test_commands(data, model, tmp_path):
     assert os.path.isfile(f"{folder}/dcformer_piqa.yaml")
     wrong = CliRunner().invoke(app, [*base, "--data-hash", "piqa", "--output", str(tmp_path)])
     assert wrong.exit_code == 1 and "--data-hash" in wrong.output
+
+
+def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
+    folder = shutil.copytree(tasks_folder(), tmp_path / "tasks")
+    monkeypatch.setattr("dcformer.eval.data.TASKS_FOLDER", folder)
+    file, ways = folder / "dcformer_ways.yaml", "doc_to_choice: '{{[sol1, sol2]}}'\ndoc_to_target: label\n"
+    read = f"dataset_path: parquet\ndataset_kwargs: {{data_files: {data}/piqa/validation.parquet}}\ntest_split: train\n"
+    file.write_text(
+        f"# which way is better\ntask: dcformer_ways\n{read}output_type: multiple_choice\n{ways}doc_to_text: goal"
+    )
+    listed = CliRunner().invoke(app, ["tasks"]).output
+    assert "ways" in listed and "which way is better" in listed
+    (first, second) = start(tasks="ways", num_fewshot=(0, 2))
+    assert (first.num_documents, second.num_fewshot) == (8, 2)
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "out")]).exit_code == 0
+    file.write_text(file.read_text().replace("text: goal", "text: 'Goal: {{goal}}'"))
+    assert start(tasks="ways")[0].settings["data"] != first.settings["data"]  # and not reused
+    file.write_text("include: column.yaml\ntask: dcformer_ways\ndataset_kwargs: {column: ways}\n")
+    with pytest.raises(ValueError, match="where the documents of 'ways' are published"):
+        start(tasks="ways")
 
 
 WITHOUT = """
