@@ -171,8 +171,11 @@ class DCFormerCompose(nn.Module):
     def stages_of(self, sides: dict[int, ComposeSide]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
         """The weights before and after the softmax, from the factors of each slot."""
         stages: list[ComposeWeights | None] = [None, None]
+        maps: Tensor | None = self.static_weight
+        if maps is not None and not torch.is_grad_enabled():
+            maps = maps.detach()  # views of it would ask for gradients, which torch's `FlopCounterMode` takes amiss
         for stage in self.stages:
-            static = None if self.static_weight is None else self.static_weight[stage]
+            static = None if maps is None else maps[stage]
             stages[stage] = ComposeWeights(sides.get(2 * stage), sides.get(2 * stage + 1), static, self.groups)
         return stages[0], stages[1]
 

@@ -332,18 +332,23 @@ def plain_attention(
     if not mask.lengths_are_known:
         # A graph for all lengths cannot contain a loop over chunks.
         return _attend_block(*arguments, (0, queries, 0, keys))[0]
-    chunk_size = chunk_size or max(16, min(256, 2**26 // (batch * heads * keys + 1)))
+    blocks, outputs = plain_blocks(mask, batch * heads, chunk_size), []
     # Recomputing hooks into what a backward pass saves, which torch.func does not support.
-    recompute = queries > chunk_size and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-    outputs = []
-    for start in range(0, queries, chunk_size):
-        stop = min(start + chunk_size, queries)
-        block = (start, stop, *mask.key_range(start, stop))
+    recompute = len(blocks) > 1 and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    for block in blocks:
         if recompute:
             outputs.append(checkpoint(_attend_block, *arguments, block, use_reentrant=False)[0])
         else:
             outputs.append(_attend_block(*arguments, block)[0])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def plain_blocks(mask: Visibility, rows: int, chunk_size: int | None = None) -> list[tuple[int, int, int, int]]:
+    """First and last + 1 of the queries, then of the keys, that [`plain_attention`] takes at once of so many heads."""
+    queries, keys = mask.query_length, mask.key_length
+    chunk_size = chunk_size or max(16, min(256, 2**26 // (rows * keys + 1)))
+    bounds = ((start, min(start + chunk_size, queries)) for start in range(0, queries, chunk_size))
+    return [(start, stop, *mask.key_range(start, stop)) for start, stop in bounds]
 
 
 def _attend_block(

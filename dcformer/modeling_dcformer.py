@@ -236,9 +236,10 @@ class DCFormerAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
-        pre = post = None
+        pre = post = fused = rotated = None
         # Packages of kernels compute all of it at once, or parts, where they can.
-        fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
+        if uses_kernels := self.config._attn_implementation != f"{PREFIX}plain":
+            fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
         query, key, value = (
             states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
@@ -247,7 +248,6 @@ class DCFormerAttention(nn.Module):
         if self.compose is not None and fused is not None:
             sides = {slot: ComposeSide(factors=factors) for slot, factors in zip(self.compose.slots, fused[1])}
             return query, key, value, *self.compose.stages_of(sides)
-        rotated, uses_kernels = None, self.config._attn_implementation != f"{PREFIX}plain"
         if uses_kernels:
             rotated = compose_dcformer.fused_rotation(query, key, (self.q_norm, self.k_norm), position_embeddings)
         query, key = self.rotate(query, key, position_embeddings) if rotated is None else rotated

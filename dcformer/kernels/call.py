@@ -4,15 +4,30 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ..common.dtypes import dtype_name
+from ..compose_dcformer import DCFormerCompose
 from ..dcmha import ComposeWeights, Visibility, Weights
+from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
 
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_RANK = 8
+# What code that is fused stands for, and others replace, with an emulated precision for example.
+_STANDS_FOR = [
+    (functional, "linear", torch._C._nn.linear),
+    (functional, "gelu", torch._C._nn.gelu),
+    *((torch, name, getattr(torch._C._VariableFunctions, name)) for name in ("bmm", "tanh")),
+    *((functional, name, getattr(functional, name)) for name in ("silu", "rms_norm")),
+    *((kind, "forward", kind.forward) for kind in (nn.Linear, DCFormerRMSNorm, DCFormerCompose)),
+    (nn.Module, "__call__", nn.Module.__call__),
+    (Tensor, "__matmul__", Tensor.__matmul__),
+]
 DIFFERENTIABLE, TENSORS = 9, 12  # of a call's fields, the first that may have gradients, and all that are no numbers
 
 
@@ -107,7 +122,16 @@ def why_transformed() -> str | None:
 
 def is_traced() -> bool:
     """Whether torch records or replaces what is computed; what captures CUDA graphs records kernels as well."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    if torch._C._len_torch_function_stack() > 0:  # a default device is such a mode too, which changes nothing here
+        return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    return any(getattr(owner, name) is not function for owner, name, function in _STANDS_FOR)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward pass of its own."""
+    return is_hooked(module) or "forward" in module.__dict__
 
 
 def cdiv(number: int, divisor: int) -> int:

@@ -18,14 +18,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
-from transformers.utils.import_utils import is_tracing
 
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
-from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
+from ..modeling_dcformer import DCFormerRMSNorm
 from .build_native import compile_library, find_library, instruction_sets
-from .call import MOST_RANK, Call, channels_last, new_output, readable_mask, why_no_kernel, why_transformed
-from .ops import ARGUMENTS, differentiable_op, register_op
+from .call import (
+    MOST_RANK,
+    TENSORS,
+    Call,
+    channels_last,
+    is_changed,
+    is_traced,
+    new_output,
+    readable_mask,
+    why_no_kernel,
+    why_transformed,
+)
+from .ops import ARGUMENTS, attention_flops, differentiable_op, register_op
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +76,9 @@ def native_attention(*inputs: Any, scaling: float, mask: Visibility, **_: Any) -
     call = Call.of(*inputs, mask, scaling)
     if call.needs_gradient():
         return forward_op(*call)[0]
-    return attention_op(*call) if is_tracing(call.query) else _forward(call)[0]
+    # Classes of tensors define operators, and may have no memory of their own.
+    is_plain = not is_traced() and all(tensor is None or type(tensor) is Tensor for tensor in call[:TENSORS])
+    return _forward(call)[0] if is_plain else attention_op(*call)
 
 
 def why_not_native(query: Tensor, *inputs: Any, **options: Any) -> str | None:
@@ -79,17 +91,17 @@ def why_not_native(query: Tensor, *inputs: Any, **options: Any) -> str | None:
 def native_projection(attention: Any, states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
     """As [`compose_dcformer.fused_projection`], for a few tokens; their weights are read once."""
     compose, linear, norms = attention.compose, attention.qkv_proj, (attention.q_norm, attention.k_norm)
-    if compose is None or states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
+    if compose is None or states.device.type != "cpu" or torch.is_grad_enabled() or is_traced():
         return None
     are_few = 0 < states.shape[0] * states.shape[1] <= FEW_TOKENS
     if not are_few or torch.is_autocast_enabled("cpu") or _has_any_global_hook() or why_transformed():
         return None
     modules: Any = zip((compose, linear, *norms), (DCFormerCompose, nn.Linear, DCFormerRMSNorm, DCFormerRMSNorm))
-    for module, kind in modules:  # nobody has wrapped, parametrised, hooked them or given them another forward pass
-        if module is not None and (type(module) is not kind or is_hooked(module) or "forward" in module.__dict__):
+    for module, kind in modules:  # nobody has wrapped or parametrised them
+        if module is not None and (type(module) is not kind or is_changed(module)):
             return None
     activation = _ACTIVATIONS.get(type(compose.act_fn))
-    if activation is None or is_hooked(compose.act_fn) or compose.rank > MOST_RANK or not compose.slots:
+    if activation is None or is_changed(compose.act_fn) or compose.rank > MOST_RANK or not compose.slots:
         return None
     # The look-up of attributes takes ten times as long.
     weights = {name: compose._parameters.get(name) for name in ("hidden_weight", "low_rank_weight", "gate_weight")}
@@ -167,7 +179,9 @@ def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 forward_op = differentiable_op("native", _forward_for_gradients, _backward, "C++")
-attention_op = register_op("native_attention", f"({ARGUMENTS}) -> Tensor", lambda *call: _forward(Call(*call))[0])
+attention_op = register_op(
+    "native_attention", f"({ARGUMENTS}) -> Tensor", lambda *call: _forward(Call(*call))[0], attention_flops
+)
 
 
 def _readable_call(call: Call) -> Call:

@@ -9,7 +9,9 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from ..dcmha import Visibility, plain_blocks
 from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_output
 
 
@@ -63,11 +65,42 @@ def _decode(*arguments: Any) -> Tensor:
         return composed_decode(call, *of_cache)
 
 
-def register_op(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any] = new_output) -> Any:
-    """Register `torch.ops.dcformer.NAME`; `fake` returns new tensors of the sizes, types and strides of its results."""
+def register_op(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    flops: Callable[..., int],
+    fake: Callable[..., Any] = new_output,
+) -> Any:
+    """
+    Register `torch.ops.dcformer.NAME`; `fake` returns new tensors of the sizes, types and strides of its results, and
+    `flops` what `FlopCounterMode` counts: products of matrices, as many as plain PyTorch would make.
+    """
     made = torch.library.custom_op(f"dcformer::{name}", function, mutates_args=(), schema=schema)
     made.register_fake(fake)
+    packet = getattr(torch.ops.dcformer, name)
+    register_flop_formula(packet, get_raw=True)(lambda *arguments, out_val: flops(*arguments))
     return made
+
+
+def attention_flops(*arguments: Any, is_backward: bool = False) -> int:
+    """Of blocks of queries with the keys that causality and window leave; masks of tensors spare nothing here."""
+    call, (_, table, _) = Call(*arguments[: len(Call._fields)]), (*arguments[len(Call._fields) :], *[None] * 3)[:3]
+    batch, heads, queries, channels = call.query.shape
+    keys = call.key.shape[2] * (1 if table is None else table.shape[1])
+    band: dict[str, Any] = {name: getattr(call, name) for name in ("is_causal", "sliding_window", "query_offset")}
+    blocks = plain_blocks(Visibility(queries, keys, **band), batch * heads)
+    pairs = batch * heads * sum((stop - start) * (last - first) for start, stop, first, last in blocks)
+    values, number = call.value.shape[3], channels
+    group = heads // call.groups
+    for side in (call.pre_query, call.pre_key, call.post_query, call.post_key):
+        rank = 0 if side is None else side.shape[1] * side.shape[3] // heads // 2
+        number += rank * (group > 1) + rank * (rank > 1)  # sums of one term are no products of matrices
+    number += sum(group * (group > 1) for each in (call.pre_static, call.post_static) if each is not None)
+    if is_backward:  # of several blocks, weights are computed again
+        number *= 3 if len(blocks) > 1 else 2
+        values *= 2
+    return 2 * pairs * (number + values)
 
 
 def differentiable_op(
@@ -104,9 +137,13 @@ def differentiable_op(
             "attn_implementation='dcmha_plain' in a model, or implementation='plain'."
         )
 
-    forward_op = register_op(f"{name}_forward", f"({ARGUMENTS}) -> (Tensor, Tensor)", forward, forward_fake)
+    def backward_flops(output_gradient: Tensor, *arguments: Any) -> int:
+        return attention_flops(*arguments[:-1], is_backward=True)
+
+    schema = f"({ARGUMENTS}) -> (Tensor, Tensor)"
+    forward_op = register_op(f"{name}_forward", schema, forward, attention_flops, forward_fake)
     schema = f"(Tensor output_gradient, {ARGUMENTS}, Tensor log_sums) -> Tensor[]"
-    backward_op = register_op(f"{name}_backward", schema, backward, backward_fake)
+    backward_op = register_op(f"{name}_backward", schema, backward, backward_flops, backward_fake)
     forward_op.register_autograd(gradients, setup_context=save_for_backward)
     backward_op.register_autograd(refuse_second_derivatives)
     return forward_op
@@ -114,4 +151,4 @@ def differentiable_op(
 
 forward_op = differentiable_op("composed", _forward, _backward, "Triton")
 _OF_CACHE = "Tensor? key_lengths, Tensor? block_table, SymInt? ring_size"
-decode_op = register_op("composed_decode", f"({ARGUMENTS}, {_OF_CACHE}) -> Tensor", _decode)
+decode_op = register_op("composed_decode", f"({ARGUMENTS}, {_OF_CACHE}) -> Tensor", _decode, attention_flops)

@@ -16,9 +16,9 @@ from transformers.activations import GELUActivation, GELUTanh
 
 from ..compose_dcformer import plain_factors, product
 from ..dcmha import is_number
-from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
+from ..modeling_dcformer import DCFormerRMSNorm
 from . import triton_form
-from .call import DTYPES, is_traced, next_power_of_2, why_transformed
+from .call import DTYPES, is_changed, is_traced, next_power_of_2, why_transformed
 from .ops import register_op
 
 
@@ -34,19 +34,21 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
     device, approximate = states.device, _APPROXIMATIONS.get(type(act_fn))
     if device.type != triton_form._AUTOMATIC_ON or triton_form._why_not_here(device.type, device.index):
         return None
-    if approximate is None or is_hooked(act_fn) or _has_any_global_hook() or why_transformed():
+    if approximate is None or is_changed(act_fn) or _has_any_global_hook() or why_transformed():
         return None
     if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in DTYPES for each in given):
         return None
     if weight is not None and math.prod([next_power_of_2(int(size)) for size in weight.shape[3:]]) > MOST_COLUMNS:
         return None
-    lengths, is_plain = states.shape[:2], not torch.is_autocast_enabled(device.type)  # which would set another type
+    lengths, is_compiling, traced = states.shape[:2], torch.compiler.is_compiling(), is_traced()
+    # Autocast would set another type, and what replaces products of torch would miss those of the kernel.
+    is_plain = not torch.is_autocast_enabled(device.type) and (is_compiling or not traced)
     if is_plain and all(map(is_number, lengths)) and 0 < lengths.numel() <= MOST_FEW_TOKENS:  # as in a decoding step
         needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
         if not needs_gradient and all(x is weight or x.dtype == states.dtype for x in given):
-            compute = factors_of_few_op if is_traced() else _factors_of_few
+            compute = factors_of_few_op if is_compiling else _factors_of_few
             return compute(approximate, eps, states, *weights)
-    compute = factors_op if torch.is_grad_enabled() or is_traced() else _factors
+    compute = factors_op if torch.is_grad_enabled() or traced else _factors
     return compute(approximate, eps, _products(states, hidden_weight, gate_weight), weight)
 
 
@@ -62,7 +64,7 @@ def triton_rotation(
     norms = () if None in norms else norms  # as the layer takes them
     if dtype not in DTYPES or _has_any_global_hook() or why_transformed() or not (positions or norms):
         return None
-    if any(type(norm) is not DCFormerRMSNorm or is_hooked(norm) or "forward" in norm.__dict__ for norm in norms):
+    if any(type(norm) is not DCFormerRMSNorm or is_changed(norm) for norm in norms):
         return None
     weights = [norm.weight for norm in norms]
     given = [
@@ -160,10 +162,22 @@ def _differentiable_gradients(
     return torch.autograd.grad(factors, (products, weight)[: 1 + needs_weight], gradient, create_graph=True)
 
 
+def _flops(tokens: Tensor, *weights: Tensor | None) -> int:
+    return 2 * tokens.shape[:2].numel() * sum(weight.numel() for weight in weights if weight is not None)
+
+
 _OF_FEW = "(str approximate, float eps, Tensor states, Tensor? hidden, Tensor? weight, Tensor? gates) -> Tensor"
-factors_of_few_op = register_op("compose_factors_of_few", _OF_FEW, _factors_of_few, _new_factors_of_few)
+factors_of_few_op = register_op(
+    "compose_factors_of_few", _OF_FEW, _factors_of_few, lambda *call: _flops(*call[2:]), _new_factors_of_few
+)
 _FORWARD = "(str approximate, float eps, Tensor products, Tensor? weight) -> Tensor"
-factors_op = register_op("compose_factors", _FORWARD, _factors, _new_factors)
+factors_op = register_op("compose_factors", _FORWARD, _factors, lambda *call: _flops(*call[2:]), _new_factors)
 _BACKWARD = "str approximate, float eps, Tensor gradient, Tensor products, Tensor? weight, bool needs_weight"
-gradients_op = register_op("compose_factors_backward", f"({_BACKWARD}) -> Tensor[]", _gradients, _new_gradients)
+gradients_op = register_op(
+    "compose_factors_backward",
+    f"({_BACKWARD}) -> Tensor[]",
+    _gradients,
+    lambda *call: (1 + call[5]) * _flops(*call[3:5]),
+    _new_gradients,
+)
 factors_op.register_autograd(_differentiate, setup_context=_save_for_backward)

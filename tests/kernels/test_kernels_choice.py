@@ -7,13 +7,16 @@ import pytest
 import torch
 from golden_runs import JAX_RUNS
 from golden_runs import TOLERANCE as GOLDEN_TOLERANCE
-from operator_inputs import DEVICE, make_inputs
+from operator_inputs import CASES, DEVICE, Case, make_inputs
+from reference import as_visibility
 from test_golden import load_jax, load_torch
 from tiny_models import random_tokens, tiny_model
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import ComposeWeights, Visibility, composed_attention
-from dcformer.kernels import decode, forward, triton_form
+from dcformer.dcmha import plain_attention
+from dcformer.kernels import decode, forward, native, triton_form
 from dcformer.kernels.call import Call
 from dcformer.kernels.ops import decode_op, forward_op
 
@@ -44,6 +47,34 @@ def test_the_operators_pass_torchs_own_check():
     torch.library.opcheck(decode_op, (*call_of(2, 4), None, None, None), test_utils=rules)
     rules = (*rules, "test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(forward_op, tuple(call_of(3, 4, leaves=True)), test_utils=rules)
+
+
+BLOCKS = Case({"queries": 600, "keys": 700, "key_value_heads": 2, "value_channels": 5}, {"sliding_window": 90})
+COUNTED = ["bidirectional_window_5", "left_padding", "multi_query_scaling", "two_groups_grouped_query_wide_values"]
+COUNTED += ["rank_3", "one_head", "groups_of_one_head", "neither", "static_and_query_gate", "one_query_grouped_query"]
+
+
+@pytest.mark.parametrize("case", [*map(CASES.get, COUNTED), BLOCKS], ids=[*COUNTED, "blocks"])
+def test_the_operators_count_flops_as_plain_pytorch_does(case):
+    """On no device, where masks have no values that spare anything."""
+    inputs, options = case.build()
+    inputs = inputs.map(lambda tensor: tensor.to("meta", torch.float32)).leaves()
+    band = options.get("is_causal", True), options.get("sliding_window")
+    mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band).to("meta")
+    call = Call.of(*inputs, mask, 1.0)
+    plain = functools.partial(plain_attention, *inputs, scaling=1.0, mask=mask)
+    counts = []
+    for attend in (plain, lambda: native.forward_op(*call)[0], lambda: forward_op(*call)[0]):
+        with FlopCounterMode(display=False) as forwards:
+            output = attend()
+        with FlopCounterMode(display=False) as backwards:
+            output.sum().backward()
+        counts.append((forwards.get_total_flops(), backwards.get_total_flops()))
+    assert counts[0] == counts[1] == counts[2]
+    with torch.no_grad(), FlopCounterMode(display=False) as forwards:
+        native.attention_op(*call)
+        decode_op(*call, None, None, None)
+    assert forwards.get_total_flops() == 2 * counts[0][0]
 
 
 def test_one_graph_holds_forward_and_backward_of_any_length():

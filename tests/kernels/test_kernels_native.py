@@ -5,13 +5,29 @@ import functools
 import logging
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 import torch
-from operator_inputs import attend, make_inputs, sixteen_bit_attention, value_and_gradients
+from operator_inputs import (
+    INSTRUCTION_SETS,
+    attend,
+    largest_error,
+    library_of,
+    make_inputs,
+    sixteen_bit_attention,
+    value_and_gradients,
+)
 from reference import composed_attention_reference, hidden_pairs
 from tiny_models import random_tokens, tiny_model
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 
 from dcformer import compose_dcformer
 from dcformer.dcmha import Visibility, composed_attention
@@ -20,6 +36,13 @@ from dcformer.kernels.call import Call
 
 
 native_form = functools.partial(attend, "native")
+
+
+@pytest.fixture(autouse=True, scope="module", params=INSTRUCTION_SETS)
+def instruction_set(request):
+    """Every test runs with the code of each instruction set that this CPU executes."""
+    with library_of(request.param) as name:
+        yield name
 
 
 @pytest.fixture
@@ -194,7 +217,18 @@ def replace_a_norm(model):
     model.model.layers[0].self_attn.k_norm = torch.nn.Identity()
 
 
-@pytest.mark.parametrize("change", [hook, hook_the_activation, give_it_another_gelu, parametrise, replace_a_norm])
+def replace_the_forward_of_the_activation(model):
+    model.model.layers[0].self_attn.compose.act_fn.forward = torch.sin
+
+
+def choose_plain(model):
+    model.set_attn_implementation("dcmha_plain")
+
+
+CHANGES = [hook, hook_the_activation, give_it_another_gelu, parametrise, replace_a_norm, choose_plain]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, replace_the_forward_of_the_activation])
 def test_modules_that_were_changed_compute_for_themselves(calls, change):
     model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
     change(model)
@@ -203,6 +237,73 @@ def test_modules_that_were_changed_compute_for_themselves(calls, change):
     assert "dcformer_project" not in calls
     with torch.enable_grad():  # where nothing is projected at once
         assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.ops.aten.mm.default)
+
+
+def twice_the_products(self, function, types, args=(), kwargs=None):
+    result = function(*args, **(kwargs or {}))
+    return 2 * result if function in PRODUCTS else result
+
+
+class FunctionMode(TorchFunctionMode):
+    __torch_function__ = twice_the_products
+
+
+class DispatchMode(TorchDispatchMode):
+    __torch_dispatch__ = twice_the_products
+
+
+def patch_of(owner, name):
+    function = getattr(owner, name)
+    return lambda: mock.patch.object(owner, name, lambda *call, **options: 2 * function(*call, **options))
+
+
+PATCHED = [
+    (functional, "linear"),
+    (functional, "rms_norm"),
+    (torch, "tanh"),
+    (torch, "bmm"),
+    (torch.nn.Linear, "forward"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", [FunctionMode, DispatchMode, *(patch_of(*each) for each in PATCHED)])
+def test_what_replaces_functions_of_torch_reaches_steps_as_it_reaches_prompts(calls, way):
+    model, ids = tiny_model(), random_tokens(2, 9)
+    unchanged, cache = model(ids).logits[:, -1:], DynamicCache(config=model.config)
+    with torch.device("cpu"):  # which is a mode as well
+        model(ids[:1, :2])
+    assert calls.count("dcformer_project") == model.config.num_hidden_layers
+    calls.clear()
+    with way():
+        whole = model(ids).logits[:, -1:]
+        model(ids[:, :-1], cache=cache)
+        assert_close(model(ids[:, -1:], cache=cache).logits, whole, rtol=1e-5, atol=1e-5)
+    assert "dcformer_project" not in calls and largest_error(whole, unchanged) > 0.05
+
+
+@pytest.mark.parametrize("changes", [{}, {"compose_static": True, "sliding_window": 5}], ids=str)
+def test_flops_of_models_are_those_of_plain_pytorch(changes):
+    model, ids, counts = tiny_model(**changes), random_tokens(2, 21), []
+    for name in ("eager", "dcmha_plain"):
+        model.set_attn_implementation(name)
+        with FlopCounterMode(display=False) as training:
+            model(ids, labels=ids).loss.backward()
+        with torch.no_grad(), FlopCounterMode(display=False) as generating:
+            cache = model(ids, use_cache=True).past_key_values
+            model(ids[:, :1], cache=cache)
+        counts.append((training.get_total_flops(), generating.get_total_flops()))
+    assert counts[0] == counts[1]
+
+
+@torch.no_grad()
+def test_tensors_of_other_classes_go_through_the_operator():
+    inputs = make_inputs().to(torch.float32)
+    output = native_form(TwoTensor(inputs.query, 2 * inputs.query), *inputs[1:])  # which has no memory of its own
+    assert_close(output.b, native_form(2 * inputs.query, *inputs[1:]))
 
 
 @pytest.fixture
@@ -249,7 +350,8 @@ def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monke
     monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
     names = ("arrays", "chosen", "shortened")
     arrays, chosen, shortened = (ctypes.c_int64.in_dll(native._library(), name) for name in names)
-    model, ids = tiny_model(num_hidden_layers=1), random_tokens(1, 2)
+    # Heads of 3 and 6 channels fill no vector, so that all arrays are read.
+    model, ids = tiny_model(num_hidden_layers=1, head_dim=6), random_tokens(1, 2)
     long, short = (make_inputs(queries=queries, keys=100).to(torch.float32) for queries in (100, 3))
     threads(1)
 
@@ -272,10 +374,10 @@ def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monke
             assert shortened.value == 0  # it was empty
 
 
-def test_it_is_compiled_once_into_the_cache(not_installed, monkeypatch):
+def test_it_is_compiled_once_into_the_cache(not_installed, instruction_set, monkeypatch):
     assert native._why_no_library() is None
     (library,) = (not_installed / "cache").iterdir()
-    assert library == build_native.find_library(native._instruction_set(), not_installed / "cache")
+    assert library == build_native.find_library(instruction_set, not_installed / "cache")
     native._library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native._why_no_library() is None
@@ -290,11 +392,11 @@ DAMAGES = {
 }
 
 
-@pytest.fixture
-def whole_library(tmp_path):
-    installed = build_native.find_library(native._instruction_set(), build_native.SOURCES)
+@pytest.fixture(scope="module")
+def whole_library(instruction_set, tmp_path_factory):
+    installed = build_native.find_library(instruction_set, build_native.SOURCES)
     # It is not there where the package was installed without a compiler.
-    return installed or build_native.compile_library(native._instruction_set(), tmp_path)
+    return installed or build_native.compile_library(instruction_set, tmp_path_factory.mktemp("native"))
 
 
 @pytest.mark.parametrize("folder", ["native", "cache"])

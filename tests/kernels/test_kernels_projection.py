@@ -10,11 +10,12 @@ import pytest
 import torch
 from operator_inputs import DEVICE
 from test_kernels_compilation import printed_by
-from test_kernels_native import error_of
+from test_kernels_native import DispatchMode, FunctionMode, error_of
 from tiny_models import VARIANTS, random_tokens, tiny_model
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import import_utils
 
 from dcformer import DCMultiheadAttention, compose_dcformer
@@ -221,6 +222,31 @@ def test_the_operators_keep_the_rules_of_torch():
     torch.library.opcheck(projection.factors_of_few_op, ("tanh", 1e-6, *call), test_utils=rules)
 
 
+def test_the_operators_count_flops_as_plain_pytorch_does():
+    states, hidden, gates = (torch.randn(*shape, device=DEVICE) for shape in ((2, 3, 5), (5, 2, 4, 8), (5, 2, 4, 2)))
+    weight, counts = products_and_weight(1, 1, slots=4, rank=2, heads=2)[1].detach(), []
+
+    def plain():
+        products = [compose_dcformer.product(states, each) for each in (hidden, gates)]
+        return compose_dcformer.plain_factors(torch.tanh, 1e-6, products[0], weight, products[1])
+
+    def whole():
+        return projection.factors_op("tanh", 1e-6, projection._products(states, hidden, gates), weight)
+
+    for factors, *trained in ((plain, states, weight), (whole, states, weight), (plain, states), (whole, states)):
+        with FlopCounterMode(display=False) as counter:
+            for tensor in (states, weight):
+                tensor.requires_grad_(any(each is tensor for each in trained))
+            factors().sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] and counts[2] == counts[3]
+    with torch.no_grad(), FlopCounterMode(display=False) as few:
+        projection.factors_of_few_op("tanh", 1e-6, states, hidden, weight, gates)
+    with torch.no_grad(), FlopCounterMode(display=False) as of_plain:
+        plain()
+    assert few.get_total_flops() == of_plain.get_total_flops()
+
+
 def strided(gradient, layout):
     if layout == "model":  # as gradients of (batch, heads, length, channels) are stacked
         return gradient.transpose(2, 4).contiguous().transpose(2, 4).transpose(2, 3).contiguous().transpose(2, 3)
@@ -384,6 +410,17 @@ def test_transforms_of_functions_and_hooks_of_all_modules_are_left_to_torch(laun
     assert launched == [] and compose.act_fn in seen
     compose(states)
     assert len(launched) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
+def test_modes_see_the_products_of_a_few_tokens(mode, multiplied):
+    compose = make_compose(torch.float32, num_heads=4).float()
+    states = torch.randn(2, 17, HIDDEN, device=DEVICE)
+    with mode():
+        few, many = factors_of(compose, states[:, :2].contiguous()), factors_of(compose, states)
+    assert multiplied == []
+    assert_close(few, [each[:, :, :2] for each in many], rtol=1e-5, atol=1e-5)
 
 
 def test_keys_of_another_sequence_have_their_own_tokens(launched, monkeypatch):

@@ -1,9 +1,12 @@
 """Inputs, masks and cases for the tests of composed attention, and the implementations that are held to them."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 from reference import as_visibility, composed_attention_reference
 from torch import Tensor
@@ -17,14 +20,21 @@ from dcformer.dcmha import (
     implementations,
     map_tensors,
 )
+from dcformer.kernels import build_native, native
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Of the C++ code, those that this CPU executes; the widest comes first.
+INSTRUCTION_SETS = [
+    *itertools.dropwhile(lambda name: name != native._instruction_set(), build_native.instruction_sets())
+]
 # The implementations for every device, each with the number types in which it is held to the reference.
 FORMS = {
     "plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
     "native": (torch.float32, torch.bfloat16, torch.float16),
 }
+# As tests are run with them, those of C++ once for each instruction set.
+VARIANTS = [name for name in FORMS if name != "native"] + [f"native-{name}" for name in INSTRUCTION_SETS]
 # Of outputs and of gradients, relative to the largest number: sums in another order, once more in gradients; in 16 bits
 # scores and weights of 11 bits.
 TOLERANCES = {torch.float64: (1e-13, 1e-12), torch.float32: (3e-6, 2e-5), torch.float16: (3e-3, 6e-3)}
@@ -247,9 +257,19 @@ CASES = {
 }
 
 
+@contextlib.contextmanager
+def library_of(instruction_set: str) -> Iterator[str]:
+    """The C++ code is that of one instruction set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "_instruction_set", lambda: instruction_set)
+        patch.setattr(native, "_library", functools.cache(native._library.__wrapped__))
+        yield instruction_set
+
+
 def supports(form: str, case: Case) -> bool:
     """Whether an implementation computes a case in the first of its number types."""
     inputs, options = case.build()
+    form = form.partition("-")[0]
     dtype = FORMS.get(form, (torch.float32,))[0]
     inputs = inputs.map(lambda tensor: tensor.to(DEVICE if form == "triton" else "cpu", dtype))
     band = (options.get("is_causal", True), options.get("sliding_window"))

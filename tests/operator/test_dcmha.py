@@ -12,6 +12,7 @@ from operator_inputs import (
     CASES,
     FORMS,
     TOLERANCES,
+    VARIANTS,
     Case,
     Inputs,
     attend,
@@ -47,20 +48,20 @@ from dcformer.dcmha import (
 
 # float64 against float64: sums of some hundred terms of order 1 to 10 in another order.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-every_form = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", VARIANTS, indirect=True)
 
 
 def forms_with(*dtypes: torch.dtype):
     """Every implementation with each of these number types in which it is held to the reference."""
-    pairs = [(form, dtype) for form, held in FORMS.items() for dtype in held if dtype in dtypes]
-    return pytest.mark.parametrize(("form", "dtype"), pairs, ids=str)
+    pairs = [(form, dtype) for form in VARIANTS for dtype in FORMS[form.partition("-")[0]] if dtype in dtypes]
+    return pytest.mark.parametrize(("form", "dtype"), pairs, ids=str, indirect=["form"])
 
 
 def forms_and(cases: dict[str, Case]):
     """Every case with every implementation that supports it."""
-    pairs = [(form, name) for form in FORMS for name, case in cases.items() if supports(form, case)]
+    pairs = [(form, name) for form in VARIANTS for name, case in cases.items() if supports(form, case)]
     parameters = [pytest.param(form, cases[name], id=f"{form}-{name}") for form, name in pairs]
-    return pytest.mark.parametrize(("form", "case"), parameters)
+    return pytest.mark.parametrize(("form", "case"), parameters, indirect=["form"])
 
 
 @forms_and(CASES)
