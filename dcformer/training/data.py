@@ -8,8 +8,12 @@ nothing is predicted across documents either. Padding comes last; its positions 
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import itertools
 import os
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -30,6 +34,7 @@ from .recipe import HEAD_TASKS, DataRecipe
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder, IterableDataset
+    from datasets.data_files import DataFilesDict
     from transformers import PreTrainedTokenizerBase
 
 Document = tuple[list[int], list[int]]  # token ids and labels
@@ -37,13 +42,14 @@ Document = tuple[list[int], list[int]]  # token ids and labels
 IGNORED_LABEL = -100  # left out by the loss functions of torch and Transformers
 EVALUATION_SEED = 0  # runs of all seeds are evaluated on the same generated documents
 _COLUMNS = ("input_ids", "labels", "position_ids")
-_BUILDERS = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet", ".csv": "csv"}
 _SHUFFLE_BUFFER = 10_000
-_DOCUMENTS_AT_ONCE = 1000  # tokenizers work on the documents of a batch in parallel
+_DOCUMENTS_AT_ONCE = 100  # read at once; each may be a book
+_CHARACTERS_AT_ONCE = 2**18  # given to a tokenizer, which takes 170 bytes for each, and works on documents in parallel
+_OVERLAP = 2**12  # characters that pieces of a longer document have in common
 _OPEN_ROWS = 16  # rows among which "whole" packing chooses
 _STAGE_DOCUMENTS = ("examples", "questions", "recurring_facts", "recurring_words")
 _TEXT_TYPES = ("string", "large_string", "string_view", "null")
-_LAYOUT_VERSION = 1  # part of the name of packed rows on disk; raise it when the same documents pack differently
+_LAYOUT_VERSION = 2  # part of the name of packed rows on disk; raise it when the same documents pack differently
 
 
 def build_datasets(
@@ -65,8 +71,9 @@ def fingerprint_documents(recipe: DataRecipe, local_only: bool = False) -> str |
     """A hash of the content of files, or of the revision of data on the Hub, for which `local_only` gives None."""
     if recipe.source == HEAD_TASKS:  # the same for the same recipe
         content = []
-    elif Path(recipe.source).expanduser().exists():
-        content = fingerprint_files(_files(recipe))
+    elif _path(recipe).exists():
+        files = _files(recipe)
+        content = fingerprint_files(files) + [recipe.sample_by] * any(".txt" in file.name.lower() for file in files)
     elif local_only:
         return None
     else:
@@ -167,7 +174,8 @@ def _build_rows(
 
 
 def _check_columns(recipe: DataRecipe, columns: list[str], documents: Dataset | IterableDataset) -> None:
-    first = next(iter(documents), {})
+    if (first := next(iter(documents), None)) is None:
+        raise ValueError(f"{recipe.source!r}, split {recipe.split!r}, has no documents.")
     if missing := [column for column in columns if column not in first]:
         raise ValueError(f"{recipe.source!r} has no documents with {missing[0]!r}; its columns are {', '.join(first)}.")
 
@@ -214,41 +222,73 @@ def _read(recipe: DataRecipe, columns: list[str]) -> Dataset | IterableDataset:
     datasets = _import_datasets()
     if (documents := _load_saved(recipe)) is not None:
         return documents.to_iterable_dataset() if recipe.streaming else documents
-    builder = _open(recipe)
-    if Path(recipe.source).expanduser().exists():
-        # Part of the name under which datasets caches files, which it would tell apart by their time of change alone.
-        options: dict[str, Any] = {"description": fingerprint_documents(recipe)}
-        ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
-        features = datasets.Features(
-            {column: ranges if column == "answers" else datasets.Value("string") for column in columns}
-        )
-        if builder.name == "json":
-            from .json_columns import JsonColumns
+    if not _path(recipe).exists():
+        builder = _open(recipe)
+    else:
+        from .local_files import LocalFiles
 
-            builder = JsonColumns(features=features, data_files=builder.config.data_files, **options)
-        else:
-            known = {"csv": {"usecols": columns, "features": features}, "parquet": {"columns": columns}}
-            if builder.name in known:
-                _check_columns(recipe, columns, builder.as_streaming_dataset(next(iter(builder.config.data_files))))
-            builder = _open(recipe, **options, **known.get(builder.name, {}))
+        ranges = datasets.Sequence(datasets.Sequence(datasets.Value("int64")))
+        kinds = {column: ranges if column == "answers" else datasets.Value("large_string") for column in columns}
+        builder = LocalFiles(
+            features=datasets.Features(kinds),
+            data_files=_local_files(recipe),
+            sample_by=recipe.sample_by,
+            # Part of the name under which datasets caches documents, which it would tell apart by paths alone.
+            description=fingerprint_documents(recipe),
+        )
     if recipe.streaming:
         return builder.as_streaming_dataset(recipe.split)
     builder.download_and_prepare()
     return builder.as_dataset(recipe.split)
 
 
+def _path(recipe: DataRecipe) -> Path:
+    return Path(os.path.expanduser(recipe.source)).absolute()
+
+
 def _open(recipe: DataRecipe, **options: Any) -> DatasetBuilder:
-    """The builder of datasets for a file, a folder or a name on the Hub."""
-    load, path = _import_datasets().load_dataset_builder, Path(recipe.source).expanduser()
-    kind = next((_BUILDERS[suffix] for suffix in reversed(path.suffixes) if suffix in _BUILDERS), None)
-    if path.is_file() and kind is not None:
-        return load(kind, data_files=str(path), **options)
-    return load_from_hub(load, str(path), recipe.configuration, **options)
+    """The builder of datasets for a folder or a name on the Hub."""
+    path = _path(recipe)
+    if not path.exists() and ("://" in recipe.source or glob.has_magic(recipe.source)):
+        raise FileNotFoundError(
+            f"There is no {recipe.source!r}; data.source names a file, a folder or a data set on the Hub, "
+            "not an address or a pattern."
+        )
+    source = str(path) if path.exists() else recipe.source
+    builder = load_from_hub(_import_datasets().load_dataset_builder, source, recipe.configuration, **options)
+    return _open(recipe, sample_by=recipe.sample_by) if builder.name == "text" and not options else builder
+
+
+def _local_files(recipe: DataRecipe) -> DataFilesDict:
+    """The files of a source on this machine, by split; datasets takes paths for patterns."""
+    from datasets.data_files import DataFilesDict, DataFilesList, EmptyDatasetError, get_data_patterns
+
+    from .local_files import ENDINGS, ending_of
+
+    path = _path(recipe)
+    described = path.is_dir() and any((path / name).is_file() for name in ("README.md", ".huggingface.yaml"))
+    if path.is_dir() and ("::" in str(path) or (described and glob.has_magic(str(path)))):
+        raise ValueError(
+            f"data.source {recipe.source!r} has characters in its path that datasets gives a meaning; rename it."
+        )
+    splits: Mapping[Any, Iterable[str]] = {}
+    if path.is_file():
+        splits = {"train": [str(path)]}
+    elif described:
+        splits = _open(recipe).config.data_files
+    else:
+        base = glob.escape(str(path.resolve()))
+        with contextlib.suppress(EmptyDatasetError):
+            splits = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    read = {str(split): [file for file in dict.fromkeys(files) if ending_of(file)] for split, files in splits.items()}
+    if not any(read.values()):
+        raise FileNotFoundError(f"{recipe.source!r} has no file that ends in {', '.join(ENDINGS)}.")
+    return DataFilesDict({split: DataFilesList(files, []) for split, files in read.items() if files})
 
 
 def _load_saved(recipe: DataRecipe) -> Dataset | None:
     """Documents of a folder of `Dataset.save_to_disk`, read from there; `None` for other sources."""
-    path = Path(recipe.source).expanduser()
+    path = _path(recipe)
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return None
     saved = _import_datasets().load_from_disk(str(path), keep_in_memory=False)
@@ -264,7 +304,7 @@ def _files(recipe: DataRecipe) -> list[Path]:
     """The files on this machine that documents come from."""
     if (documents := _load_saved(recipe)) is not None:
         return [Path(file["filename"]) for file in documents.cache_files]
-    splits = _open(recipe).config.data_files
+    splits = _local_files(recipe)
     return [Path(file) for file in splits.get(recipe.split) or itertools.chain(*splits.values())]
 
 
@@ -322,27 +362,62 @@ class _Encoder:
         self.tokenizer = tokenizer
         self.recipe = recipe
         self.special_tokens = len(tokenizer("")["input_ids"])
-        ends_documents = self.special_tokens == 0 and tokenizer.eos_token_id is not None
-        self.ending = [tokenizer.eos_token_id] if ends_documents else []
         candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self.padding_token_id = next(token for token in candidates if token is not None)
 
     def encode(self, documents: Dataset | IterableDataset) -> Iterator[Document]:
-        """Token ids and labels of every document that is not empty."""
-        by_answers = self.recipe.loss_on == "answers"
+        """Token ids and labels of every document that is not empty; an end of text closes each."""
+        by_answers, end = self.recipe.loss_on == "answers", self.tokenizer.eos_token_id
         for batch in documents.iter(batch_size=_DOCUMENTS_AT_ONCE):
             texts = ["" if text is None else text for text in batch[self.recipe.text_column]]
-            encoding = self.tokenizer(
-                texts, return_attention_mask=False, return_offsets_mapping=by_answers, verbose=False
-            )
-            for index, input_ids in enumerate(encoding["input_ids"]):
+            answers = batch["answers"] if by_answers else texts
+            for (input_ids, offsets), ranges in zip(self._encodings(texts, by_answers), answers):
                 if len(input_ids) <= self.special_tokens:
                     continue
-                input_ids = labels = input_ids + self.ending
-                if by_answers:
-                    offsets = encoding["offset_mapping"][index] + [(0, 0)] * len(self.ending)
-                    labels = _answer_labels(input_ids, offsets, batch["answers"][index] or [])
+                if end is not None and input_ids[-1] != end:
+                    input_ids.append(end)
+                labels = _answer_labels(input_ids, offsets, ranges or []) if by_answers else input_ids
                 yield input_ids, labels
+
+    def _encodings(self, texts: list[str], with_offsets: bool) -> Iterator[tuple[list[int], Iterable[tuple[int, int]]]]:
+        """Token ids of texts, and the characters of every token; as many texts at once as memory holds."""
+        first = 0
+        for last in range(1, len(texts) + 1):
+            if last < len(texts) and sum(map(len, texts[first : last + 1])) <= _CHARACTERS_AT_ONCE:
+                continue
+            if len(texts[first]) > _CHARACTERS_AT_ONCE and self.tokenizer.is_fast:
+                yield self._encode_long(texts[first], with_offsets)
+            else:
+                encoding = self._tokenize(texts[first:last], return_offsets_mapping=with_offsets)
+                yield from zip(encoding["input_ids"], encoding.get("offset_mapping") or itertools.repeat(()))
+            first = last
+
+    def _encode_long(self, text: str, with_offsets: bool) -> tuple[array, list[tuple[int, int]]]:
+        """
+        What the tokenizer would make of a text that is too long for it: of pieces that overlap, each joined to those
+        before it amid the overlap, where a token begins in both.
+        """
+        ids, starts, ends = array("i"), array("q"), array("q")
+        for begin in range(0, max(len(text) - _OVERLAP, 1), _CHARACTERS_AT_ONCE):
+            piece = text[begin : begin + _CHARACTERS_AT_ONCE + _OVERLAP]
+            encoding = self._tokenize(piece, add_special_tokens=False, return_offsets_mapping=True)
+            new_starts, new_ends = ([begin + span[side] for span in encoding["offset_mapping"]] for side in (0, 1))
+            joints = {0} if begin == 0 else {*starts[bisect_left(starts, begin) :]}.intersection(new_starts)
+            if not joints:  # one word is longer than the overlap
+                encoding = self._tokenize(text, return_offsets_mapping=True)
+                return array("i", encoding["input_ids"]), encoding["offset_mapping"]
+            joint = min(joints, key=lambda place: abs(place - begin - _OVERLAP // 2))
+            old, new = bisect_left(starts, joint), bisect_left(new_starts, joint)
+            for values, added in ((ids, encoding["input_ids"]), (starts, new_starts), (ends, new_ends)):
+                values[old:] = array(values.typecode, added[new:])
+        inner, outer = (self._tokenize(text[:_OVERLAP], add_special_tokens=add)["input_ids"] for add in (False, True))
+        lead = next(n for n in range(self.special_tokens + 1) if outer[n : n + len(inner)] == inner)
+        before, after = array("i", outer[:lead]), array("i", outer[lead + len(inner) :])
+        offsets = [(0, 0)] * lead + [*zip(starts, ends)] + [(0, 0)] * len(after) if with_offsets else []
+        return before + ids + after, offsets
+
+    def _tokenize(self, text: str | list[str], **options: Any) -> Mapping[str, Any]:
+        return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
 
     def fingerprint(self, documents: str) -> str:
         """A name for the packed rows of documents, given the fingerprint of these."""
@@ -351,11 +426,11 @@ class _Encoder:
         return json_digest(layout + settings)[:32]
 
 
-def _answer_labels(input_ids: list[int], offsets: list[tuple[int, int]], answers: list[list[int]]) -> list[int]:
+def _answer_labels(input_ids: Sequence[int], offsets: Iterable[tuple[int, int]], answers: list[list[int]]) -> list[int]:
     """The ids of tokens that lie in an answer, -100 for others and for tokens without characters."""
     return [
         token if any(first <= start < end <= last for first, last in answers) else IGNORED_LABEL
-        for token, (start, end) in zip(input_ids, offsets)
+        for token, (start, end) in zip(input_ids, [*offsets, (0, 0)])  # that of an end of text which was added
     ]
 
 

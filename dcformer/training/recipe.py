@@ -50,10 +50,12 @@ class StageRecipe:
 class DataRecipe:
     """The `data:` mapping of a recipe: the source of documents and how they become rows."""
 
-    source: str  #: `"head_tasks"`; a file (.jsonl, .json, .txt, .parquet, .csv) or a folder; or a name on the Hub
+    #: `"head_tasks"`; a file (.jsonl, .json, .txt, .parquet, .csv, .tsv) or a folder of these; or a name on the Hub
+    source: str
     configuration: str | None = None  #: configuration of a data set on the Hub
     split: str = "train"  #: also a slice, as `datasets` writes them; a file has `"train"` only
     text_column: str = "text"  #: column that holds the documents
+    sample_by: Literal["document", "line"] = "document"  #: a text file is one document, or every line of it is one
     streaming: bool = False  #: read and pack while training, shuffled within a buffer of 10,000 documents
     sequence_length: int = 2048  #: tokens of a row, as in section 4.1 of the paper
     #: `"split"` fills rows and continues a document in the next row, as a new sequence; `"whole"` puts every document
@@ -73,6 +75,10 @@ class DataRecipe:
         generates = self.source == HEAD_TASKS
         if not generates and (self.lines or self.stages):
             raise ValueError(f"data.lines and data.stages are for source {HEAD_TASKS!r} alone, got {self.source!r}.")
+        if self.streaming and "[" in self.split:
+            raise ValueError(
+                f"data.split {self.split!r} is a slice, which data.streaming cannot read; set data.documents instead."
+            )
         if generates and not self.stages and self.documents is None:
             raise ValueError(f"data.documents is missing; say how many documents of {HEAD_TASKS} to generate.")
         origin, other = (data and (data.source, data.configuration, data.split) for data in (self, self.evaluation))

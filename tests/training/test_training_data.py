@@ -19,7 +19,7 @@ from dcformer.training.data import RowOrder, build_datasets, fill_batches
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"w{number} w{number + 1} w{number + 2} w{number % 7}" for number in range(0, 60, 3)]
-WORDS = {word: number for number, word in enumerate(["<end>", "<pad>", *(f"w{number}" for number in range(70))])}
+WORDS = {word: number for number, word in enumerate(["<end>", "<pad>", "NA", *(f"w{number}" for number in range(70))])}
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +28,25 @@ def quiet_empty_cache(tmp_path, monkeypatch):
     datasets.disable_progress_bars()
 
 
-def word_tokenizer(begins: bool = False, ends: bool = True) -> PreTrainedTokenizerFast:
-    """A token per word; optionally one that begins every text by itself, or one that may end texts."""
+def word_tokenizer(template: str = "", ends: bool = True) -> PreTrainedTokenizerFast:
+    """A token per word; optionally one that puts words around every text, or one without an end of text."""
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if begins:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
-    special = {"bos_token": "<end>"} if begins else {}
-    if ends:
-        special["eos_token"] = "<end>"
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", **special)
+    if template:
+        special = [(word, WORDS[word]) for word in set(template.split()) - {"$A"}]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", **({"eos_token": "<end>"} if ends else {})
+    )
+
+
+def byte_tokenizer(template: str = "$A") -> PreTrainedTokenizerFast:
+    """A token per byte and per pair of spaces, of which one is put before every text."""
+    tokens = ["<end>", "<s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [("Ġ", "Ġ")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<end>", 0), ("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>")
 
 
 def test_a_fingerprint_is_of_all_that_turns_text_into_ids_and_nothing_else():
@@ -96,25 +105,27 @@ def documents_in(rows: list[dict]) -> list[str]:
     return [document.strip() for document in word_tokenizer().decode(tokens).split("<end>") if document.strip()]
 
 
-def write(layout: str, folder):
-    """The texts as one of the sources that a recipe may name."""
-    rows = datasets.Dataset.from_dict({"text": TEXTS, "number": list(range(len(TEXTS)))})
+def write(layout: str, folder, texts=TEXTS):
+    """The texts as one of the sources that a recipe may name, in a new folder."""
+    rows = datasets.Dataset.from_dict({"text": texts, "number": list(range(len(texts)))})
     folder.mkdir()
     if layout == "saved":
         rows.save_to_disk(folder)
     elif layout == "saved_splits":
         datasets.DatasetDict({"train": rows, "validation": rows.select([0])}).save_to_disk(folder)
     elif layout == "files":
-        write_jsonl(folder / "train.jsonl", TEXTS)
-        write_jsonl(folder / "validation.jsonl", TEXTS[:1])
+        write_jsonl(folder / "train.jsonl", texts)
+        write_jsonl(folder / "validation.JSONL", texts[:1])
     else:
         file = folder / f"a.{layout}"
         if layout == "txt":
-            file.write_text("\n".join(TEXTS) + "\n\n")
+            file.write_text("\n".join(texts) + "\r\n\n")
         elif layout == "json":
-            file.write_text(json.dumps([{"text": text} for text in TEXTS], indent=1))
-        elif layout.startswith("jsonl"):
+            file.write_text(json.dumps([{"text": text} for text in texts], indent=1))
+        elif layout.lower().startswith("jsonl"):
             rows.to_json(file, compression="gzip" if layout.endswith("gz") else None)
+        elif layout == "tsv":
+            rows.to_csv(file, sep="\t")
         else:
             getattr(rows, f"to_{layout}")(file)
         return file
@@ -122,14 +133,51 @@ def write(layout: str, folder):
 
 
 @pytest.mark.parametrize(
-    "layout", ["jsonl", "json", "jsonl.gz", "txt", "parquet", "csv", "saved", "saved_splits", "files"]
+    "layout", ["JSONL", "json", "jsonl.gz", "txt", "parquet", "csv", "tsv", "saved", "saved_splits", "files"]
 )
-def test_every_source_gives_all_documents_stored_or_streamed(layout, tmp_path):
-    source = write(layout, tmp_path / "source")
+def test_every_source_gives_all_its_documents_stored_or_streamed(layout, tmp_path):
+    """Names that could be patterns or addresses are of what bears them, and not of what they match."""
+    write(layout, tmp_path / "run1", ["w69"])
+    source = write(layout, tmp_path / "run[1]*")
+    if source.is_file():
+        write(layout, tmp_path / "other", ["w69"]).rename(source.with_name(f"a1.{layout}"))
+        source = source.rename(source.with_name(f"a[1]{'::b' * (layout > 'k')}.{layout}"))
     for streaming in (False, True):
-        rows = rows_of(source, streaming=streaming)
+        rows = rows_of(source, streaming=streaming, sample_by="line")
         assert sorted(documents_in(rows)) == sorted(TEXTS)
         assert all(len(values) == 8 for row in rows for values in row.values())
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("text", ["One.\r\n\n\tTwo  \u2028\ufeff3\n", " \n"])
+def test_a_text_file_is_one_document_as_json_would_hold_it(text, streaming, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.TXT").write_bytes(f"\ufeff{text}".encode())
+    (tmp_path / "text" / "a.txt").touch()
+    expected = rows_of(write_jsonl(tmp_path / "b.jsonl", [text]), byte_tokenizer(), sequence_length=40)
+    assert rows_of(tmp_path / "text", byte_tokenizer(), sequence_length=40, streaming=streaming) == expected
+    recipes = [recipe(tmp_path / name, sample_by=by) for name in ("text", "b.jsonl") for by in ("document", "line")]
+    assert len(set(map(training_data.fingerprint_documents, recipes))) == 3  # other documents of the same file
+
+
+@pytest.mark.parametrize("template", ["$A", "<s> $A", "$A <end>", "<s> $A <end>", "<end> $A"])
+def test_a_text_longer_than_the_tokenizer_is_given_at_once_is_encoded_as_a_whole(template, monkeypatch, tmp_path):
+    texts = ["short", "".join(f"{' ' * (number % 7)}ä{number}\n" for number in range(150)), "", "x" * 90, "ab", "cd"]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text, "answers": [[3, 65]]}) + "\n" for text in texts))
+    encoder = training_data._Encoder(byte_tokenizer(template), recipe(source, loss_on="answers"))
+    documents = datasets.Dataset.from_json(str(source), cache_dir=tmp_path)
+    whole = list(encoder.encode(documents))
+    given = []
+    monkeypatch.setattr(training_data, "_CHARACTERS_AT_ONCE", 100)
+    monkeypatch.setattr(training_data, "_OVERLAP", 40)
+    tokenize = encoder._tokenize
+    monkeypatch.setattr(encoder, "_tokenize", lambda text, **rest: given.append(text) or tokenize(text, **rest))
+    assert [(list(ids), list(labels)) for ids, labels in encoder.encode(documents)] == whole
+    assert max(len("".join(text)) for text in given) == 140 and ["", "x" * 90, "ab", "cd"] in given
+    # Where no token begins in both of two pieces, the text is given as a whole.
+    encoder.tokenizer, spaces = word_tokenizer(), "w1" + " " * 300 + "w2"
+    assert list(next(encoder._encodings([spaces], False))[0]) == word_tokenizer()(spaces)["input_ids"]
 
 
 @pytest.mark.parametrize("layout", ["saved_splits", "files"])
@@ -153,26 +201,30 @@ def test_documents_are_shuffled_by_the_seed_before_packing(tmp_path):
 
 def test_empty_documents_leave_no_trace(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"body": {text}}}\n' for text in ('""', '"w1 w2"', "null", '"w3"')))
-    for tokenizer in (word_tokenizer(), word_tokenizer(begins=True)):
-        rows = rows_of(tmp_path / "a.jsonl", tokenizer, text_column="body")
-        assert sum(row["input_ids"].count(WORDS["<end>"]) for row in rows) == 2
+    for template in ("", "w9 $A", "<end> $A <end>"):
+        rows = rows_of(tmp_path / "a.jsonl", word_tokenizer(template), text_column="body")
+        assert sum(row["position_ids"].count(0) - row["input_ids"][-1:].count(WORDS["<pad>"]) for row in rows) == 2
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "ids", "labels", "positions"),
+    ("tokenizer", "ids"),
     [
-        (word_tokenizer(begins=True), "<end> w1 w2", [-100, "w1", "w2"], [0, 1, 2]),
-        (word_tokenizer(), "w1 w2 <end>", [-100, "w2", "<end>"], [0, 1, 2]),
-        (word_tokenizer(ends=False), "w1 w2", [-100, "w2"], [0, 1]),
+        (word_tokenizer(), "w1 w2 <end>"),
+        (word_tokenizer("w9 $A"), "w9 w1 w2 <end>"),
+        (word_tokenizer("<end> $A"), "<end> w1 w2 <end>"),
+        (word_tokenizer("$A <end>"), "w1 w2 <end>"),
+        (word_tokenizer("w9 $A <end>"), "w9 w1 w2 <end>"),
+        (word_tokenizer("w9 $A", ends=False), "w9 w1 w2"),
+        (word_tokenizer(ends=False), "w1 w2"),
     ],
-    ids=["first_token", "end_of_text", "neither"],
 )
-def test_special_tokens_of_a_document(tokenizer, ids, labels, positions, tmp_path):
-    (row,) = rows_of(write_jsonl(tmp_path / "a.jsonl", ["w1 w2"]), tokenizer)
-    padding = 8 - len(positions)
-    assert row["input_ids"] == [WORDS[word] for word in ids.split()] + [WORDS["<pad>"]] * padding
-    assert row["labels"] == [WORDS.get(label, label) for label in labels] + [-100] * padding
-    assert row["position_ids"] == [*positions, *range(padding)]
+def test_an_end_of_text_stands_after_every_document_once(tokenizer, ids, tmp_path):
+    (row,) = rows_of(write_jsonl(tmp_path / "a.jsonl", ["w1 w2", "w1 w2"]), tokenizer, sequence_length=12)
+    ids = [WORDS[word] for word in ids.split()]
+    padding = 12 - 2 * len(ids)
+    assert row["input_ids"] == ids * 2 + [WORDS["<pad>"]] * padding
+    assert row["labels"] == [-100, *ids[1:]] * 2 + [-100] * padding
+    assert row["position_ids"] == [*range(len(ids))] * 2 + [*range(padding)]
 
 
 @pytest.mark.parametrize("packing", ["split", "whole", "none"])
@@ -196,7 +248,7 @@ def test_packed_rows_are_reused_for_the_same_documents_and_settings_only(tmp_pat
             with pytest.raises(TypeError):
                 rows_of(source, **changed)
         with pytest.raises(TypeError):
-            rows_of(source, word_tokenizer(begins=True))
+            rows_of(source, word_tokenizer("<end> $A"))
     write_jsonl(source, TEXTS[:4])
     os.utime(source, (1, 1))  # replaced within a tick of the clock
     assert len(documents_in(rows_of(source))) == 4
@@ -277,9 +329,14 @@ def test_columns_that_are_not_read_may_change_their_type(layout, tmp_path):
         ("a.jsonl", '{"text": "w1"}\n{"text" "w2"}', r"a\.jsonl' is not JSON in line 2, column 9"),
         ("a.jsonl", '{"text": "w1"}\n{"text": "w2"\n', r"a\.jsonl' is not JSON in line 3"),
         ("a.json", '[{"text": "w1"},\n {"text"}]', r"a\.json' is not JSON in line 2, column 9"),
-        ("a.csv", "body\nw1", "its columns are body"),
+        ("a.csv", "body\nw1", r"a\.csv', row 1: there is no 'text'; the columns are body"),
+        ("a.csv", "text\nw1, w2\n", "more fields than the header has: text"),
+        ("a.txt", b"w1 \xff", r"a\.txt', document 1: .*0xff"),
+        ("a.jsonl", "", "no data|no documents"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "w1"}\n', mtime=0)[:-9], r"a\.jsonl\.gz', line 1: "),
-        ("a.parquet", {"text": [1, 2]}, r"a\.parquet': column 'text' must hold strings, it holds .*int64"),
+        ("a.jsonl.gz", '{"text": "w1"}', r"a\.jsonl\.gz', line 1: Not a gzipped file"),
+        ("a.parquet", {"text": [1, 2]}, r"a\.parquet', row 1: 'text' must be a string, got 1"),
+        ("a.parquet", {"body": ["w1"]}, r"a\.parquet', line 1: there is no 'text'; the columns are body"),
     ],
 )
 def test_a_file_without_texts_to_learn_from_is_refused_with_the_line(name, content, words, streaming, tmp_path):
@@ -292,10 +349,39 @@ def test_a_file_without_texts_to_learn_from_is_refused_with_the_line(name, conte
         rows_of(file, streaming=streaming, **values)
 
 
-def test_json_may_begin_with_a_mark_and_hold_blank_lines_or_texts_alone(tmp_path):
-    for name, content in (("a.jsonl", '\ufeff{"text": "w1"}\n\n{"text": "w2"}\r\n'), ("a.json", ' ["w1", "w2"]')):
-        (tmp_path / name).write_text(content)
-        assert sorted(documents_in(rows_of(tmp_path / name))) == ["w1", "w2"]
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '\ufeff{"text": "w1"}\n\n{"text": "NA"}\r\n'),
+        ("a.json", ' ["w1", "NA"]'),
+        ("a.txt", "\ufeffw1\r\nNA"),
+        ("a.csv", '\ufefftext,n\nw1,1\nNA,\n"",NA'),
+    ],
+)
+def test_a_file_may_begin_with_a_mark_and_hold_blank_lines_texts_alone_or_words_like_na(name, content, tmp_path):
+    (tmp_path / name).write_text(content, newline="")
+    for streaming in (False, True):
+        rows = rows_of(tmp_path / name, sample_by="line", streaming=streaming)
+        assert sorted(documents_in(rows)) == ["NA", "w1"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        *((source, "not an address or a pattern") for source in ("s3://bucket/a.jsonl", "run*.jsonl")),
+        *((source, r"no file that ends in \.jsonl, .*, \.tsv") for source in ("folder.txt", "folder.txt/a.md")),
+        ("a::b", "rename it"),
+    ],
+)
+def test_what_is_no_file_folder_or_name_is_refused_in_a_sentence(source, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder.txt", "a::b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.md").write_text("w1")
+    write_jsonl(tmp_path / "run1.jsonl", TEXTS)
+    with pytest.raises((FileNotFoundError, ValueError), match=words) as caught:
+        rows_of(source)
+    assert repr(source) in str(caught.value)
 
 
 def test_a_saved_data_set_reads_no_file_outside_its_folder(tmp_path):

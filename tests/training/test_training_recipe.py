@@ -72,6 +72,8 @@ def test_values_may_refer_to_others(tmp_path, write):
         ({"output": ""}, "output must name a folder, got ''"),
         ({"data": {"sequence_length": 1}}, "data.sequence_length"),
         ({"data": {"documents": None}}, "data.documents"),
+        ({"data": {"source": "a", "split": "train[:9]", "streaming": True}}, r"'train\[:9\]' is a slice"),
+        ({"data": {"sample_by": "paragraph"}}, "paragraph"),
         ({"data": {"source": "a", "lines": [1, 2]}}, "data.lines"),
         ({"data": {"source": "a", "stages": [{"documents": 1, "questions": 1}]}}, "data.stages"),
         ({"data": {"source": "a", "evaluation": {"documents": 5}}}, "would read the training data"),

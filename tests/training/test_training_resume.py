@@ -274,6 +274,7 @@ def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(stoppe
         ({"training": {"learning_rate": 1e-3}}, "learning_rate is 0.003 there and 0.001 here"),
         ({"training": {"max_steps": 9}}, "steps is 5 there and 9 here"),
         ({"data": {"documents": 41}}, "data.documents is 40 there and 41 here"),
+        ({"data": {"sample_by": "line"}}, "data.sample_by is 'document' there and 'line' here"),
         ({"seed": 1}, "seed is 0 there and 1 here"),
     ):
         with pytest.raises(ValueError, match=words):
