@@ -8,7 +8,7 @@ from ..version_dcformer import __version__
 from .analyse import analyse_command
 from .bench import bench_command
 from .checkpoints import card_command, convert_app, inspect_command, verify_command
-from .evaluate import eval_command, report_command, tasks_command
+from .evaluate import eval_command, lm_eval_command, report_command, tasks_command
 from .generate import generate_command
 from .options import QUICK_HELP
 from .serve import PASS_OPTIONS_ON, demo_command, serve_command
@@ -47,6 +47,7 @@ app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("report")(report_command)
 app.command("tasks")(tasks_command)
+app.command("lm-eval", context_settings=PASS_OPTIONS_ON, add_help_option=False)(lm_eval_command)
 app.command("analyse")(analyse_command)
 app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)

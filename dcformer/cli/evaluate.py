@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -136,6 +137,16 @@ def tasks_command(
         print_table("", ("task", "suite", "what it asks", "examples in the paper"), rows)
         typer.echo("Run a task with `dcformer eval MODEL --tasks TASK`, a suite with --suite.")
         typer.echo("`dcformer tasks --folder` prints the folder of the definitions, for lm-eval's --include_path.")
+
+
+def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:
+    """Run lm-eval's own command line, which then knows the models of this package: --model hf, or dcformer."""
+    with running_command(debug, is_first=is_first_process()), leaving_process_group():
+        from ..eval import DCFormerLM  # noqa: F401  (registers it)
+        from ..eval.data import import_extra
+
+        sys.argv = ["lm-eval", *context.args]
+        import_extra("lm_eval.__main__").cli_evaluate()
 
 
 def _pairs(option: str, pairs: list[str]) -> dict[str, str]:

@@ -73,7 +73,7 @@ def _as_test(
 ) -> dict[str, Any]:
     tokenizer, rows = task_tokenizer(**settings), []
     for question in questions:
-        ids = continuation_ids(tokenizer, question["context"], question["answer"], settings.get("add_bos_token"))
+        ids = continuation_ids(tokenizer, question["context"], question["answer"], **settings)
         # lm-eval reports only whether a whole continuation is greedy, so its first token is scored separately.
         first = question["answer"] if len(ids) == 1 else tokenizer.decode(ids[:1])
         rows.append(

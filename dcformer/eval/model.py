@@ -7,6 +7,7 @@ to texts are not part of a context.
 """
 
 import contextlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,25 @@ import torch
 from tqdm import tqdm
 
 from ..common.processes import count_processes
-from ..loading import FoundModel, find_model
+from ..loading import FoundModel, choose_device, find_model
 from .data import import_extra
 from .perplexity import encode
 from .prefixes import Score, ScoredInput, Scorer, Target
 
 
 CPU_BATCH_SIZE = 16
+# Further arguments of `HFLM` that hold here too, and why others do not.
+_AS_IN_HFLM = ("chat_template_args", "enable_thinking", "logits_cache", "think_end_token")
+_LOADS_ITSELF = (
+    "a name is loaded as it is, on one device; give a loaded model, or use lm-eval's own class, by `dcformer lm-eval "
+    "run --model hf`"
+)
+_REASONS = {
+    "backend": "only decoders are scored",
+    "truncation": "contexts are always cut from the left",
+    "softmax_dtype": "the softmax is always in float32",
+    "mixed_precision_dtype": "what is computed has the dtype of the weights; give `dtype`",
+}
 harness, harness_utils = import_extra("lm_eval.models.huggingface"), import_extra("lm_eval.utils")
 
 
@@ -31,6 +44,7 @@ class LogLikelihoods(harness.TemplateLM):
 
     tokenizer: Any
     add_bos_token: bool | None = None
+    custom_prefix_token_id: int | None = None
     oov_policy: str
     embedding_rows: int  # token ids that the model can read and predict
     max_length: int
@@ -75,7 +89,8 @@ class LogLikelihoods(harness.TemplateLM):
             self._rank, self._world_size, self._window_share = rank, count, (0, 1)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return encode(self.tokenizer, string, self.add_bos_token if add_special_tokens is None else add_special_tokens)
+        adds_bos = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return encode(self.tokenizer, string, adds_bos, self.custom_prefix_token_id)
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         self._instances = requests
@@ -162,10 +177,7 @@ class LogLikelihoods(harness.TemplateLM):
 
     def _problem(self, largest: int, context: list[int], continuation: list[int], index: int) -> str | None:
         if largest >= self.embedding_rows and self.oov_policy != "clamp":
-            return (
-                f"Token id {largest} in {self._name(index)} has no row in the embedding, which has "
-                f"{self.embedding_rows}; use the tokenizer of the model, or --oov-policy clamp to read the last row."
-            )
+            return self._without_row(largest, self._name(index))
         if not context or not continuation:
             return f"There is an empty context or continuation in {self._name(index)}, which cannot be scored."
         if len(continuation) > self.max_length:
@@ -174,6 +186,12 @@ class LogLikelihoods(harness.TemplateLM):
                 f"positions, got {len(continuation)}; leave the task out with --tasks."
             )
         return None
+
+    def _without_row(self, token: int, where: str) -> str:
+        return (
+            f"Token id {token} in {where} has no row in the embedding, which has {self.embedding_rows}; use the "
+            "tokenizer of the model, or --oov-policy clamp (oov_policy=clamp) to read the last row."
+        )
 
     def _raise_on_all_processes(self, problem: str | None) -> None:
         """Raise the problem of any process in all of them; otherwise they would wait for it for ever."""
@@ -203,7 +221,8 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         pretrained: A model's name for [`dcformer.loading.find_model`], the result of that function, or a loaded model,
             which stays on its device.
         tokenizer (*optional*): With a name, `find_model`'s argument; with a loaded model, its tokenizer.
-        device (*optional*): As in [`dcformer.loading.choose_device`].
+        device (*optional*): As in [`dcformer.loading.choose_device`]; without a CUDA device "cuda" is as `None`. Of
+            several processes, each has its own.
         dtype (*optional*): Such as `"bfloat16"`; `None`: the dtype of the stored weights.
         batch_size (`int` or `"auto"`, defaults to `"auto"`): Most inputs in a forward pass; "auto" is 16 on a CPU and
             `max_batch_size` on a GPU. A batch is halved if it does not fit into the GPU's memory, and cut if its logits
@@ -215,10 +234,13 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         shared_prefixes (defaults to `True`): Compute shared prefixes of inputs once (for DCFormer, DCPythia, GPT-NeoX
             and Llama; other models compute every input whole).
         on_progress (*optional*): Called with the numbers of requests done and in all; `None`: a tqdm bar.
-        revision, trust_remote_code, add_bos_token, max_batch_size: As in `HFLM`; `max_batch_size` defaults to 64.
+        revision, trust_remote_code, max_batch_size: As in `HFLM`; `max_batch_size` defaults to 64.
+        add_bos_token (*optional*): Whether every text begins with the tokenizer's beginning of text; `None`: as the
+            tokenizer does.
+        prefix_token_id, options: As in `HFLM`: chat_template_args, enable_thinking, logits_cache, think_end_token.
 
     Raises:
-        ValueError: for a folder without the weights of some parameters.
+        ValueError: for a folder without the weights of some parameters, and for other arguments of `HFLM`.
     """
 
     def __init__(
@@ -236,11 +258,27 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
         revision: str = "main",
         trust_remote_code: bool = False,
         add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
         max_batch_size: int | None = None,
+        **options: Any,
     ):
+        defaults = {name: known.default for name, known in inspect.signature(harness.HFLM.__init__).parameters.items()}
+        for name, value in options.items():
+            if name not in _AS_IN_HFLM and value not in (None, "causal", defaults.get(name)):
+                raise ValueError(f"DCFormerLM takes no {name}={value!r}: {_REASONS.get(name, _LOADS_ITSELF)}.")
         if isinstance(pretrained, str):
             hub = {"revision": revision, "trust_remote_code": bool(trust_remote_code)}
             pretrained, tokenizer = find_model(pretrained, tokenizer=tokenizer, **hub), None
+        if not isinstance(pretrained, FoundModel):
+            device = pretrained.device
+        elif "cuda" in str(device) and not torch.cuda.is_available():
+            device = None  # as in HFLM, since lm-eval's command names cuda:0 if it is given none
+        device = choose_device(device)
+        if count_processes() > 1:
+            from accelerate import Accelerator
+
+            accelerator = Accelerator(cpu=device.type == "cpu")
+            device = accelerator.device
         if isinstance(pretrained, FoundModel):
             tokenizer = tokenizer or pretrained.tokenizer
             pretrained = pretrained.load(device=device, dtype=dtype)
@@ -252,6 +290,8 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
             max_batch_size=max_batch_size or 64,
             max_length=max_length,
             add_bos_token=add_bos_token,
+            prefix_token_id=prefix_token_id,
+            **{name: value for name, value in options.items() if name in _AS_IN_HFLM},
         )
         self.oov_policy = policy_in_force(self.config, self.tokenizer, oov_policy)
         if self.batch_size_per_gpu == "auto":
@@ -259,10 +299,8 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
             is_gpu = self.device.type not in ("cpu", "mps")
             self.batch_size_per_gpu = self.max_batch_size if is_gpu else CPU_BATCH_SIZE
         if count_processes() > 1:
-            from accelerate import Accelerator
-
-            self.accelerator = Accelerator(cpu=self.device.type == "cpu")
-            self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+            self.accelerator = accelerator
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         self.start_counting(on_progress)
         self.scorer = Scorer(self.model, shared_prefixes)
         self.embedding_rows = self.scorer.rows
@@ -272,8 +310,12 @@ class DCFormerLM(LogLikelihoods, harness.HFLM):
 
     def tok_batch_encode(self, strings, padding_side="left", left_truncate_len=None, truncation=False):
         rows = [self.tok_encode(string)[-(left_truncate_len or 0) :] for string in strings]
+        largest = max(itertools.chain(*rows), default=-1)
+        if largest >= self.embedding_rows and self.oov_policy != "clamp":
+            raise ValueError(self._without_row(largest, "a context"))
         padded = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
-        return padded["input_ids"], padded["attention_mask"]
+        # Padding may have no row either; it is masked.
+        return padded["input_ids"].clamp(max=self.embedding_rows - 1), padded["attention_mask"]
 
     def get_model_info(self) -> dict:
         # HFLM would query the Hub for a repository with the folder's name.

@@ -83,7 +83,7 @@ def _packed(
     digest = data.documents_hash(((text,) for text in documents), is_ordered=True)
     origin = data.checked_origin(folder, digest, data_dir, data_hash)
     chosen = [documents[index] for index in data.sampled_indices(len(documents), subset, seed)]
-    packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings.get("add_bos_token"))
+    packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings)
     return {"test": packed, "origin": origin}
 
 
@@ -111,7 +111,7 @@ def load_flan(
     examples = []
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()  # the space is part of the target's first word
-        n_tokens = len(continuation_ids(tokenizer, context, continuation, settings.get("add_bos_token")))
+        n_tokens = len(continuation_ids(tokenizer, context, continuation, **settings))
         if target.strip() and n_tokens <= window:
             examples.append({"context": context, "continuation": continuation, "n_tokens": n_tokens})
     if left_out := len(pairs) - len(examples):
@@ -169,23 +169,40 @@ def task_tokenizer(
     return load_tokenizer(source, revision=revision or "main", trust_remote_code=trust_remote_code)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, add_bos_token: bool | None = None) -> list[int]:
-    """Token ids of a context as the model under test reads them; `add_bos_token` as in the model's arguments."""
-    prefix = tokenizer.bos_token if tokenizer.bos_token is not None else tokenizer.eos_token
-    if prefix is not None and text.startswith(prefix):
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    /,
+    add_bos_token: bool | None = None,
+    prefix_token_id: int | None = None,
+    **_: Any,
+) -> list[int]:
+    """
+    Token ids of a context as the model under test reads them.
+
+    `add_bos_token` and `prefix_token_id` are the model's arguments; of all these, as lm-eval passes them on, only they
+    matter. A text that begins with the token before empty contexts gets no other one.
+    """
+    candidates = (prefix_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    prefix = next((token for token in candidates if token is not None), None)
+    if prefix is not None and text.startswith(tokenizer.decode(prefix)):
         add_bos_token = False
-    special = {} if add_bos_token is None else {"add_special_tokens": add_bos_token}
-    return encode_context(tokenizer, text, **special)
+    if add_bos_token is None:
+        return encode_context(tokenizer, text)
+    if add_bos_token and tokenizer.bos_token_id is None:
+        raise ValueError(f"add_bos_token=True, and {tokenizer.name_or_path!r} has no beginning of text; leave it out.")
+    ids = tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"]
+    return [tokenizer.bos_token_id, *ids] if add_bos_token else ids
 
 
 def continuation_ids(
-    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, add_bos_token: bool | None = None
+    tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, /, **settings: Any
 ) -> list[int]:
     """The ids that lm-eval scores for a continuation; the context must not end in white space."""
     if not context:
         return encode(tokenizer, continuation, add_bos_token=False)
-    whole = encode(tokenizer, context + continuation, add_bos_token)
-    return whole[len(encode(tokenizer, context, add_bos_token)) :]
+    whole = encode(tokenizer, context + continuation, **settings)
+    return whole[len(encode(tokenizer, context, **settings)) :]
 
 
 def pack_documents(
@@ -193,10 +210,10 @@ def pack_documents(
     tokenizer: PreTrainedTokenizerBase,
     window: int,
     windows: int | None,
-    add_bos_token: bool | None,
+    settings: dict[str, Any],
 ) -> Dataset:
     """
-    Join documents, with an end-of-text token after every one, into streams of about 64 windows.
+    Join documents, with an end-of-text token after every one, into streams of about 64 windows; `settings` of `encode`.
 
     With `windows`, documents spread evenly over all are taken until they fill that many windows. The last one is cut
     and followed by an artificial end-of-text token.
@@ -226,7 +243,7 @@ def pack_documents(
                 "text": text,
                 "n_documents": len(packed),
                 # Counted in the text that the model will be asked about, so that it is right for any tokenizer.
-                "n_tokens": len(encode(tokenizer, text, add_bos_token)),
+                "n_tokens": len(encode(tokenizer, text, **settings)),
                 "n_bytes": sum(len(document.encode("utf-8")) for document in packed),
                 "window": window,
                 "n_unscored": n_unscored,

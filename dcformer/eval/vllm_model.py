@@ -18,7 +18,7 @@ from ..common import optional
 from ..configuration_dcformer import DCFormerConfig
 from ..loading import FoundModel, find_model
 from .data import import_extra
-from .model import LogLikelihoods, policy_in_force
+from .model import LogLikelihoods, harness, policy_in_force
 from .prefixes import Score, ScoredInput, shared_length
 
 
@@ -54,6 +54,8 @@ class VLLMLM(LogLikelihoods):
     further arguments of vLLM's `LLM`, such as `enforce_eager=False`.
     """
 
+    eot_token_id, prefix_token_id = harness.HFLM.eot_token_id, harness.HFLM.prefix_token_id
+
     def __init__(
         self,
         pretrained: str | FoundModel,
@@ -62,6 +64,8 @@ class VLLMLM(LogLikelihoods):
         batch_size: int | str = "auto",
         max_length: int | None = None,
         oov_policy: str | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **engine_options: Any,
     ):
@@ -72,6 +76,7 @@ class VLLMLM(LogLikelihoods):
         super().__init__()
         unread = find_model(pretrained) if isinstance(pretrained, str) else pretrained
         config, self.tokenizer = unread.config, unread.tokenizer
+        self.add_bos_token, self.custom_prefix_token_id = add_bos_token, prefix_token_id
         resolve_max_length = import_extra("lm_eval.models.utils").resolve_max_length
         self.max_length = max_length or resolve_max_length(config, self.tokenizer, default=2048)
         self._device = torch.device(current_platform.device_type)
@@ -100,14 +105,6 @@ class VLLMLM(LogLikelihoods):
         self.llm = vllm.LLM(unread.path, **options)
         self.most_targets = MAX_LOGPROB_TOKEN_IDS
         self.start_counting(on_progress)
-
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         raise NotImplementedError("VLLMLM computes log-likelihoods only; use lm-eval's model `vllm` to generate.")

@@ -76,7 +76,7 @@ def command_lines() -> dict[str, list[list[str]]]:
             for line in text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["dcformer"]:
-                    depth = 3 if words[1] == "convert" else 2
+                    depth = 3 if words[1] in ("convert", "lm-eval") else 2
                     found.setdefault(" ".join(words[1:depth]), []).append(words[depth:])
     return found
 

@@ -1,6 +1,7 @@
 """Log-likelihoods of the model class against plain forward passes and lm-eval's class, with shared prefixes."""
 
 import functools
+import inspect
 import random
 
 import pytest
@@ -140,21 +141,6 @@ def test_log_likelihoods_equal_plain_forward_passes(kind, folders):
         assert cached == dict(zip(PAIRS, answers))
 
 
-@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
-def test_truncation_and_rolling_windows_are_those_of_the_harness(kind, folders):
-    folder = folders[kind, 50304]
-    ours = language_model(folder, batch_size=4)
-    assert get_model("dcformer") is type(ours)
-    harness = HFLM(folder, dtype="float32", device="cpu", batch_size=4, backend="causal")
-    long = [("Heads " * words, "work together") for words in (20, 63, 65, 200)]
-    for method, requests in (("loglikelihood", PAIRS + long), ("loglikelihood_rolling", TEXTS)):
-        expected = getattr(harness, method)(instances(requests), disable_tqdm=True)
-        answers = getattr(ours, method)(instances(requests))
-        # The harness adds up in float32, where a text at -1,448 is known to 1.2e-4.
-        assert values(answers) == pytest.approx(values(expected), abs=1e-4, rel=1e-6)
-    assert ours.truncated_documents == {("question", len(PAIRS) + index) for index in (1, 2, 3)}
-
-
 def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(folders):
     """ " Paris" scored alone, and as the last token of a longer continuation of a shorter context."""
     model = language_model(folders["dcformer", 50304])
@@ -229,7 +215,7 @@ def test_what_cannot_be_scored_is_refused(folders):
         model.loglikelihood(instances(PAIRS[:1]))
 
 
-# Tokenizers that append an end of text
+# The harness's own class, and tokenizers that begin or end texts
 
 
 def word_tokenizer(processor=None, **options):
@@ -290,6 +276,73 @@ def test_what_a_tokenizer_appends_is_no_part_of_a_context(kind, caplog):
     assert by_vllm.tok_encode("w3 w4") == plain("w3 w4")["input_ids"]
     (message,) = [record.getMessage() for record in caplog.records if "appends" in record.message]
     assert "w1' to texts" in message
+
+
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+@pytest.mark.parametrize("kind", ["adds none", "adds it", "adds another", "has none"])
+def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
+    """Of texts that begin with the token before empty contexts, of shared prefixes, of what is cut, and of windows."""
+    begins = {"adds it": BEGINS, "adds another": template("w2 $A")}.get(kind, PLAIN)
+    word_tokenizer(begins, bos_token=None if kind == "has none" else "w0").save_pretrained(tmp_path)
+    tiny_model("dcformer", seed=0, vocab_size=ROWS).save_pretrained(tmp_path)
+    few, many = "w3 w4 w5 w6 w7 w8 w9 w20 w21", "w5 w6 w9 " * 22
+    pairs = [(few, " w6"), (few, " w7 w8"), (f"{few} w22", " w4"), ("", "w9 w3"), ("", "w0 w5 w6"), ("", "w7 w8")]
+    pairs += [("w3 ", "w4"), ("w0 w3 w4", " w5"), ("w7 w3", " w4"), (many[:191], " w9 w3"), (many, "w9 w3 w4")]
+    texts = ["w3 w4 w5 " * 50, "w6", "w0 w3", "w7 w3 w9", ""]
+    options = {"until": ["w2"], "max_gen_toks": 9}
+    asked = [
+        Instance("generate_until", {}, (text, options), 0, metadata=("question", 0, 1)) for text in (few, many, "w3")
+    ]
+    shared = {"dtype": "float32", "device": "cpu", "batch_size": 4, "max_length": POSITIONS, "add_bos_token": adds_bos}
+    if kind == "has none" and adds_bos:  # which the harness ignores
+        with pytest.raises(ValueError, match=r"add_bos_token=True.* has no beginning of text"):
+            language_model(str(tmp_path), **shared).loglikelihood(instances(pairs))
+        return
+    for prefix in (None, 7):
+        ours = language_model(str(tmp_path), prefix_token_id=prefix, **shared)
+        harness = HFLM(str(tmp_path), prefix_token_id=prefix, backend="causal", **shared)
+        for method, requests in (("loglikelihood", pairs), ("loglikelihood_rolling", texts)):
+            expected = getattr(harness, method)(instances(requests), disable_tqdm=True)
+            assert values(getattr(ours, method)(instances(requests))) == pytest.approx(values(expected), rel=1e-6)
+        assert ours.cached_tokens > 0 and get_model("dcformer") is type(ours)
+        assert ours.generate_until(asked, disable_tqdm=True) == harness.generate_until(asked, disable_tqdm=True)
+
+
+HERE = {"tokenizer": None, "revision": "main", "dtype": "float32", "device": "cpu", "batch_size": 2, "max_length": 32}
+HERE |= {"max_batch_size": 8, "trust_remote_code": False, "add_bos_token": False, "prefix_token_id": 5}
+HERE |= {"logits_cache": False, "think_end_token": "w5", "enable_thinking": True, "chat_template_args": {"of": "mine"}}
+
+
+def test_every_argument_of_the_harness_holds_or_is_refused_by_its_name(tmp_path):
+    tiny_model("dcformer", seed=0, vocab_size=ROWS).save_pretrained(tmp_path)
+    word_tokenizer(bos_token="w0").save_pretrained(tmp_path)
+    known = inspect.signature(HFLM).parameters
+    assert HERE.keys() < known.keys()
+    model = language_model(str(tmp_path), backend="default", parallelize=False, **HERE)
+    assert (model.prefix_token_id, model.max_length, model.think_end_token) == (5, 32, "w5")
+    assert model.chat_template_args == {"of": "mine", "enable_thinking": True} and model.max_batch_size == 8
+    for name in [*known.keys() - HERE.keys() - {"pretrained", "kwargs"}, "device_map", "load_in_4bit"]:
+        with pytest.raises(ValueError, match=rf"takes no {name}='x': \w+ \w+"):
+            language_model(str(tmp_path), **{name: "x"})
+
+
+@pytest.mark.parametrize("kind", ["dcformer", "gpt_neox"])
+def test_contexts_of_generations_obey_the_policy_too(kind, tmp_path):
+    """With 9 of the tokenizer's 67 ids; the padding has no row either."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": 9, "intermediate_size": 64, "initializer_range": 0.3}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape)) if kind == "gpt_neox" else tiny_model("dcformer", vocab_size=9)
+    answers = []
+    for text in ("w3 w44", "w3 w8"):
+        asked = [(each, {"until": ["w2"], "max_gen_toks": 5}) for each in ("w5", text, "w3 w4 w5")]
+        requests = [Instance("generate_until", {}, pair, 0, metadata=("question", 0, 1)) for pair in asked]
+        tokenizer = word_tokenizer(pad_token="w66")
+        scorer = DCFormerLM(model.eval(), tokenizer=tokenizer, oov_policy="clamp", batch_size=2)
+        answers.append(scorer.generate_until(requests, disable_tqdm=True))
+    assert answers[0] == answers[1] and len(set(answers[0])) > 1
+    scorer.oov_policy = "error"
+    with pytest.raises(ValueError, match=r"Token id 44 in a context has no row .* 9"):
+        scorer.tok_batch_encode(["w3", "w44"])
 
 
 # Shared prefixes

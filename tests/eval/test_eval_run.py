@@ -1,6 +1,7 @@
 """The runner: records on disk, resuming after an interruption, several processes, and what is refused."""
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -337,6 +338,56 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
         start(tasks="ways")
 
 
+OWN_TASK = """
+task: own
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {0}/own.jsonl}}, cache_dir: {0}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
+    """With a task of the user's own; its help, subcommands and exit status are lm-eval's."""
+    import lm_eval.evaluator
+    import lm_eval.tasks
+
+    def call(*arguments):
+        return CliRunner().invoke(app, ["lm-eval", *arguments])
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    # To index lm-eval's own tasks, and to describe the machine, takes seconds.
+    own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda _: None)
+    (tmp_path / "own.yaml").write_text(OWN_TASK.format(tmp_path))
+    questions = [{"question": f"Question {n}", "choices": [" one", " two"], "answer": n % 2} for n in range(5)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    tokenizer, answers = AutoTokenizer.from_pretrained(model), []
+    options = ["--tasks", "own", "--include_path", str(tmp_path), "--device", "cpu", "--log_samples", "--output_path"]
+    for kind, name, start in (("dcpythia", "hf", []), ("dcformer", "hf", ["run"]), ("dcformer", "dcformer", ["run"])):
+        folder, output = str(tmp_path / kind), tmp_path / kind / name
+        # The authors' names of parameters, as in their files.
+        tiny_model(kind, seed=0, vocab_size=len(tokenizer)).save_pretrained(folder, save_original_format=True)
+        tokenizer.save_pretrained(folder)
+        result = call(*start, "--model", name, "--model_args", f"pretrained={folder}", *options, str(output))
+        assert result.exit_code == 0 and "|own" in result.output, result.output
+        (samples,) = output.rglob("samples_own_*.jsonl")
+        lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
+        answers.append([float(answer) for line in lines for ((answer, _),) in line["resps"]])
+    assert len(answers[0]) == 10 and answers[2] == pytest.approx(answers[1], rel=1e-5) != answers[0]
+    helped, wrong = (
+        call("run", "--help"),
+        call("--model", "dcformer", "--model_args", f"pretrained={tmp_path}", *options, "x"),
+    )
+    assert helped.exit_code == 0 and "usage: lm-eval run" in helped.output and call("walk").exit_code == 2
+    assert wrong.exit_code == 1 and "Error: " in wrong.output.splitlines()[-1] and "config.json" in wrong.output
+
+
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder
@@ -360,7 +411,8 @@ model, data, output = sys.argv[1:]
 report = ["report", output, "--baseline", model, "--plot", output + "/plot.png", "--format", "markdown"]
 score = ["eval", model, "--tasks", "piqa", "--data-dir", data, "--output", output + "/new", "--device", "cpu"]
 for name in [*reporting, *scoring]:
-    result = CliRunner().invoke(app, report if name in reporting else score)
+    command = report if name in reporting else ["lm-eval", "ls", "tasks"] if name == "lm_eval" else score
+    result = CliRunner().invoke(app, command)
     print(name, result.exit_code, result.stderr.strip().rpartition("\\n")[2])
     hidden.remove(name)
 """
