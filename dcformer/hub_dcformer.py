@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -164,7 +164,9 @@ class ComposingModel(PreTrainedModel):
             raise ValueError("There is no composition to save; of a PEFT model call merge_and_unload() first.")
         values = self.config.to_dict()
         fields = {name: values[name] for name in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
-        save_file(weights, path, {"composition": json.dumps(fields), "source": self.name_or_path})
+        content = save(weights, {"composition": json.dumps(fields), "source": self.name_or_path})
+        with open(path, "wb") as file:  # where save_file puts a file of its owner alone, also over a link or a device
+            file.write(content)
 
 
 def register_model(model_class: Any) -> None:

@@ -1,5 +1,7 @@
 """The `dcformer` command: its subcommands call functions of the rest of the package."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -26,7 +28,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dcformer {__version__}")
+        print(f"dcformer {__version__}")
         raise typer.Exit()
 
 
@@ -58,6 +60,8 @@ app.command("bench")(bench_command)
 
 def main() -> None:
     """Entry point of the `dcformer` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the encoding of a terminal or a pipe lacks becomes "?"
     app(prog_name="dcformer")
 
 

@@ -31,10 +31,12 @@ def analyse_command(
         raise typer.BadParameter("Give either --text or --data.")
     with running_quietly(debug):
         from ..analysis import analyse
+        from ..common.contexts import refuse_surrogates
         from ..loading import load_model
 
         if data is not None:
-            text = data.read_text(encoding="utf-8")
+            text = data.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        refuse_surrogates(str(text), "--text" if data is None else repr(str(data)))
         with status("Loading"):
             options = {"dtype": dtype, "device": device, "tokenizer": tokenizer, "revision": revision}
             loaded = load_model(model, attn_implementation="eager", **options)
@@ -52,4 +54,4 @@ def analyse_command(
                 layers=layer,
                 progress=lambda what, done, total: bar.update(row, description=what, completed=done, total=total),
             )
-        typer.echo(str(path))
+        print(path, flush=True)

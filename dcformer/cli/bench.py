@@ -49,7 +49,7 @@ def bench_command(
         if what is None:
             shape = ("device", "dtype", "heads", "key_value_heads", "channels", "queries", "keys", "window", "gradient")
             for name, choice in command.explain(**{part: given[part] for part in shape}).items():
-                typer.echo(f"{name}: {choice}")
+                print(f"{name}: {choice}", flush=True)
             return
         status = command.run_benchmark(what, device=device, quick=quick, seconds=seconds, json=json)
     if status != 0:

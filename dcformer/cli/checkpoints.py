@@ -194,7 +194,7 @@ def inspect_command(
 
         inspection = inspect_checkpoint(find_folder(path), step=step, train_config=train_config, config=config)
     if as_json:
-        typer.echo(json.dumps(inspection.to_dict(), indent=2, default=str))
+        print(json.dumps(inspection.to_dict(), indent=2, default=str), flush=True)
         return
     _print_location(inspection.format, inspection.location, inspection.step, inspection.skipped_steps)
     rows = [
@@ -260,7 +260,7 @@ def verify_command(
             with status("Comparing"):
                 result = compare(find_folder(a), find_folder(b), train_config=train_config, config=config)
     if as_json:
-        typer.echo(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str))
+        print(json.dumps({**asdict(result), "same": result.same}, indent=2, default=str), flush=True)
     elif b is None:
         _print_first("Not as in conversion_report.json", ("file", "problem"), list(result.problems.items()))
         summary = f"{len(result.problems)} wrong" if result.problems else "all as in conversion_report.json"

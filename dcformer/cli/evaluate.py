@@ -115,7 +115,7 @@ def report_command(
             report.print(make_console())
         else:
             text = getattr(report, f"to_{layout}")()
-            typer.echo(text, nl=not text.endswith("\n"))
+            print(text.removesuffix("\n"), flush=True)
         if plot is not None:
             plot_deltas(report, plot)
 
@@ -131,12 +131,12 @@ def tasks_command(
         from ..eval import list_tasks, tasks_folder
 
         if folder:
-            typer.echo(tasks_folder())
+            print(tasks_folder(), flush=True)
             return
         rows = [(t.name, t.suite, t.asks, " and ".join(map(str, t.paper_shots)) or "-") for t in list_tasks()]
         print_table("", ("task", "suite", "what it asks", "examples in the paper"), rows)
-        typer.echo("Run a task with `dcformer eval MODEL --tasks TASK`, a suite with --suite.")
-        typer.echo("`dcformer tasks --folder` prints the folder of the definitions, for lm-eval's --include_path.")
+        print("Run a task with `dcformer eval MODEL --tasks TASK`, a suite with --suite.")
+        print("`dcformer tasks --folder` prints the folder of the definitions, for lm-eval's --include_path.")
 
 
 def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:

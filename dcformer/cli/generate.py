@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import sys
 from collections.abc import Generator
@@ -91,18 +92,28 @@ def generate_command(
         for name, other in _ONLY_WITH.items():
             if given[name] is not None and not others[other]:
                 raise ValueError(f"{name}={given[name]} goes only with {other}; add that, or leave it out.")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 is named when it is encoded
+        given["stop"] = [_as_utf8(string) for string in stop or ()]
         if prompts is not None:
             _answer_file(given)
         elif chat:
             _converse(_load(given), prompt or "-")
         else:
-            text = sys.stdin.read().removesuffix("\n") if prompt in (None, "-") else str(prompt)
+            is_given = prompt not in (None, "-")
+            text = _as_utf8(str(prompt) if is_given else sys.stdin.read().removesuffix("\n").removeprefix("\ufeff"))
+            generator: Any = _load_vllm(given) if engine == "vllm" else _load(given)
+            ids = generator.encode(text, "The prompt" if is_given else "The standard input")
             if engine == "vllm":
-                generator = _load_vllm(given)
-                (answer,) = generator.generate([generator.encode(text)], seed)
-                typer.echo(answer, nl=not answer.endswith("\n"))
+                (answer,) = generator.generate([ids], seed)
+                print(answer.removesuffix("\n"), flush=True)
             else:
-                _print(_load(given).stream(text))
+                _print(generator.stream(ids))
+
+
+def _as_utf8(text: str) -> str:
+    """Text in which bytes that Python did not decode, as those beyond ASCII in some locales, are read as UTF-8."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
 
 
 def _load(given: dict[str, Any]) -> TextGenerator:
@@ -120,14 +131,14 @@ def _load(given: dict[str, Any]) -> TextGenerator:
     if assistant is not None and beams > 1:  # Transformers would silently not use it
         raise ValueError(f"assistant_model={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
     if given["chat_template"] is not None:
-        loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8")
+        loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8-sig")
     if given["seed"] is not None:
         set_seed(given["seed"])
     return TextGenerator(
         loaded,
         stop_strings=given["stop"] or (),
         assistant=assistant,
-        warn=lambda sentence: typer.echo(f"Warning: {sentence}", err=True),
+        warn=lambda sentence: print(f"Warning: {sentence}", file=sys.stderr),
         **{name: given[name] for name in (*_OF_GENERATE, "num_beams", "cache_implementation")},
     )
 
@@ -136,18 +147,22 @@ def _converse(generator: TextGenerator, first: str) -> None:
     """Answer a conversation, message by message, until stdin ends."""
     from transformers import DynamicCache
 
+    from ..common.contexts import refuse_surrogates
     from ..modeling_dcformer import CACHE_NAME
 
-    loaded = generator.loaded
+    loaded, config = generator.loaded, generator.config
     messages: list[dict[str, str]] = []
     read: list[int] = []
     # Other caches than this one, and those of beams and drafts, cannot be continued.
-    keeps_cache = generator.options.keys().isdisjoint({"num_beams", "cache_implementation", "assistant_model"})
+    keeps_cache = not generator.drafts and (config.num_beams or 1) == 1
+    keeps_cache = keeps_cache and config.cache_implementation is None and config.use_cache is not False
     options: dict[str, Any] = {}
     for line in itertools.chain([] if first == "-" else [first], sys.stdin):
+        line = _as_utf8(line).rstrip("\r\n")
+        refuse_surrogates(line, "A message")
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line.rstrip("\r\n")})
+        messages.append({"role": "user", "content": line})
         try:
             text = loaded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ValueError as error:  # the tokenizer has no template, or several
@@ -164,7 +179,7 @@ def _answer_file(given: dict[str, Any]) -> None:
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
     from transformers import set_seed
 
-    from ..common.files import file_digest
+    from ..common.files import json_digest
     from ..common.hub import find_commit
     from ..generation import read_prompts, write_answers
     from ..loading import find_folder, fingerprint_tokenizer, looks_like_path
@@ -172,7 +187,8 @@ def _answer_file(given: dict[str, Any]) -> None:
     seed, field = given["seed"], "prompt" if given["field"] is None else given["field"]
     records = read_prompts(given["prompts"], field)
     generator: Any = _load_vllm(given) if given["engine"] == "vllm" else _load(given)
-    prompts = [generator.encode(record[field], f"Line {number}") for number, record in enumerate(records, start=1)]
+    where = f"of {str(given['prompts'])!r}"
+    prompts = [generator.encode(record[field], f"Line {line} {where}") for line, record in enumerate(records, start=1)]
 
     def answer(start: int, end: int) -> list[str]:
         if given["engine"] == "vllm":
@@ -183,7 +199,7 @@ def _answer_file(given: dict[str, Any]) -> None:
 
     # Everything that answers depend on; a resumed run must have the same.
     settings = {name: value for name, value in given.items() if name not in ("output", "device", "debug")}
-    settings["prompts"] = file_digest(given["prompts"])
+    settings["prompts"] = json_digest(records)
     sources = (given[name] for name in ("model", "tokenizer", "assistant_model"))
     folders = [Path(find_folder(source)) for source in sources if source]
     for name, revision in (("model", given["revision"]), ("assistant_model", None)):
@@ -198,7 +214,7 @@ def _answer_file(given: dict[str, Any]) -> None:
                 file.stat().st_size,
                 file.stat().st_ctime_ns,
             ]  # a copy may keep the modification time
-    size = given["batch_size"] or (1 if given["assistant_model"] else 8 if given["engine"] == "transformers" else 1024)
+    size = given["batch_size"] or (8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
         write_answers(
@@ -228,6 +244,6 @@ def _print(pieces: Generator[str, None, Generated]) -> Generated:
             try:
                 text = next(pieces)
             except StopIteration as end:
-                typer.echo(nl=not text.endswith("\n"))
+                print(end="" if text.endswith("\n") else "\n", flush=True)
                 return end.value
-            typer.echo(text, nl=False)
+            print(text, end="", flush=True)

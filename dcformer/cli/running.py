@@ -44,7 +44,7 @@ def status(task: str) -> Iterator[None]:
     """A spinner on stderr, if that is a terminal."""
     from rich.console import Console
 
-    with Console(stderr=True).status(task):
+    with Console(stderr=True).status(task, spinner="line"):
         yield
 
 

@@ -40,7 +40,7 @@ def serve_command(
         tokenizer = tokenizer and find_folder(tokenizer)
         unread = find_model(model, tokenizer=tokenizer, revision=revision, trust_remote_code=trusts)
         chosen = choose_engine(engine)
-        typer.echo(f"Starting {chosen}: {model} will be at http://{host}:{port}/v1 (OpenAI's API); Ctrl-C ends it.")
+        print(f"Starting {chosen}: {model} will be at http://{host}:{port}/v1 (OpenAI's API); Ctrl-C ends it.")
         serve(unread, chosen, host=host, port=port, dtype=dtype, tokenizer=tokenizer, arguments=context.args)
 
 
@@ -62,5 +62,5 @@ def demo_command(
         options = {"tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device}
         with status("Loading"):
             server = serve_page(model, host=host, port=port, opens_browser=browser, **options)
-        typer.echo(f"{model} is at {server.address}; Ctrl-C ends it.")
+        print(f"{model} is at {server.address}; Ctrl-C ends it.", flush=True)
         server.wait()

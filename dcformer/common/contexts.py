@@ -26,3 +26,13 @@ def encode_context(tokenizer: Any, text: str, **options: Any) -> list[int]:
         appended = tokenizer.decode(ids[end:])
         _warn_once(f"The tokenizer appends {appended!r} to texts; it is left out here, where texts are continued.")
     return ids[:end]
+
+
+def refuse_surrogates(text: str, what: str) -> None:
+    """Raise ValueError, with `what` and the line, for text that holds bytes that were not decoded, as Python does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(error.start - 20, 0) : error.start + 20]
+        line = f" in line {text.count(chr(10), 0, error.start) + 1}" if "\n" in text else ""
+        raise ValueError(f"{what} must be UTF-8, got {around!r}{line}.") from error

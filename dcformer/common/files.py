@@ -31,14 +31,31 @@ def file_lock(path: str | os.PathLike) -> Iterator[None]:
         yield
 
 
+def is_stream(path: Path) -> bool:
+    """Whether a path is there and no file, as a device or a pipe, or is an open file of a process, as /dev/stdout."""
+    if path.is_symlink() and path.exists():
+        return path.parent.resolve().match("/proc/*/fd") or is_stream(path.parent / path.readlink())
+    return path.exists() and not path.is_file()
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write or replace a file in one step, text as UTF-8; if that fails, the old file stays and no other is left."""
+    """
+    Write or replace a file in one step, text as UTF-8; if that fails, the old file stays and no other is left.
+
+    A link stays, and the file that it names is written; what [`is_stream`] recognises is appended to.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    if is_stream(path):
+        with path.open("ab") as file:
+            file.write(content)
+        return
+    path = path.resolve()
     unfinished = path.with_name(
         f"{path.name}.partial"
     )  # a killed process may leave it behind; the next one replaces it
     try:
         with unfinished.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

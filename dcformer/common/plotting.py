@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .files import write_atomically
 from .optional import import_optional
 
 
@@ -35,7 +37,9 @@ def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Fi
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure
-        figure.savefig(path, dpi=150, metadata=_METADATA[path.suffix.lower()])
+        suffix, content = path.suffix.lower(), io.BytesIO()
+        figure.savefig(content, format=suffix[1:], dpi=150, metadata=_METADATA[suffix])
+    write_atomically(path, content.getvalue())
 
 
 def draw_rows(axis: Axes, names: Sequence[str]) -> None:

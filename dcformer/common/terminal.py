@@ -59,7 +59,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
             yield
     except KeyboardInterrupt as error:
         if is_first:
-            typer.echo(interrupted, err=True)
+            print(interrupted, file=sys.stderr)
         number = next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
         raise typer.Exit(128 + number) from None
     except BrokenPipeError:  # the reader of stdout ended, as `head` does; Python would print an error when it exits
@@ -68,7 +68,7 @@ def one_line_errors(debug: bool, interrupted: str = "Interrupted.", is_first: bo
         if debug:
             raise
         if is_first or not isinstance(error, ValueError | OSError):
-            typer.echo(f"Error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+            print(f"Error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 

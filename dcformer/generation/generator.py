@@ -1,6 +1,7 @@
 """Text generation by Transformers' generate(), streamed or in batches, or by vLLM."""
 
 import contextvars
+import copy
 import math
 import threading
 import warnings
@@ -12,13 +13,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, TextIteratorStreamer
 
-from ..common.contexts import encode_context
+from ..common.contexts import encode_context, refuse_surrogates
 from ..common.dtypes import dtype_name
 from ..common.optional import import_vllm
 from ..loading import FoundModel, LoadedModel, find_folder
 
 
 _NEW_TOKENS = 256
+# Options without effect on a text, or whose work is done here.
+_UNUSED = {"return_dict_in_generate": False, "output_attentions": False, "output_hidden_states": False}
+_UNUSED |= {"is_assistant": False, "stop_strings": None, "max_length": None}
+# Options with which generate() returns other sequences than a prompt and its one continuation, and what to set instead.
+_OTHER_SEQUENCES = {"num_return_sequences": 1, "token_healing": False}
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,21 @@ class TextGenerator:
 
     Args:
         loaded: From [`dcformer.loading.load_model`].
-        stop_strings (defaults to none): A text ends before the first of them, however it is tokenized.
-        assistant (*optional*): A small model that drafts tokens, for one prompt at a time.
+        stop_strings (defaults to those of generation_config.json): A text ends before the first of them, however it is
+            tokenized.
+        assistant (*optional*): A small model that drafts tokens.
         warn (defaults to `warnings.warn`): Called once with a sentence if texts exceed the model's context.
         options: Arguments of generate(); for those that are `None` generation_config.json holds. A `temperature`,
             `top_k`, `top_p` or `min_p` turns sampling on, and `temperature=0` off, whatever the others. Without a limit
             there are at most 256 new tokens, within the context.
 
+    Attributes:
+        config: What generate() is asked for: generation_config.json with `options`.
+        drafts: Whether tokens are drafted, by an assistant or otherwise; prompts are then continued one after another.
+
     Raises:
-        ValueError: if a stop string is empty, or an option of sampling comes with `do_sample=False`.
+        ValueError: if a stop string is empty, an option of sampling comes with `do_sample=False`, or an option, also
+            one of generation_config.json, asks for several answers to a prompt.
     """
 
     def __init__(
@@ -56,13 +68,12 @@ class TextGenerator:
         warn: Callable[[str], Any] = warnings.warn,
         **options: Any,
     ):
-        if "" in stop_strings:
-            raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
-        self.loaded, self.stop_strings, self.options = loaded, tuple(stop_strings), _sampling_options(options)
+        self.loaded, self.options = loaded, _sampling_options(options)
+        self.config = _merged(loaded.model.generation_config, self.options, loaded.name)
+        self.stop_strings = _stop_strings(stop_strings, self.config)
+        self.drafts = self.config.get_generation_mode(assistant and assistant.model) == "assisted_generation"
         self._warn: Callable[[str], Any] | None = warn
-        self._eos = _eos_token_ids(loaded.model.generation_config, loaded.tokenizer)
-        named = (loaded.model.generation_config.pad_token_id, loaded.tokenizer.pad_token_id, *self._eos, 0)
-        self._padding = next(number for number in named if number is not None)  # the mask hides it
+        self._eos = _eos_token_ids(self.config, loaded.tokenizer)
         if assistant is not None:
             self.options["assistant_model"] = assistant.model
             if assistant.model.config.get_text_config().vocab_size != loaded.model.config.get_text_config().vocab_size:
@@ -76,16 +87,12 @@ class TextGenerator:
         tokens.
 
         Raises:
-            ValueError: if it is empty, or an id has no embedding and `oov_policy` does not clamp it.
+            ValueError: if it is empty or not UTF-8, or an id has no embedding and `oov_policy` does not clamp it.
         """
-        if not prompt or (isinstance(prompt, str) and prompt.isspace()):
-            raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
-        if isinstance(prompt, str):
-            prompt = encode_context(self.loaded.tokenizer, prompt, add_special_tokens=add_special_tokens)
-        ids, config = [int(number) for number in prompt], self.loaded.model.config
+        ids, config = _encode(self.loaded.tokenizer, prompt, what, add_special_tokens), self.loaded.model.config
         vocab_size = config.get_text_config().vocab_size  # of an embedding that someone has wrapped or replaced
         rows = getattr(self.loaded.model.get_input_embeddings(), "num_embeddings", vocab_size)
-        if ids and max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
+        if max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
             raise ValueError(
                 f"{what} has token id {max(ids)} at position {ids.index(max(ids))}, and {self.loaded.name!r} has "
                 f"embeddings for ids below {rows}; use the model's tokenizer, or oov_policy clamp."
@@ -99,8 +106,8 @@ class TextGenerator:
         Pieces of the new text are yielded as they are generated, with beams at the end. Closing the iterator stops.
         """
         ids = self.encode(prompt)
-        if (self.options.get("num_beams") or self.loaded.model.generation_config.num_beams or 1) > 1:
-            (answer,) = self.generate([ids])
+        if (self.config.num_beams or 1) > 1:
+            (answer,) = self._generate([ids], threading.Event(), **options)
             yield answer.text
             return answer
         streamer = TextIteratorStreamer(self.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -129,50 +136,60 @@ class TextGenerator:
         return result
 
     def generate(self, prompts: Sequence[str | Sequence[int]]) -> list[Generated]:
-        """Continue several prompts at once, texts or token ids, padded on the left."""
-        return self._generate([self.encode(prompt) for prompt in prompts], threading.Event())
+        """Continue several prompts, texts or token ids: at once, padded on the left, unless tokens are drafted."""
+        rows, open_end = [self.encode(prompt) for prompt in prompts], threading.Event()
+        batches = [[row] for row in rows] if self.drafts else [rows]
+        return [answer for batch in batches for answer in self._generate(batch, open_end)]
 
     def _generate(self, prompts: Sequence[Sequence[int]], closed: threading.Event, **options: Any) -> list[Generated]:
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         length = max(map(len, prompts))
-        ids = torch.tensor([[self._padding] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
+        # Padded with a token of the prompt's own: the mask hides it from the model, but not from penalties.
+        ids = torch.tensor([[row[0]] * (length - len(row)) + list(row) for row in prompts])  # (batch, length)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts])
-        limit = _new_tokens(self.options, model.generation_config, model.config, length)
+        limits = [_new_tokens(self.config, model.config, len(row)) for row in prompts]
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if self._warn is not None and context is not None and length + (limit or 0) > context:
-            self._warn(f"{length} tokens and {limit or 0} new ones exceed the {context} that the model was made for.")
+        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]) + limits[index])
+        read, new = len(prompts[longest]), limits[longest]
+        if self._warn is not None and context is not None and read + new > context:
+            self._warn(f"{read} tokens and {new} new ones exceed the {context} that the model was made for.")
             self._warn = None
         # Tokens have at least one byte; the first ones of a decoded slice may give other characters than in their text.
         seen = max((len(string.encode()) for string in self.stop_strings), default=0) + 4
 
         def is_done(sequences: Tensor, scores: Any, **_: Any) -> Tensor:
-            ends = tokenizer.batch_decode(sequences[:, length:][:, -seen:]) if self.stop_strings else sequences
-            done = [closed.is_set() or any(string in end for string in self.stop_strings) for end in ends]
+            new, beams = sequences[:, length:], len(sequences) // len(prompts)
+            ends = tokenizer.batch_decode(new[:, -seen:]) if self.stop_strings else [""] * len(new)
+            done = [
+                closed.is_set() or new.shape[1] >= limit or any(string in end for string in self.stop_strings)
+                for end, limit in zip(ends, (limit for limit in limits for _ in range(beams)), strict=True)
+            ]
             return torch.tensor(done, device=sequences.device)
 
-        given = {"pad_token_id": self._padding, "eos_token_id": self._eos or None, "stopping_criteria": [is_done]}
-        given |= self.options | options | ({} if limit is None else {"max_new_tokens": limit})
+        given = self.options | options | _UNUSED | {"max_new_tokens": max(limits)}
+        given |= {"pad_token_id": next(iter(self._eos), 0), "eos_token_id": self._eos or None}
+        given["stopping_criteria"] = [is_done, *self.options.get("stopping_criteria", ())]
         try:
             sequences = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **given)
         except ValueError as error:
             if not str(error).startswith("Group size"):
                 raise
-            size = _fitting_group_size(model, given.get("cache_config") or model.generation_config.cache_config or {})
+            size = _fitting_group_size(model, self.config.cache_config or {})
             sentence = f"{error}; q_group_size={size} in cache_config of generation_config.json fits every text."
             raise ValueError(sentence) from error
         answers = []
-        for prompt, row in zip(prompts, sequences[:, length:].tolist()):
-            ends = [index + 1 for index, token in enumerate(row) if token in self._eos]
-            new = row[: ends[0]] if ends else row  # padding of the batch follows
+        for prompt, row, limit in zip(prompts, sequences[:, length:].tolist(), limits, strict=True):
+            end = next((index + 1 for index, token in enumerate(row) if token in self._eos), limit)
+            new = row[: min(end, limit)]  # padding of the batch follows
             text = "".join(text_before(self.stop_strings, [tokenizer.decode(new, skip_special_tokens=True)]))
             answers.append(Generated(new, text, [*prompt, *new]))
         return answers
 
 
-# Fields of generation_config.json that are passed to vLLM, or that change no text.
+# Options that are passed to vLLM, or that change no text.
 _READ_BY_VLLM = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
 _READ_BY_VLLM |= {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "use_cache", "cache_implementation"}
-_READ_BY_VLLM |= {"transformers_version", "_from_model_config"}
+_READ_BY_VLLM |= {"transformers_version", "_from_model_config", "output_scores", "output_logits", *_UNUSED}
 _NEUTRAL = (None, False, 1, [], {})  # values of other fields without effect, such as one beam; False equals 0
 
 
@@ -182,13 +199,13 @@ class VLLMGenerator:
 
     Args:
         model: From [`dcformer.loading.find_model`].
-        stop_strings (defaults to none), options: As of [`TextGenerator`], without beams and drafts.
+        stop_strings, options: As of [`TextGenerator`], without beams and drafts.
         dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
         tokenizer (*optional*): Bundled model, folder or name on the Hub, instead of the model's.
 
     Raises:
         ImportError: without vLLM.
-        ValueError: if generation_config.json has an option that is not passed to vLLM.
+        ValueError: if an option, also one of generation_config.json, is not passed to vLLM.
     """
 
     def __init__(
@@ -203,12 +220,13 @@ class VLLMGenerator:
         # On a CPU the cache would take nine tenths of the memory; this is in GiB.
         settings = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_LOGGING_LEVEL": "WARNING"}
         self._vllm: Any = import_vllm("--engine vllm", **settings)
-        self.model, self.stop_strings, self.options = model, tuple(stop_strings), _sampling_options(options)
         try:
-            self._config = GenerationConfig.from_pretrained(model.path, revision=model.revision)
+            config = GenerationConfig.from_pretrained(model.path, revision=model.revision)
         except OSError:  # a model without the file
-            self._config = GenerationConfig.from_model_config(model.config)
-        for name, value in self._config.to_diff_dict().items():
+            config = GenerationConfig.from_model_config(model.config)
+        self.model, self.config = model, _merged(config, _sampling_options(options), model.name)
+        self.stop_strings = _stop_strings(stop_strings, self.config)
+        for name, value in self.config.to_diff_dict().items():
             if name not in _READ_BY_VLLM and value not in _NEUTRAL:
                 raise ValueError(
                     f"generation_config.json of {model.name!r} has {name}={value!r}, which --engine vllm ignores; "
@@ -221,24 +239,23 @@ class VLLMGenerator:
 
     def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
         """Token ids of a prompt; vLLM refuses those without an embedding."""
-        return encode_context(self.model.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        return _encode(self.model.tokenizer, prompt, what)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
         """The texts that continue prompts, which are token ids; `seed` makes sampling repeatable."""
-        given = {**self._config.to_dict(), **self.options}
+        given = self.config.to_dict()
         defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
         values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
         values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
-        limits = [_new_tokens(self.options, self._config, self.model.config, len(ids)) for ids in prompts]
         params = [
             self._vllm.SamplingParams(
                 **values,
-                max_tokens=self._config.max_length - len(ids) if limit is None else limit,
+                max_tokens=_new_tokens(self.config, self.model.config, len(ids)),
                 seed=None if seed is None else seed + index,
                 stop=list(self.stop_strings),
-                stop_token_ids=_eos_token_ids(self._config, self.model.tokenizer),
+                stop_token_ids=_eos_token_ids(self.config, self.model.tokenizer),
             )
-            for index, (ids, limit) in enumerate(zip(prompts, limits))
+            for index, ids in enumerate(prompts)
         ]
         outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         # The text of vLLM lacks the token that ended it, which generate() keeps.
@@ -247,9 +264,45 @@ class VLLMGenerator:
         return ["".join(text_before(self.stop_strings, [text])) for text in texts]
 
 
+def _encode(tokenizer: Any, prompt: str | Sequence[int], what: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a prompt; ValueError if there are none, or a text is not UTF-8."""
+    if isinstance(prompt, str):
+        refuse_surrogates(prompt, what)
+        ids = [] if prompt.isspace() else encode_context(tokenizer, prompt, add_special_tokens=add_special_tokens)
+    else:
+        ids = [int(number) for number in prompt]
+    if not prompt or not ids:
+        raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
+    return ids
+
+
+def _merged(config: GenerationConfig, options: dict[str, Any], name: str) -> GenerationConfig:
+    """A model's generation_config.json with options; ValueError if a prompt would not have one answer."""
+    config = copy.deepcopy(config)
+    config.update(**options)
+    for field, value in _OTHER_SEQUENCES.items():
+        if (asked := getattr(config, field)) not in (None, value):
+            raise ValueError(
+                f"{field}={asked!r}, an option or in generation_config.json of {name!r}, is not supported: a prompt is "
+                f"continued, by one answer; set it to {value}."
+            )
+    return config
+
+
+def _stop_strings(given: Sequence[str], config: GenerationConfig) -> tuple[str, ...]:
+    """The strings given, else those of generation_config.json, one or several; ValueError if one is empty."""
+    strings = given or config.stop_strings or ()
+    strings = (strings,) if isinstance(strings, str) else tuple(strings)
+    if "" in strings:
+        raise ValueError("stop_strings holds an empty string, which ends every text; leave it out.")
+    return strings
+
+
 def _sampling_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options that are not None, with `do_sample` if they imply it."""
+    """Options that are not None, those of a `generation_config` among them, with `do_sample` if they imply it."""
     sampling = ("temperature", "top_k", "top_p", "min_p")
+    if (config := options.pop("generation_config", None)) is not None:
+        options = config.to_diff_dict() | options
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("temperature") == 0:  # greedy, as for other engines and APIs; generate() refuses it
         return {name: value for name, value in given.items() if name not in sampling} | {"do_sample": False}
@@ -278,13 +331,18 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _new_tokens(options: dict[str, Any], config: Any, model_config: Any, length: int) -> int | None:
-    """Maximum of new tokens; `None` if generation_config.json limits the length including the prompt."""
-    given = options.get("max_new_tokens") or config.max_new_tokens
-    if given is not None or config.max_length is not None:
-        return given
-    left = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
-    return min(_NEW_TOKENS, left) if left > 0 else _NEW_TOKENS
+def _new_tokens(config: Any, model_config: Any, length: int) -> int:
+    """Maximum of new tokens after a prompt; ValueError if `max_length`, which includes the prompt, leaves none."""
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is None:
+        left = getattr(model_config.get_text_config(), "max_position_embeddings", 0) - length
+        return min(_NEW_TOKENS, left) if left > 0 else _NEW_TOKENS
+    if length >= config.max_length:
+        raise ValueError(
+            f"max_length={config.max_length} includes the prompt, which has {length} tokens; give max_new_tokens."
+        )
+    return config.max_length - length
 
 
 def text_before(strings: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:

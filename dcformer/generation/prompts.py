@@ -6,11 +6,12 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.files import file_lock, write_atomically
+from ..common.contexts import refuse_surrogates
+from ..common.files import file_lock, is_stream, write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -26,16 +27,18 @@ def read_prompts(path: str | os.PathLike, field: str = "prompt") -> list[dict[st
         field (defaults to `"prompt"`): The field of a record that holds the prompt, a text or a list of token ids.
 
     Raises:
-        ValueError: for a line that holds no prompt, with its number.
+        ValueError: for a line that is not UTF-8 or holds no prompt, with its number.
     """
-    lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+    text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    is_json = Path(path).suffix.lower() in (".jsonl", ".ndjson", ".json")
     records = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         where = f"Line {number} of {os.fspath(path)!r}"
         try:
-            record = json.loads(line) if Path(path).suffix in (".jsonl", ".ndjson", ".json") else {field: line}
+            record = json.loads(line) if is_json else {field: line}
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        refuse_surrogates(json.dumps(record, ensure_ascii=False), where)
         prompt = record.get(field) if isinstance(record, dict) else None
         if not isinstance(prompt, str | list) or not prompt:
             raise ValueError(f"{where} must hold a prompt in the field {field!r}, got {line!r}.")
@@ -55,7 +58,8 @@ def write_answers(
     """
     Write every record with its answer, `generated_text`, to a JSONL file, which appears when all are answered.
 
-    Until then answers are in `OUTPUT.unfinished`, after the settings; those that are damaged there are made again.
+    Until then answers are in `OUTPUT.unfinished`, after the settings; those that are damaged there are made again. A
+    link is followed; a device or a pipe gets each batch when it is answered.
 
     Args:
         records: From [`read_prompts`].
@@ -68,6 +72,21 @@ def write_answers(
         ValueError: if another process writes the file, or its partial answers were made with other settings.
     """
     output = Path(output)
+
+    def answered(done: int) -> Iterator[bytes]:
+        for start in range(done, len(records), batch_size):
+            on_progress(start)
+            batch = records[start : start + batch_size]
+            for record, text in zip(batch, answer(start, start + len(batch)), strict=True):
+                yield json.dumps({**record, "generated_text": text}, ensure_ascii=False).encode() + b"\n"
+
+    if is_stream(output):
+        with output.open("ab") as file:
+            for line in answered(0):
+                file.write(line)
+                file.flush()
+        return
+    output = output.resolve()
     unfinished = output.with_name(f"{output.name}.unfinished")
     lock = output.with_name(f"{output.name}.lock")
     with file_lock(lock):
@@ -90,13 +109,10 @@ def write_answers(
         lines = [json.dumps({"settings": settings}).encode() + b"\n", *lines[1 : 1 + done]]
         write_atomically(unfinished, b"".join(itertools.starmap(_sealed, enumerate(lines))))
         with unfinished.open("ab") as file:
-            for start in range(done, len(records), batch_size):
-                on_progress(start)
-                batch = records[start : start + batch_size]
-                for record, text in zip(batch, answer(start, start + len(batch)), strict=True):
-                    lines.append(json.dumps({**record, "generated_text": text}, ensure_ascii=False).encode() + b"\n")
-                    file.write(_sealed(len(lines) - 1, lines[-1]))
+            for line in answered(done):
+                file.write(_sealed(len(lines), line))
                 file.flush()
+                lines.append(line)
         write_atomically(output, b"".join(lines[1:]))
         unfinished.unlink()
         with contextlib.suppress(OSError):  # Windows does not remove open files

@@ -1,5 +1,6 @@
 """The `dcformer` command: its help, its errors, and the commands on golden checkpoints."""
 
+import io
 import json
 import os
 import re
@@ -14,7 +15,8 @@ import typer
 from typer.testing import CliRunner
 
 import dcformer
-from dcformer.cli import app
+from dcformer.cli import app, main
+from dcformer.cli.running import print_line, print_table
 from dcformer.common.terminal import one_line_errors
 
 
@@ -69,6 +71,21 @@ def test_options_that_messages_advise_exist():
     for file in PACKAGE.rglob("*.py"):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", file.read_text(encoding="utf-8")):
             assert option in known, f"{file} names {option}"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_a_terminal_cannot_show_is_replaced(encoding, monkeypatch):
+    def command(prog_name):
+        print("é東\udcff")
+        print_table("é東", ("é東",), [("é東",)] * 3)
+        print_line("é東")
+
+    monkeypatch.setattr("dcformer.cli.app", command)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    main()
+    sys.stdout.flush()
+    text = sys.stdout.buffer.getvalue().decode(encoding)
+    assert text.count("é東".encode(encoding, "replace").decode(encoding)) == 7
 
 
 def test_version():

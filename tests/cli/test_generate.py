@@ -16,6 +16,7 @@ import pytest
 import torch
 from optimum.quanto.library.extensions.cpp import ext
 from tiny_models import ANSWERS, tiny_model
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 import dcformer
@@ -59,6 +60,15 @@ def prompts(tmp_path):
 def test_the_answer_alone_is_on_stdout(prompt, given):
     done = call(ANSWERS, *([] if prompt is None else [prompt]), input=given)
     assert (done.exit_code, done.stdout, done.stderr) == (0, "India\n", "")
+
+
+def test_bytes_beyond_ascii_are_utf8_in_every_locale_and_a_byte_order_mark_is_no_text():
+    texts = "/* é東 */ int", "/* é東 */ int".encode().decode("ascii", "surrogateescape")
+    options = ("--max-new-tokens", 6, "--stop", texts[1][:3])
+    answers = {call("dcformer-tiny", *options, text).stdout for text in texts}
+    for start in ("\ufeff", ""):
+        answers.add(call("dcformer-tiny", *options, input=f"{start}{texts[0]}\r\n".encode()).stdout)
+    assert len(answers) == 1 and answers != {"\n"}
 
 
 def test_a_process_streams_to_a_pipe_and_ends_when_its_reader_leaves(endless):
@@ -128,11 +138,18 @@ def test_an_assistant_changes_no_greedy_text_and_is_refused_for_beams_of_the_con
     assert call(*options, "--num-beams", 1).exit_code == 0
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("['content']", "['content'].split()[0]")])
-def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, template, tmp_path, monkeypatch):
-    """The second template changes answers, so that the cache is of another text."""
+CONVERSATIONS = {"kept": {}, "changed": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
+CONVERSATIONS |= {"drafts": {"prompt_lookup_num_tokens": 2}, "beams": {"num_beams": 2}}
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, kind, tmp_path, monkeypatch):
+    """The changed template changes answers, so that the cache is of another text."""
+    template = TEMPLATE.replace("['content']", "['content'].split()[0]") if kind == "changed" else TEMPLATE
     (tmp_path / "chat.jinja").write_text(template)
-    options = (endless, "--chat", "--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
+    model = shutil.copytree(endless, tmp_path / "model")
+    GenerationConfig(**CONVERSATIONS[kind]).save_pretrained(model)
+    options = (model, "--chat", "--chat-template", tmp_path / "chat.jinja", "--max-new-tokens", 5)
     kept = call(*options, input="Ruth likes Paris\n\nWho has Mumbai\nWhich is different\n")
     assert kept.exit_code == 0 and len(kept.stdout.split("\n")) >= 4
     stream = TextGenerator.stream
@@ -232,16 +249,26 @@ WRONG = {
     "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
-    "not JSON": (["dcformer-tiny", "--prompts", "{bad}", "--output", "o"], "Line 2 of "),
-    "no field": (["dcformer-tiny", "--prompts", "{bad}", "--output", "o", "--field", "text"], "Line 1 of "),
+    "not JSON": (["dcformer-tiny", "--prompts", "bad.jsonl", "--output", "o"], "Line 2 of "),
+    "no field": (["dcformer-tiny", "--prompts", "bad.jsonl", "--output", "o", "--field", "text"], "Line 1 of "),
     "attention": (["dcformer-tiny", "x", "--attn-implementation", "sdpa"], "sdpa"),
+    "not UTF-8": (["dcformer-tiny", "caf\udce9"], r"The prompt must be UTF-8, got 'caf\udce9'."),
+    "input not UTF-8": (["dcformer-tiny"], r"standard input must be UTF-8, got 'a\nb\udce9' in line 2.", b"a\nb\xe9\n"),
+    "message not UTF-8": (["dcformer-tiny", "--chat"], r"A message must be UTF-8, got '\udcff'", b"\n\xff"),
+    "empty line": (["dcformer-tiny", "--prompts", "blank.txt", "--output", "o"], "Line 2 of "),
+    "a folder": (["dcformer-tiny", "--prompts", "one.txt", "--output", "folder"], "directory"),
 }
 
 
-@pytest.mark.parametrize("arguments, words", WRONG.values(), ids=WRONG)
-def test_a_wrong_use_is_one_line(arguments, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
+    arguments, words, *given = WRONG[case]
     monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{\n')
-    done = call(*(argument.replace("{bad}", str(tmp_path / "bad.jsonl")) for argument in arguments), input="")
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n{\n')
+    Path("blank.txt").write_text("a\n \n")
+    Path("one.txt").write_text("a")
+    Path("folder").mkdir()
+    done = call(*arguments, input=given[0] if given else "")
     assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("Error: ") and words in done.stderr

@@ -1,14 +1,17 @@
 """Files that are written completely or not at all, locks that end with their process, and silent libraries."""
 
 import errno
+import hashlib
 import multiprocessing
+import os
 import signal
+from pathlib import Path
 
 import huggingface_hub.utils as hub
 import pytest
 from transformers.utils import logging
 
-from dcformer.common.files import LockHeldError, file_digest, file_lock, write_atomically
+from dcformer.common.files import LockHeldError, file_lock, find_damage, make_manifest, write_atomically
 from dcformer.common.quiet import quiet_libraries
 
 
@@ -18,7 +21,73 @@ def test_a_file_holds_what_was_written(tmp_path):
         write_atomically(file, content)
         assert file.read_bytes() == (content if isinstance(content, bytes) else content.encode())
     assert list(tmp_path.iterdir()) == [file]
-    assert file_digest(file) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.mark.parametrize("kind", ["link", "lost link", "device", "pipe", "link to a pipe", "open file", "folder"])
+def test_a_link_is_followed_and_what_is_no_file_stays_what_it_is(kind, tmp_path):
+    path, target, number = tmp_path / "output", tmp_path / "else" / "target", None
+    target.parent.mkdir()
+    if kind in ("link", "lost link"):
+        path.symlink_to("else/target")
+        target.write_text("an old text") if kind == "link" else None
+    elif kind == "device":  # a terminal; as a link, which nobody may replace either
+        number, terminal = os.openpty()
+        path.symlink_to(os.ttyname(terminal))
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "open file":  # as /dev/stdout is of `>> target`
+        target.write_text("old ")
+        number = os.open(target, os.O_RDWR | os.O_APPEND)
+        path = Path(f"/dev/fd/{number}")
+    else:
+        os.mkfifo(path if kind == "pipe" else target)
+        path.symlink_to(target) if kind != "pipe" else None
+        number = os.open(path, os.O_RDWR)
+    before = path.is_symlink(), path.stat().st_ino if path.exists() else 0
+    if kind == "folder":
+        with pytest.raises(IsADirectoryError):
+            write_atomically(path, "new")
+    else:
+        write_atomically(path, "new")
+    text = os.read(number, 9) if number else b"" if kind == "folder" else target.read_bytes()
+    assert text == {"folder": b"", "open file": b"old new"}.get(kind, b"new")
+    assert path.is_symlink() == before[0] and (path.stat().st_ino == before[1] or "link" in kind[:9])
+    assert {file.name for file in tmp_path.rglob("*")} <= {"output", "else", "target"}
+
+
+def test_bytes_are_on_the_disk_before_a_name_or_a_manifest_says_so(tmp_path, monkeypatch):
+    done, replace = [], Path.replace
+    monkeypatch.setattr("os.fsync", lambda number: done.append(os.fstat(number).st_size))
+    monkeypatch.setattr("pathlib.Path.replace", lambda self, path: done.append(path.name) or replace(self, path))
+    for name, text in (("c", "12345"), ("a", "1"), ("b", "123")):
+        write_atomically(tmp_path / name, text)
+    assert done == [5, "c", 1, "a", 3, "b"]
+    done.clear()
+    assert list(make_manifest(tmp_path)) == ["a", "b", "c"] and done == [1, 3, 5]
+    assert list(make_manifest(tmp_path, [tmp_path / "c", tmp_path / "gone"])) == ["c"]
+
+
+def test_damage_is_found_wherever_it_is_and_only_inside_the_folder(tmp_path):
+    contents = {"a": b"1", "b/c": bytes(5_000_000), "d": bytes(2 * 2**20), "e": b""}
+    (tmp_path / "b").mkdir()
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    manifest, read = make_manifest(tmp_path), []
+    assert manifest == {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in contents.items()}
+    assert find_damage(tmp_path, manifest, read.append) is None and sum(read) == sum(map(len, contents.values()))
+    for name, position in (("a", 0), ("b/c", 0), ("b/c", 2**20), ("b/c", 4_999_999), ("d", 2**21 - 1)):
+        changed = bytearray(contents[name])
+        changed[position] ^= 1
+        (tmp_path / name).write_bytes(changed)
+        assert f"{name}' was changed" in find_damage(tmp_path, manifest)
+        (tmp_path / name).write_bytes(contents[name])
+    (tmp_path / "e").write_bytes(b"more")
+    assert find_damage(tmp_path, manifest) == f"'{tmp_path}/e' has 4 bytes instead of 0."
+    (tmp_path / "e").unlink()
+    assert find_damage(tmp_path, manifest) == f"'{tmp_path}/e' is missing."
+    for name in ("../a", "/etc/hostname", "b/../../a", "b\\c", "c:a", "", ".", 3, None):
+        with pytest.raises(ValueError, match="must stay inside its folder"):
+            find_damage(tmp_path / "b", {name: {"size": 1, "sha256": manifest["a"]["sha256"]}})
 
 
 @pytest.mark.parametrize("fails", ["os.fsync", "pathlib.Path.replace"])

@@ -1,6 +1,9 @@
 """Text generation by itself: stop strings, streams and padded batches."""
 
+import contextlib
+import copy
 import json
+import os
 import threading
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -8,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import tiny_model
 from tokenizers import processors
+from transformers import GenerationConfig
 
-from dcformer.generation import TextGenerator, VLLMGenerator, write_answers
+from dcformer.generation import TextGenerator, VLLMGenerator, read_prompts, write_answers
 from dcformer.generation.generator import text_before
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model
@@ -60,11 +64,59 @@ def test_generation_ends_with_a_stop_string_of_several_words(loaded):
     assert answer.text == whole.text[: whole.text.index(stop)] == "".join(pieces)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-def test_a_padded_batch_writes_what_single_prompts_do(loaded, options):
-    prompts = ["Paris", "Who likes Mumbai, Ruth has Paris", "Ruth likes"]
-    generator = TextGenerator(loaded, max_new_tokens=6, **options)
-    assert generator.generate(prompts) == [finish(generator.stream(prompt))[1] for prompt in prompts]
+BATCHES = {
+    "greedy": {"max_new_tokens": 6},
+    "beams": {"max_new_tokens": 6, "num_beams": 2},
+    "limit with the prompt": {"max_length": 12},
+    "limit of beams": {"max_length": 12, "num_beams": 3},
+    "drafts": {"max_new_tokens": 6, "prompt_lookup_num_tokens": 2},
+    "penalty": {"max_new_tokens": 12, "repetition_penalty": 3.0},
+    "scores": {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
+    "a draft's model": {"max_new_tokens": 6, "is_assistant": True},
+    "the context": {},
+}
+
+
+@pytest.mark.parametrize("place", ["argument", "configuration", "object"])
+@pytest.mark.parametrize("options", BATCHES.values(), ids=BATCHES)
+def test_a_padded_batch_writes_what_single_prompts_do(loaded, options, place, monkeypatch):
+    prompts = ["Paris " * 50, "Paris", "Who likes Mumbai, Ruth has Paris"][1 if "max_length" in options else 0 :]
+    if place == "configuration":
+        monkeypatch.setattr(loaded.model, "generation_config", GenerationConfig(**options))
+    given = {"argument": options, "configuration": {}, "object": {"generation_config": GenerationConfig(**options)}}
+    generator = TextGenerator(loaded, **given[place])
+    answers = generator.generate(prompts)
+    assert answers == [finish(generator.stream(prompt))[1] for prompt in prompts]
+    for prompt, answer in zip(prompts, answers):
+        left = options.get("max_length", 64) - len(generator.encode(prompt))
+        assert len(answer.ids) == options.get("max_new_tokens", left)
+
+
+def test_stop_strings_and_ends_are_those_of_the_configuration_unless_others_are_given(loaded, monkeypatch):
+    (whole,) = TextGenerator(loaded, max_new_tokens=9).generate(["Ruth likes Paris"])
+    words = whole.text.split()
+    monkeypatch.setattr(loaded.model, "generation_config", copy.deepcopy(loaded.model.generation_config))
+    for strings in (words[4], [words[5], words[4]]):
+        loaded.model.generation_config.stop_strings = strings
+        (ended,) = TextGenerator(loaded, max_new_tokens=9).generate(["Ruth likes Paris"])
+        assert ended.text == whole.text[: whole.text.index(words[4])]
+    (other,) = TextGenerator(loaded, max_new_tokens=9, stop_strings=[words[6]]).generate(["Ruth likes Paris"])
+    assert other.text == whole.text[: whole.text.index(words[6])]
+    (ended,) = TextGenerator(loaded, max_new_tokens=9, eos_token_id=whole.ids[3]).generate(["Ruth likes Paris"])
+    assert ended.ids == whole.ids[: whole.ids.index(whole.ids[3]) + 1]
+    once = TextGenerator(loaded, max_new_tokens=9, stop_strings=["x"], stopping_criteria=[lambda ids, _: ids[:, 0] > 0])
+    assert len(once.generate([[5, 6]])[0].ids) == 1
+
+
+@pytest.mark.parametrize("field, value", [("num_return_sequences", 2), ("token_healing", True)])
+def test_what_a_prompt_with_one_answer_cannot_have_is_refused_by_name(loaded, field, value, monkeypatch):
+    with pytest.raises(ValueError, match=f"^{field}={value}, an option or in .* 'tiny'"):
+        TextGenerator(loaded, do_sample=True, **{field: value})
+    monkeypatch.setattr(loaded.model, "generation_config", GenerationConfig(do_sample=True, **{field: value}))
+    with pytest.raises(ValueError, match=f"^{field}={value}"):
+        TextGenerator(loaded)
+    with pytest.raises(ValueError, match="max_length=4 includes the prompt, which has 4 tokens"):
+        TextGenerator(loaded, max_length=4, **{field: value - 1}).generate([[2, 3], [2, 3, 4, 5]])
 
 
 def test_a_prompt_is_continued_although_its_tokenizer_ends_texts(loaded):
@@ -120,6 +172,42 @@ def test_damaged_answers_are_made_again(damage, tmp_path, caplog):
     assert asked[3:] == {"none": [4], "a cut end": [2, 4]}.get(damage, [0, 2, 4])
     warns = damage not in ("none", "a cut end", "nothing left")  # a killed run leaves the last two as well
     assert [str(unfinished) in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+def test_answers_go_into_a_pipe_batch_by_batch_and_to_where_a_link_points(tmp_path):
+    records, pipe, link = [{"prompt": str(number)} for number in range(5)], tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader, seen = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), [b""]
+    link.symlink_to("elsewhere/answers.jsonl")
+
+    def answer(start, end):
+        if output == pipe:
+            with contextlib.suppress(BlockingIOError):
+                seen.append(os.read(reader, 4096))
+        return [f"text {number}" for number in range(start, end)]
+
+    for output in (pipe, link):
+        write_answers(records, answer, output, batch_size=2, settings={})
+    written = b"".join([*seen, os.read(reader, 4096)])
+    os.close(reader)
+    assert [piece.count(b"\n") for piece in seen] == [0, 2, 2] and pipe.is_fifo() and link.is_symlink()
+    assert [json.loads(line)["generated_text"] for line in written.splitlines()] == [f"text {n}" for n in range(5)]
+    assert (tmp_path / "elsewhere" / "answers.jsonl").read_bytes() == written
+    assert {path.name for path in tmp_path.rglob("*")} == {"pipe", "link", "elsewhere", "answers.jsonl"}
+
+
+@pytest.mark.parametrize("ending", ["txt", "JSONL", "ndjson"])
+def test_prompts_are_read_whatever_the_line_ends_and_lines_that_are_no_text_named(tmp_path, ending):
+    path, texts = tmp_path / f"prompts.{ending}", ["one é", "\u2028two", "three"]
+    lines = [(text if ending == "txt" else json.dumps({"prompt": text}, ensure_ascii=False)).encode() for text in texts]
+    for end, more in ((b"\n", b"\n"), (b"\r\n", b"\r\n"), (b"\n", b"")):
+        path.write_bytes(b"\xef\xbb\xbf" + end.join(lines) + more)
+        assert [record["prompt"] for record in read_prompts(path)] == texts
+    for bad in (lines[0].replace("é".encode(), b"\xe9"), b'{"prompt": "x", "other": "\\ud800"}', b"", b"\xff\xfe"):
+        path.write_bytes(b"\n".join([*lines[:2], bad, lines[2]]))
+        if ending != "txt" or b"ud800" not in bad:
+            with pytest.raises(ValueError, match=f"^Line 3 of '{path}'"):
+                read_prompts(path)
 
 
 def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded):

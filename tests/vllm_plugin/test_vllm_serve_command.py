@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-serving")
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from dcformer.generation import TextGenerator
 from dcformer.loading import load_model
@@ -93,6 +93,13 @@ def test_a_completion_is_what_generate_writes_streamed_or_not(server, loaded):
         assert ask(server, prompt).choices[0].text.strip() == expected.text.strip() != ""
         pieces = [chunk.choices[0].text or "" for chunk in ask(server, prompt, stream=True) if chunk.choices]
         assert "".join(pieces).strip() == expected.text.strip()
+
+
+def test_what_does_not_fit_is_refused(server):
+    with pytest.raises(BadRequestError, match="256"):
+        ask(server, PROMPTS[0] * 100)
+    with pytest.raises(BadRequestError, match="chat template"):
+        server.client.chat.completions.create(model="dcformer-tiny", messages=[{"role": "user", "content": "hello"}])
 
 
 def test_the_address_is_shown_and_the_example_of_the_page_answered(server, loaded, capsys):
