@@ -117,7 +117,7 @@ def facts_of(line: str) -> tuple:
 
 
 def test_every_line_of_the_authors_is_of_a_template_of_the_same_kind(authors):
-    assert set(TASK_KINDS) - set(authors) == {"task74"} and sum(map(len, authors.values())) == 888 * 8
+    assert set(authors) == {f"task{number}" for number in range(74)} and sum(map(len, authors.values())) == 888 * 8
     for name in authors:
         missing = {template(line): line for line in authors[name]}
         for _, line in zip(range(MOST_DRAWS), generated_lines(name)):
