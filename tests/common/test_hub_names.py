@@ -11,7 +11,8 @@ import pytest
 import torch
 from hub_cache import add_to_cache
 from huggingface_hub.utils import filter_repo_objects
-from tiny_models import tiny_config, tiny_model
+from test_loading import write_authors_folder
+from tiny_models import tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
@@ -27,38 +28,28 @@ from dcformer.training.run import fingerprint_inputs
 
 
 datasets = pytest.importorskip("datasets")
-CONFIG = tiny_config(vocab_size=len(build_tokenizer()), max_position_embeddings=512)
-# What the authors' code calls the same; Transformers' own keys are the same there.
-AUTHORS_KEYS = {"block_size": 512, "dim": 32, "n_head": 4, "n_local_heads": 4, "n_layer": 2, "rope_base": 10000}
-AUTHORS_KEYS |= {"head_dim": 8, "intermediate_size": 48, "window_size": 6, "vocab_size": CONFIG.vocab_size}
-AUTHORS_KEYS |= {"model_type": "dcformer", "use_dcmha": True, "use_qk_norm": True, "tie_word_embeddings": False}
-AUTHORS_KEYS |= {"auto_map": {"AutoModelForCausalLM": "modeling_dcformer.DCFormer"}, "norm_eps": 1e-6}
 NAMES = ("acme/ours-1.0", "acme/theirs", "acme/sharded")
 PROMPT = "< Ann has a dog. >. Ann has a"
 
 
+def make_model(seed: int = 0):
+    return tiny_model(vocab_size=len(build_tokenizer()), max_position_embeddings=512, seed=seed)
+
+
 def save(folder: Path, seed: int = 0) -> Path:
-    tiny_model(**CONFIG.to_diff_dict() | {"model_type": None}, seed=seed).save_pretrained(folder)
+    make_model(seed).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder
 
 
 def save_as_the_authors_do(folder: Path, shards: int) -> Path:
     """Their keys and names of parameters, in one torch file or several."""
+    weights = write_authors_folder(folder, make_model())
     build_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(AUTHORS_KEYS))
-    names = {ours: theirs for theirs, ours in authors_torch.authors_patterns("dcformer").items()}
-    weights = {}
-    for name, values in tiny_model(**CONFIG.to_diff_dict() | {"model_type": None}).state_dict().items():
-        name = name.removeprefix("model.")
-        for ours, pattern in names.items():
-            part = pattern.replace("(?<![^.])", "").replace("(?!.)", "").replace("\\", "")
-            name = name.replace(ours, part)
-        weights[name] = values.clone()
     if shards == 1:
         torch.save(weights, folder / "pytorch_model.bin")
         return folder
-    files = {name: f"pytorch_model-{n % shards + 1:05}-of-{shards:05}.bin" for n, name in enumerate(sorted(weights))}
+    files = {name: f"pytorch_model-{n % shards + 1:05}-of-{shards:05}.bin" for n, name in enumerate(weights)}
     for file in set(files.values()):
         torch.save({name: weights[name] for name in weights if files[name] == file}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))

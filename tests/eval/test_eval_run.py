@@ -103,8 +103,29 @@ def test_results_are_reused_if_they_are_complete_and_their_settings_are_the_same
     start(seed=1)
     assert scored == ["sciq", "piqa", "sciq"]
     next((tmp_path / "out").rglob("piqa*.jsonl")).unlink()
-    start(seed=1)
+    (record, _) = start(seed=1)
     assert scored == ["sciq", "piqa", "sciq", "piqa"]
+    libraries = {"dcformer", "torch", "transformers", "lm_eval", "datasets", "tokenizers"}
+    assert record.settings["versions"].keys() == libraries
+    for name in record.settings:  # whatever else differs, the result is another one
+        changed = {"of": {**record.settings["versions"], "torch": "1"}} if name == "versions" else "another"
+        assert record.has_settings({**record.settings, name: changed}) == (name == "git_revision")
+
+
+def test_a_fingerprint_is_of_the_configuration_and_all_weights(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    tiny_model().save_pretrained(folder, max_shard_size="20KB")
+    for name in ("extra-00001.bin", "extra-00002.bin", "extra-00003.bin"):
+        (folder / name).write_bytes(b"weights")
+    read = {"config.json", *(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))}
+    assert len(read) > 6
+    before = records.model_fingerprint(folder)
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        assert (records.model_fingerprint(folder) == before) == (path.name not in read), path
+        path.write_bytes(content)
 
 
 DAMAGES = {
