@@ -9,6 +9,8 @@ the same data and a changed data set on the Hub is refused.
 from __future__ import annotations
 
 import ast
+import codecs
+import fnmatch
 import functools
 import hashlib
 import io
@@ -87,9 +89,28 @@ def data_folder(task: str, data_dir: str | os.PathLike | None = None) -> str:
     column = task.removesuffix("_lm_eval_0_4_13").removesuffix("_ppl")
     if column.startswith("head_tasks_authors"):
         return "synthetic"
-    if column == "pile" and data_dir is not None and not any(Path(data_dir, column).glob("*.jsonl*")):
+    if column == "pile" and data_dir is not None and not Path(data_dir, column).is_dir():
         return "pile_sample"
     return column
+
+
+def data_files(folder: Path, *names: str) -> list[Path]:
+    """The files of a folder that are read, by their endings, or those with certain names; in upper or lower case."""
+    files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _SUFFIXES)
+    if names:
+        files = [file for file in files if any(fnmatch.fnmatchcase(file.name.lower(), name) for name in names)]
+    if not files:
+        wanted = " or ".join(names or [f"*{suffix}" for suffix in _SUFFIXES])
+        raise FileNotFoundError(f"There is no file {wanted} in {str(folder)!r}, where documents are read from.")
+    return files
+
+
+def read_text(file: Path) -> str:
+    """The text of a file in UTF-8, without a byte order mark."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is no text in UTF-8: {error}.") from error
 
 
 def source_of(task: str) -> Source:
@@ -112,8 +133,7 @@ def data_fingerprint(data_dir: str | os.PathLike | None, task: str) -> str:
         return files_fingerprint([TASKS_FOLDER / f"dcformer_{task}.yaml"])
     if data_dir is None or source.address == "generated":
         return f"{source}@{source.revision or source.hash or 'main'}"
-    folder = Path(data_dir, data_folder(task, data_dir))
-    return files_fingerprint(sorted(file for file in folder.iterdir() if file.suffix in _SUFFIXES))
+    return files_fingerprint(data_files(Path(data_dir, data_folder(task, data_dir))))
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
@@ -140,14 +160,21 @@ def documents_hash(documents: Iterable[Sequence[Any]], is_ordered: bool = False)
 
 
 def checked_origin(
-    folder: str, digest: str, data_dir: str | os.PathLike | None, required: str | None = None
+    folder: str,
+    documents: Iterable[Sequence[Any]],
+    data_dir: str | os.PathLike | None,
+    required: str | None = None,
+    is_ordered: bool = False,
 ) -> dict[str, Any]:
     """
     `source`, `revision` and `hash` of documents for a record, and `as_known`: whether the hash is the known one.
 
     Documents that were fetched (no `data_dir`) must have the known hash, or the `required` one (or `"any"`).
     """
-    source = SOURCES[folder]
+    source, documents = SOURCES[folder], list(documents)
+    if not any(map(any, documents)):
+        raise ValueError(f"There is no text in the {len(documents)} documents of {folder}; give others.")
+    digest = documents_hash(documents, is_ordered)
     wanted = required or (source.hash if data_dir is None else None) or "any"
     if wanted not in (digest, "any"):
         raise ValueError(
@@ -183,18 +210,20 @@ def load_documents(
         logger.warning("sciq: there is no test split in %s; its validation split is scored instead.", data_dir)
         scored, extra = "validation", {"stands_in_for": "test"}
     if scored not in splits:
-        raise FileNotFoundError(f"There is no {scored} split of {source} in {str(Path(data_dir or '', column))!r}.")
+        files = "" if data_dir is None else f": {scored}.parquet or {scored}.jsonl in {str(Path(data_dir, column))!r}"
+        raise FileNotFoundError(f"There is no {scored} split of {source}{files}.")
     examples = next((split for split in ("train", "validation") if split in splits), scored)
     documents = {split: _documents(column, splits[split]) for split in {scored, examples}}
-    origin = checked_origin(column, _hash_of(column, documents[scored]), data_dir, data_hash)
+    origin = checked_origin(column, _hashed_values(column, documents[scored]), data_dir, data_hash)
     if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
     return {"scored": documents[scored], "examples": documents[examples], "origin": {**origin, **extra}}
 
 
 def _local_splits(folder: Path) -> dict[str, Any]:
-    files = (folder / f"{split}{suffix}" for split in ("train", "validation", "test") for suffix in reversed(_SUFFIXES))
-    return {file.stem: file for file in files if file.is_file()}  # the last of a split wins: .parquet before .jsonl
+    # The last of a split wins: .parquet before .jsonl.
+    files = sorted(data_files(folder), key=lambda file: _SUFFIXES.index(file.suffix.lower()), reverse=True)
+    return {file.stem.lower(): file for file in files if file.stem.lower() in ("train", "validation", "test")}
 
 
 def _published_splits(source: Source) -> dict[str, Any]:
@@ -205,32 +234,34 @@ def _published_splits(source: Source) -> dict[str, Any]:
     return {split: Path(file) for split, file in datasets.DownloadManager().download(files).items()}
 
 
-def _hash_of(column: str, documents: Dataset) -> str:
-    """The hash of the fields that the prompt reads; an answer is a number in one copy and a string in another."""
+def _hashed_values(column: str, documents: Dataset) -> Iterator[tuple[Any, ...]]:
+    """The fields that the prompt reads; an answer is a number in one copy and a string in another."""
     source = SOURCES[column]
     columns = (
         [str(value).strip() for value in documents[name][:]] if name in (source.answer, "label") else documents[name][:]
         for name in source.fields
     )
-    return documents_hash(zip(*columns))
+    return zip(*columns)
 
 
 def _documents(column: str, split: Any) -> Dataset:
     """The rows of a file (`split` is a Path) or of a split on the Hub (a Dataset), in one layout."""
     datasets = import_extra("datasets")
     source, rows = SOURCES[column], split
-    if isinstance(split, Path) and split.suffix == ".parquet":
-        from pyarrow import parquet
-
-        rows = datasets.Dataset(parquet.read_table(split))  # in memory, without a copy in a cache
-    elif isinstance(split, Path) and column == "logiqa" and split.suffix != ".jsonl":
-        rows = datasets.Dataset.from_list(parse_logiqa(split.read_text(encoding="utf-8")))
-    elif isinstance(split, Path):
-        rows = datasets.Dataset.from_list([json.loads(line) for _, line in _lines([split])])
-    if "problems" in source.fields:
-        is_grouped = "problems" in rows.column_names
-        rows = datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
     where = str(split if isinstance(split, Path) else source)
+    if isinstance(split, Path):
+        import pyarrow
+
+        try:
+            rows = _read(split, column)
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{where!r} cannot be read: {error}") from error
+    is_grouped = "problems" not in source.fields or "problems" in rows.column_names
+    for name in source.fields if is_grouped else ("article", *_QUESTION):
+        if name not in rows.column_names:
+            raise ValueError(f"There are no documents with {name!r} in {where!r}; its fields are {rows.column_names}.")
+    if "problems" in source.fields:
+        rows = datasets.Dataset.from_list([_article(row) for row in rows] if is_grouped else group_by_article(rows))
     if source.answer and (unknown := {str(value).strip() for value in rows[source.answer]} - set(source.answers)):
         raise ValueError(
             f"{source.answer} must be one of {', '.join(source.answers)} in {where!r}, got {min(unknown)!r}; use "
@@ -241,6 +272,17 @@ def _documents(column: str, split: Any) -> Dataset:
             if _has_null(value):
                 raise ValueError(f"{name!r} is null or missing in document {number} of {column} in {where!r}; mend it.")
     return rows
+
+
+def _read(file: Path, column: str) -> Dataset:
+    datasets = import_extra("datasets")
+    if file.suffix.lower() == ".parquet":
+        from pyarrow import parquet
+
+        return datasets.Dataset(parquet.read_table(file))  # in memory, without a copy in a cache
+    if column == "logiqa" and file.suffix.lower() != ".jsonl":
+        return datasets.Dataset.from_list(parse_logiqa(read_text(file)))
+    return datasets.Dataset.from_list([_parse(where, line) for where, line in _lines([file])])
 
 
 def _has_null(value: Any) -> bool:
@@ -284,9 +326,9 @@ def jsonl_fields(
     chosen = set(sampled_indices(sum(1 for _ in _lines(files)), subset, seed))
     for index, (where, line) in enumerate(_lines(files)):
         if index in chosen:
-            row = json.loads(line)
-            if missing := [field for field in fields if row.get(field) is None]:
-                raise ValueError(f"{where} has no {missing[0]!r}, or null; its keys are {', '.join(row)}.")
+            row = _parse(where, line)
+            if missing := [field for field in fields if not isinstance(row.get(field), str)]:
+                raise ValueError(f"{where} has no {missing[0]!r} that is a text; its keys are {', '.join(row)}.")
             yield tuple(row[field] for field in fields)
 
 
@@ -311,12 +353,28 @@ def spread_order(count: int) -> list[int]:
     return [index for index in indices if index < count]
 
 
-def _lines(files: list[Path]) -> Iterator[tuple[str, str]]:
-    """The location and text of every line that is not blank; files may be compressed."""
+def _lines(files: list[Path]) -> Iterator[tuple[str, bytes]]:
+    """The location and text of every line that is not blank; files may be compressed, and begin with a mark."""
     import pyarrow
 
     for file in files:
-        with pyarrow.input_stream(str(file)) as content:
-            for number, line in enumerate(io.TextIOWrapper(content, encoding="utf-8"), start=1):
-                if line.strip():
-                    yield f"Line {number} of {str(file)!r}", line
+        number, compression = 0, "zstd" if file.suffix.lower() == ".zst" else None
+        try:
+            with pyarrow.input_stream(str(file), compression) as content:
+                for number, line in enumerate(io.BufferedReader(content), start=1):
+                    if line := line.removeprefix(codecs.BOM_UTF8).strip():
+                        yield f"Line {number} of {str(file)!r}", line
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{str(file)!r} cannot be read after line {number}: {error}.") from error
+
+
+def _parse(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+        if b"\\ud" in line.lower():  # raises for half of a surrogate pair, which is no text
+            json.dumps(row, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON in UTF-8: {error}.") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be an object of JSON, got {row!r:.80}.")
+    return row

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..head_tasks import TASK_KINDS, held_out_questions
-from .data import SOURCES, checked_origin, documents_hash, import_extra, jsonl_fields, spread_indices
+from .data import SOURCES, checked_origin, data_files, documents_hash, import_extra, jsonl_fields, spread_indices
 from .perplexity import continuation_ids, task_tokenizer
 from .stats import as_pair
 
@@ -54,7 +54,7 @@ def load_authors_texts(
 ) -> dict[str, Any]:
     """The answers of line `shots + 1` (2 to 7) of every text, or of `windows` texts (`--limit`) spread over all."""
     texts = list(authors_texts(data_dir))
-    origin = checked_origin("synthetic", documents_hash(texts), data_dir, data_hash)
+    origin = checked_origin("synthetic", texts, data_dir, data_hash)
     questions = []
     for document in spread_indices(len(texts), windows):
         task, text = texts[document]
@@ -109,7 +109,8 @@ def score_answer(doc: dict, results: list[tuple[float, bool]]) -> dict[str, Any]
 def authors_texts(data_dir: str | None) -> Iterable[tuple[str, ...]]:
     """Name of the task and text of the authors' file, in its order."""
     if data_dir is not None:
-        return jsonl_fields([Path(data_dir, "synthetic", "synthetic_dataset.jsonl")], ("task_id", "texts"))
+        files = data_files(Path(data_dir, "synthetic"), "synthetic_dataset.jsonl")
+        return jsonl_fields(files, ("task_id", "texts"))
     rows = import_extra("datasets").load_dataset("json", data_files=SOURCES["synthetic"].address, split="train")
     return ((row["task_id"], row["texts"]) for row in rows)
 

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 PAPER_WINDOW = 2048
 WINDOWS_PER_STREAM = 64
+_JSONL = ("*.jsonl", "*.jsonl.zst")
 _HEADING = re.compile(r"(?<=\n \n) = [^=\n](?:[^\n]*[^=\n])? = \n \n")
 
 
@@ -49,8 +50,8 @@ def load_pile(
         with naming_what_is_missing(source.path):
             files = [Path(hf_hub_download(source.path, "val.jsonl.zst", **where))]
     else:
-        whole = [file for file in Path(data_dir, "pile").glob("*.jsonl*") if file.suffix in (".jsonl", ".zst")]
-        files = sorted(whole) or [Path(data_dir, "pile_sample", "test.jsonl")]
+        folder = Path(data_dir, data.data_folder("pile", data_dir))
+        files = data.data_files(folder, *(["test.jsonl"] if folder.name == "pile_sample" else _JSONL))
     documents = [text for (text,) in data.jsonl_fields(files, ("text",), subset, seed)]
     return _packed("pile", documents, data_dir, **settings)
 
@@ -63,7 +64,8 @@ def load_wikitext2(data_dir: str | None = None, **settings: Any) -> dict[str, An
         # In the Hub's copy blank lines are empty; in the file they are a space and a line feed.
         text = "".join(line or " \n" for line in rows["text"])
     else:
-        text = Path(data_dir, "wikitext2", "wikitext2_test.txt").read_text(encoding="utf-8")
+        (file,) = data.data_files(Path(data_dir, "wikitext2"), "wikitext2_test.txt")
+        text = data.read_text(file)
     return _packed("wikitext2", wikitext_articles(text), data_dir, **settings)
 
 
@@ -80,8 +82,7 @@ def _packed(
 ) -> dict[str, Any]:
     """Streams of all documents or of `windows` windows; `settings` are the model's arguments as lm-eval passes them."""
     check_window(window, **settings)
-    digest = data.documents_hash(((text,) for text in documents), is_ordered=True)
-    origin = data.checked_origin(folder, digest, data_dir, data_hash)
+    origin = data.checked_origin(folder, ((text,) for text in documents), data_dir, data_hash, is_ordered=True)
     chosen = [documents[index] for index in data.sampled_indices(len(documents), subset, seed)]
     packed = pack_documents(chosen, task_tokenizer(**settings), window, windows, settings)
     return {"test": packed, "origin": origin}
@@ -103,11 +104,10 @@ def load_flan(
         chosen = rows.select(data.sampled_indices(len(rows), subset, seed))
         pairs = [(row["prompt"], row["completion"]) for row in chosen]
     else:
-        files = sorted(Path(data_dir, "flan").glob("*.jsonl"))
-        if not files:
-            raise FileNotFoundError(f"There is no file {str(Path(data_dir, 'flan', '*.jsonl'))!r}.")
-        pairs = list(data.jsonl_fields(files, ("inputs", "targets"), subset, seed))
-    origin = data.checked_origin("flan", data.documents_hash(pairs), data_dir, data_hash)
+        pairs = list(
+            data.jsonl_fields(data.data_files(Path(data_dir, "flan"), *_JSONL), ("inputs", "targets"), subset, seed)
+        )
+    origin = data.checked_origin("flan", pairs, data_dir, data_hash)
     examples = []
     for given, target in pairs:
         context, continuation = given.strip(), " " + target.strip()  # the space is part of the target's first word
@@ -116,6 +116,8 @@ def load_flan(
             examples.append({"context": context, "continuation": continuation, "n_tokens": n_tokens})
     if left_out := len(pairs) - len(examples):
         reason = f"they have no target, or one of more than {window} tokens"
+        if not examples:
+            raise ValueError(f"There is nothing to score in {len(pairs)} examples of flan: {reason}.")
         logger.warning("dcformer_flan_ppl leaves out %d of %d examples: %s.", left_out, len(pairs), reason)
     return {"test": data.import_extra("datasets").Dataset.from_list(examples), "origin": origin}
 

@@ -4,6 +4,7 @@
 texts, since the licences of the data forbid more. `python tests/eval/test_eval_tasks.py` rewrites it.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -20,7 +21,17 @@ pytest.importorskip("lm_eval", reason="the tasks are lm-eval's")
 import datasets
 import lm_eval
 
-from dcformer.eval import SUITES, TABLE4_COLUMNS, data, find_tasks, list_tasks, prompts, source_of, tasks_folder
+from dcformer.eval import (
+    SUITES,
+    TABLE4_COLUMNS,
+    data,
+    find_tasks,
+    list_tasks,
+    perplexity,
+    prompts,
+    source_of,
+    tasks_folder,
+)
 from dcformer.eval import head_tasks as tasks_of_heads
 from dcformer.eval.suites import OTHER_PROMPTS, TASKS
 from dcformer.head_tasks import build_tokenizer, held_out_questions
@@ -237,12 +248,64 @@ def test_null_where_a_prompt_reads_is_refused_with_its_document(column, name, va
         data.load_documents(column, tmp_path)
 
 
-def test_null_in_running_text_is_refused_with_its_line(tmp_path):
-    file = tmp_path / "test.jsonl"
-    for line in ('{"text": null}', '{"body": "a"}'):
-        file.write_text(f'{{"text": "a"}}\n\n{line}\n')
-        with pytest.raises(ValueError, match=r"Line 3 of .*test\.jsonl' has no 'text', or null"):
-            list(data.jsonl_fields([file], ("text",)))
+PILE, PIQA = '{"text": "a"}', json.dumps(ROWS["piqa"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("pile/a.jsonl", f'{PILE}\n\n{{"text": null}}', r"Line 3 of .*a\.jsonl' has no 'text' that is a text"),
+        ("pile/a.jsonl", f'{PILE}\n{{"body": "a"}}', "Line 2 .* has no 'text' that is a text; its keys are body"),
+        ("pile/a.jsonl", f"{PILE}\n[{PILE}]", "Line 2 .* must be an object of JSON, got .*'text': 'a'"),
+        ("pile/a.jsonl", '{"text": "\\uD800"}', "Line 1 .* is no JSON in UTF-8: .*surrogates"),
+        ("pile/a.jsonl", b'{"text": "\xff"}', "Line 1 .* is no JSON in UTF-8: .*0xff"),
+        ("pile/a.jsonl.ZST", b"junk", r"a\.jsonl\.ZST' cannot be read after line 0: "),
+        ("pile/a.jsonl", '{"text": ""}\n', "no text in the 1 documents of pile"),
+        ("pile/a.tsv", "a\tb", r"no file \*\.jsonl or \*\.jsonl\.zst in .*pile'"),
+        ("flan/a.jsonl", '{"inputs": "a", "targets": " "}', "nothing to score in 1 examples of flan"),
+        ("wikitext2/wikitext2_test.txt", b"\xff\xfea\0", r"wikitext2_test\.txt' is no text in UTF-8: .*0xff"),
+        ("wikitext2/wikitext2_test.txt", "", "no text in the 1 documents of wikitext2"),
+        ("synthetic/other.jsonl", "{}", r"no file synthetic_dataset\.jsonl in .*synthetic'"),
+        ("piqa/validation.jsonl", f"{PIQA}\n{PIQA[:-1]}", "Line 2 .* is no JSON in UTF-8"),
+        ("piqa/validation.jsonl", f"{PIQA}\n{PIQA.replace('0', '[0]')}", r"validation\.jsonl' cannot be read: "),
+        ("piqa/validation.jsonl", '{"goal": "a"}', r"with 'sol1' in .*validation\.jsonl'; its fields are \['goal'\]"),
+        ("piqa/validation.jsonl", "", "no documents with 'goal'"),
+        ("piqa/validation.parquet", b"junk", r"validation\.parquet' cannot be read: "),
+        ("piqa/x.tsv", "", r"no file \*\.parquet or .*\*\.zst in .*piqa'"),
+        (
+            "piqa/test.jsonl",
+            PIQA,
+            "no validation split of baber/piqa: validation.parquet or validation.jsonl in .*piqa'",
+        ),
+        ("race_high/test.jsonl", '{"article": "a"}', "with 'question' in"),
+    ],
+)
+def test_files_that_hold_no_documents_are_refused_with_the_place(name, content, words, tmp_path):
+    file = tmp_path / name
+    file.parent.mkdir()
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    column, settings = file.parent.name, {"data_dir": str(tmp_path), "max_length": 2048, "tokenizer": build_tokenizer()}
+    loaders = {name: getattr(perplexity, f"load_{name}") for name in ("pile", "flan", "wikitext2")}
+    loaders["synthetic"] = functools.partial(tasks_of_heads.load_authors_texts, 2)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        loaders.get(column, functools.partial(data.load_documents, column))(**settings)
+
+
+def test_files_may_begin_with_a_mark_and_have_endings_in_upper_case(tmp_path):
+    article, choices = " \n = A = \n \n text \n", "b\nTom runs.\nWho?\nA.a\nB.b\nC.c\nD.d"
+    example = '{"inputs": "a", "targets": "b"}'
+    names = {"pile/corpus.JSONL": PILE, "flan/A.Jsonl": example, "wikitext2/WikiText2_test.TXT": article}
+    names |= {"piqa/VALIDATION.JSONL": f"{PIQA}\r\n\r\n\ufeff{PIQA}", "logiqa/Test.TXT": choices}
+    for name, content in names.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
+        assert data.data_fingerprint(tmp_path, name.split("/")[0]).startswith("sha256:")
+    settings = {"data_dir": str(tmp_path), "max_length": 2048, "tokenizer": build_tokenizer()}
+    assert perplexity.load_pile(**settings)["test"]["text"][:] == ["a<|endoftext|>"]
+    assert perplexity.load_flan(**settings)["test"]["context"][:] == ["a"]
+    assert perplexity.load_wikitext2(**settings)["test"]["text"][:] == [f"{article}<|endoftext|>"]
+    assert data.load_documents("piqa", tmp_path)["scored"]["goal"][:] == ["Sit", "Sit"]
+    assert data.load_documents("logiqa", tmp_path)["scored"]["label"][:] == ["b"]
 
 
 def test_other_documents_than_the_published_ones_are_refused_or_marked(tmp_path, monkeypatch):
@@ -261,8 +324,6 @@ def test_other_documents_than_the_published_ones_are_refused_or_marked(tmp_path,
     write_rows(tmp_path, "piqa", "validation", [{**row, "label": -1}])
     with pytest.raises(ValueError, match="'-1'"):
         data.load_documents("piqa", tmp_path)
-    with pytest.raises(FileNotFoundError, match="validation split"):
-        data.load_documents("hellaswag", tmp_path)
 
 
 def test_a_hash_is_of_the_documents_and_not_of_their_order_unless_that_matters():
