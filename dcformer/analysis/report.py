@@ -206,7 +206,8 @@ def _matters_section(losses: DataFrame) -> str:
     drawn, largest = heat_map(values, rows, columns, "Loss without a branch", zero_is_hidden=False), values.abs().max()
     note = (
         "How much the loss on these texts rises (blue) or falls (orange) if a branch of a layer is switched off. The "
-        f"largest change is {largest:.3f} nats per token. what_matters.csv has standard errors."
+        f"largest change is {largest:.3f} nats per token. "
+        + ("what_matters.csv has standard errors." if losses.standard_error.notna().any() else "One text has no error.")
     )
     return _section("What matters", note, f"<figure>{drawn}</figure>")
 

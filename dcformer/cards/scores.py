@@ -26,6 +26,7 @@ from ..eval import (
     read_records,
     source_of,
 )
+from ..eval.report import differences_from_published
 from ..model_card import CARD_FILE, PAPER_URL, table, without_signature, write_card
 
 
@@ -48,6 +49,7 @@ class Score:
     stderr: float | None = None
     details: str = ""  # how it was measured; empty for the paper's
     is_papers: bool = False
+    unlike: str = ""  # how it differs from what the metadata would say; if it does, it is in the text alone
 
     @property
     def _dataset(self) -> tuple[str, str | None]:
@@ -103,14 +105,18 @@ def measured_scores(records: Iterable[Record]) -> list[Score]:
             scale, digits = (100, 2) if metric.startswith("acc") else (1, 4)
             value, error = (measured.get(key) for key in ("value", "stderr"))
             rounded = [None if number is None else round(scale * number, digits) for number in (value, error)]
-            scores.append(Score(record.task, record.num_fewshot, metric, *rounded, _details(record)))
+            unlike = "; ".join(differences_from_published(record))
+            scores.append(Score(record.task, record.num_fewshot, metric, *rounded, _details(record), unlike=unlike))
     return scores
 
 
 def _details(record: Record) -> str:
     known = {**(record.settings.get("versions") or {}), **record.settings}
     names = {"task_version": "task version", "dtype": "dtype", "oov_policy": "oov_policy"}
-    names |= {"dcformer": "dcformer", "lm_eval": "lm_eval", "git_revision": "commit"}
+    names |= {"max_length": "max_length", "dcformer": "dcformer", "lm_eval": "lm_eval", "git_revision": "commit"}
+    if record.num_fewshot:
+        known |= {"examples": record.observed.get("documents", {}).get("examples")}
+        names |= {"seed": "seed", "examples": "examples from"}
     parts = [f"{name} {known[key]}" for key, name in names.items() if known.get(key) is not None]
     return ", ".join([f"{record.num_samples} documents", *parts])
 
@@ -139,7 +145,8 @@ def update_card(
     Write the scores of `dcformer eval` into a model's card, its `model-index` and `.eval_results/*.yaml`.
 
     Everything else in the card and in that folder stays; scores that this function wrote before are replaced. A
-    DCFormer or DCPythia without a card gets one.
+    DCFormer or DCPythia without a card gets one. Results of other documents than the published ones, or of other
+    windows, come into the card's text alone.
 
     Args:
         folder: The model's folder.
@@ -165,11 +172,17 @@ def update_card(
         for part in records
         if part.is_partial
     ]
+    notes += [
+        f"{record.task}, {record.num_fewshot}-shot, is in the text alone: {unlike}."
+        for record in whole
+        if (unlike := "; ".join(differences_from_published(record)))
+    ]
     if not whole:
         raise ValueError(f"All results of {records[0].model!r} are partial (--limit); evaluate without a limit.")
     name = whole[0].model.rstrip("/")
     row = published.paper_row(name, None if paper_row is None else {name: paper_row})
     measured, from_paper = measured_scores(whole), paper_scores(row)
+    stated = [*(score for score in measured if not score.unlike), *from_paper]
     path = folder / CARD_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else _new_card(folder, config)
     card = ModelCard(without_signature(text))
@@ -178,12 +191,12 @@ def update_card(
         for result in card.data.eval_results or []
         if (result.metric_args or {}).get("by") != MEASURED_BY and result.source_name != PAPER_NAME
     ]
-    card.data.eval_results = others + [score.to_eval_result() for score in (*measured, *from_paper)]
-    card.data.model_name = card.data.model_name or folder.resolve().name
+    card.data.eval_results = others + [score.to_eval_result() for score in stated] or None
+    card.data.model_name = (card.data.model_name or folder.resolve().name) if card.data.eval_results else None
     card.data.library_name = card.data.library_name or "transformers"
     card.text = _with_section(card.text, _section(measured, from_paper))
     write_atomically(path, str(card))
-    files = _write_entries(folder / ".eval_results", [*measured, *from_paper])
+    files = _write_entries(folder / ".eval_results", stated)
     papers = f" and {len(from_paper)} figures of the paper" if from_paper else ""
     return [*notes, f"{path}: {len(measured)} measured scores{papers}; {len(files)} files in .eval_results"]
 
@@ -218,7 +231,8 @@ def _section(measured: Sequence[Score], from_paper: Sequence[Score]) -> str:
     for score in measured:
         error = "" if score.stderr is None else f" ± {score.stderr:g}"
         theirs = stated.get((score.task, score.num_fewshot, score.metric), "")
-        rows.append((score.task, score.num_fewshot, score.metric, f"{score.value:g}{error}", theirs))
+        task, theirs = (f"{score.task} ({score.unlike})", "") if score.unlike else (score.task, theirs)
+        rows.append((task, score.num_fewshot, score.metric, f"{score.value:g}{error}", theirs))
     headings = ("task", "examples", "metric", "measured ± standard error", "the paper's, Table 4")
     columns = len(headings) if stated else len(headings) - 1
     scores = table(headings[:columns], [row[:columns] for row in rows])

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 1234
 _DEFINITION = "the task's definition"
+LOCAL_FILES = "files of --data-dir"  # as the source of documents
 _SUFFIXES = (".parquet", ".jsonl", ".txt", ".zst")
 _QUESTION = ("question", "options", "answer")  # fields of RACE
 
@@ -182,7 +183,7 @@ def checked_origin(
             "by --data-hash TASK=HASH."
         )
     return {
-        "source": str(source) if data_dir is None else "files of --data-dir",
+        "source": str(source) if data_dir is None else LOCAL_FILES,
         "revision": source.revision if data_dir is None else None,
         "hash": digest,
         "as_known": None if source.hash is None else digest == source.hash,
@@ -217,7 +218,11 @@ def load_documents(
     origin = checked_origin(column, _hashed_values(column, documents[scored]), data_dir, data_hash)
     if process is not None:  # lm-eval's `process_docs` would run at every access
         documents = {split: process(rows) for split, rows in documents.items()}
-    return {"scored": documents[scored], "examples": documents[examples], "origin": {**origin, **extra}}
+    return {
+        "scored": documents[scored],
+        "examples": documents[examples],
+        "origin": {**origin, "examples": examples, **extra},
+    }
 
 
 def _local_splits(folder: Path) -> dict[str, Any]:

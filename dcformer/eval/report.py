@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..head_tasks import REFERENCES, reference_answers
 from . import published, stats
-from .data import import_extra, source_of
+from .data import LOCAL_FILES, import_extra, source_of
 from .head_tasks import by_text
 from .perplexity import PAPER_WINDOW
 from .published import AVERAGE, PAPER_ROWS
@@ -408,13 +408,19 @@ class _Builder:
             yield f"PARTIAL: {', '.join(tasks)} ({', '.join(models)})"
 
     def _legend(self, frame: pandas.DataFrame) -> Iterator[str]:
-        yield "± is one standard error."
+        yield f"± is one standard error{', which a single document has not' if (frame.n == 1).any() else ''}."
         for model in self.models:
             records = self._records_of(model)
             policies = sorted({str(record.settings.get("oov_policy") or "none needed") for record in records})
             row = f"; compared with the paper's {self.paper_rows[model]}" if model in self.paper_rows else ""
             clamped = " (a token id without an embedding row is read as the last row)" if "clamp" in policies else ""
             yield f"{self.names[model]}: oov_policy {' and '.join(policies)}{clamped}{row}."
+            unlike: dict[str, list[str]] = {}
+            for record in records:
+                for what in differences_from_published(record):
+                    unlike.setdefault(what, []).append(f"{record.task} {record.num_fewshot}-shot")
+            for what, tasks in unlike.items():
+                yield f"{self.names[model]}: {what}: {', '.join(tasks)}."
             for what, key in (("with token ids beyond the embedding", "oov"), ("cut from the left", "truncated")):
                 counts = {f"{r.task} {r.num_fewshot}-shot": r.observed.get(f"{key}_documents") for r in records}
                 if parts := [f"{count:,} of {task}" for task, count in counts.items() if count]:
@@ -427,9 +433,8 @@ class _Builder:
                 "the other has; p of one accuracy is of the exact sign test over these, else of the bootstrap. "
                 "Undecided (?): the interval contains 0 or p is above 0.05."
             )
-        windows = {r.settings.get("max_length") for (_, task, _), r in self.records.items() if task in PERPLEXITY_TASKS}
-        for window in sorted(windows - {PAPER_WINDOW, None}):
-            yield f"Perplexities in windows of {window:,} tokens compare with no others, nor with the paper's."
+        if (frame.delta.notna() & frame.low.isna()).any():
+            yield "No interval: a single document has none, so the difference is undecided."
 
     def _breakdown(self) -> dict[str, pandas.DataFrame]:
         """Accuracies of head tasks in percent, by kinds of questions."""
@@ -456,6 +461,20 @@ class _Builder:
             table.insert(1, "answers", [f"{count:.0f}" for count in groups["size"].max(axis=1)])
             tables[f"Head tasks by questions, {title}, accuracy in percent"] = table
         return tables
+
+
+def differences_from_published(record: Record) -> Iterator[str]:
+    """In which ways a result is not of the published documents, or of others as far as is known."""
+    documents = record.observed.get("documents", {})
+    is_known, window = documents.get("as_known", True), record.settings.get("max_length", PAPER_WINDOW)
+    if is_known is False:
+        yield "other documents than the published ones"
+    elif is_known is None and documents.get("source") == LOCAL_FILES:
+        yield "documents that are not known to be the published ones"
+    if "stands_in_for" in documents:
+        yield "documents of another split"
+    if record.task in PERPLEXITY_TASKS and window != PAPER_WINDOW:
+        yield f"windows of {window:,} tokens, which compare with no others, nor with the paper's"
 
 
 def _corrected(frame: pandas.DataFrame) -> pandas.Series:
@@ -511,8 +530,9 @@ def _delta(row: Any) -> str:
     if math.isnan(row.delta):
         return ""
     value, low, high = (_number(number, row.metric, "+") for number in (row.delta, row.low, row.high))
-    interval = "" if _pandas().isna(row.low) else f" [{low}, {high}]"
-    return f"{value}{interval}{' ?' if row.undecided else ''}"
+    if math.isnan(row.low):
+        return f"{value} (no interval)"
+    return f"{value} [{low}, {high}]{' ?' if row.undecided else ''}"
 
 
 def _documents(row: Any) -> str:

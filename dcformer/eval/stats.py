@@ -33,7 +33,7 @@ class Difference:
         low, high: Ends of the 95 % interval; `nan` for a single document.
         p_value: Probability of a difference at least as large if the models did not differ, two-sided. For one task
             with answers that are right or wrong it is of the exact sign test, otherwise from the share of resamples
-            beyond zero (`nan` for a single document).
+            beyond zero (`nan` for a single document), and no less than that of as many documents of one sign.
         wins, losses: Documents that only the model has right, and that only the baseline has right; `None` for other
             metrics than accuracies.
         documents: Number of documents that were compared.
@@ -127,7 +127,7 @@ def paired_mean_difference(
     if is_zero_or_one and len(tasks) == 1:
         p_value = sign_test(wins, losses)
     else:
-        p_value = math.nan if is_single else _p_value_of_resamples(resampled)
+        p_value = math.nan if is_single else max(_p_value_of_resamples(resampled), 2.0 ** (1 - sum(documents)))
     return Difference(point, float(low), float(high), p_value, wins, losses, sum(documents))
 
 

@@ -140,4 +140,4 @@ def _is_better_when_lower(metric: str) -> bool:
 
 
 def _with_interval(mean: float, half: float, sign: str = "") -> str:
-    return f"{mean:{sign}.4f}" + ("" if math.isnan(half) else f" ± {half:.4f}")
+    return f"{mean:{sign}.4f} {'(one seed)' if math.isnan(half) else f'± {half:.4f}'}"

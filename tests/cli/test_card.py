@@ -27,10 +27,10 @@ def call(*words: str):
 def record(results: Path, folder: Path, task: str, metrics: dict, shots: int = 0, documents: int = 2, **settings):
     """A record as `dcformer eval` writes it."""
     settings = {"model": model_fingerprint(str(folder)), "dtype": "float32", **settings}
-    name = settings.pop("name", str(folder))
+    name, observed = settings.pop("name", str(folder)), {"documents": settings.pop("documents_of", {})}
     samples = [{"doc_id": number, "doc_hash": str(number), "metrics": metrics} for number in range(2)]
     measured = {metric: {"value": value, "stderr": 0.0125} for metric, value in metrics.items()}
-    write_record(results, Record(name, task, shots, measured, 2, documents, None, settings), samples)
+    write_record(results, Record(name, task, shots, measured, 2, documents, None, settings, observed), samples)
 
 
 @pytest.fixture
@@ -149,6 +149,31 @@ def test_partial_results_are_left_out_or_refused(model, tmp_path):
     ended = call(model, "--results", tmp_path / "part", "--paper-row", "none")
     assert "2 of 1838 documents" in ended.output
     assert [result.metric_name for result in results_in(model)] == ["sciq acc, 0-shot"]
+
+
+def test_results_of_other_documents_or_windows_are_in_the_text_alone(model, tmp_path):
+    known, other = ({"as_known": value, "source": "files of --data-dir"} for value in (True, False))
+    results = tmp_path / "results"
+    record(results, model, "piqa", {"acc": 0.5}, documents_of=known, max_length=64)
+    record(results, model, "sciq", {"acc": 0.5}, 5, documents_of={**known, "examples": "train"}, seed=7)
+    for task, documents, window in (
+        ("wikitext2_ppl", known, 128),
+        ("wikitext2_ppl", other, 2048),
+        ("logiqa", other, 64),
+    ):
+        metric = {"acc": 0.25} if task == "logiqa" else {"token_perplexity": 12.5}
+        record(results, model, task, metric, documents_of=documents, max_length=window)
+        ended = call(model, "--results", results, "--paper-row", "none")
+        assert ended.exit_code == 0 and f"{task}, 0-shot, is in the text alone: " in ended.output
+        piqa, sciq = results_in(model)
+        assert (piqa.metric_name, sciq.metric_name) == ("piqa acc, 0-shot", "sciq acc, 5-shot")
+        assert "max_length 64" in piqa.metric_args["details"]
+        assert "seed 7, examples from train" in sciq.metric_args["details"]
+        assert f"| {task} (" in (model / "README.md").read_text()
+        assert len(list((model / ".eval_results").iterdir())) == 2
+    for task in ("piqa", "sciq"):
+        next(results.rglob(f"{task}-*shot.json")).unlink()
+    assert call(model, "--results", results, "--paper-row", "none").exit_code == 0 and not results_in(model)
 
 
 def test_the_published_cards_are_what_the_script_writes():

@@ -416,6 +416,40 @@ def test_notes_say_what_cannot_be_compared_and_how_ids_and_lengths_were_handled(
         assert sentence in notes
 
 
+def test_a_single_document_has_no_interval_and_the_report_says_so(tmp_path):
+    for model, accuracy in ((PYTHIA, 0.0), (DCPYTHIA, 1.0)):
+        write_accuracy(tmp_path, model, "piqa", accuracy, count=1)
+        write_accuracy(tmp_path, model, "sciq", accuracy, count=6, shift=1)
+    report = build_report(tmp_path, baseline=PYTHIA, resamples=RESAMPLES)
+    table = report.tables()["Accuracy in percent, 0-shot"].set_index("model").loc[f"Δ to {PYTHIA} [95 %]"]
+    assert (table.piqa, table.sciq) == ("+100.0 (no interval)", "+100.0 [+100.0, +100.0]")
+    assert [row_of(report, DCPYTHIA, task).undecided for task in ("piqa", "sciq")] == ["undecided", ""]
+    notes = "\n".join(report.notes)
+    assert "which a single document has not" in notes and "No interval: a single document has none" in notes
+    # Two texts that differ by the same are no proof, however they are resampled.
+    texts = (as_samples([(value, 10)] * 2, "token_perplexity") for value in (-30.0, -20.0))
+    measured = paired_difference(*texts, "token_perplexity", task="x", resamples=RESAMPLES)
+    assert (measured.low, measured.high, measured.p_value) == pytest.approx((1.0, 1.0, 0.5))
+
+
+OTHERS = {
+    "other documents than the published ones": {"as_known": False, "source": "files of --data-dir"},
+    "not known to be the published ones": {"as_known": None, "source": "files of --data-dir"},
+    "of another split": {"as_known": None, "source": "allenai/sciq", "stands_in_for": "test"},
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_results_of_other_documents_and_windows_are_named(words, tmp_path):
+    write_accuracy(tmp_path, PYTHIA, "sciq", 0.5, shots=5, observed={"documents": OTHERS[words]})
+    write_accuracy(tmp_path, PYTHIA, "piqa", 0.5, observed={"documents": {"as_known": True}}, max_length=128)
+    write_accuracy(tmp_path, PYTHIA, "wikitext2_ppl", 0.5, max_length=128)
+    named = [note for note in build_report(tmp_path).notes if "documents" in note or "windows" in note]
+    documents, windows = sorted(named, key=lambda note: "windows" in note)
+    assert words in documents and documents.endswith(": sciq 5-shot.")
+    assert windows.startswith(f"{PYTHIA}: windows of 128 tokens") and windows.endswith(": wikitext2_ppl 0-shot.")
+
+
 def test_paths_are_shortened_as_far_as_they_differ():
     names = short_names(["/a/one/model", "/a/two/model", "./other", "Org/name"])
     assert list(names.values()) == ["one/model", "two/model", "other", "Org/name"]
