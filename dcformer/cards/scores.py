@@ -21,12 +21,12 @@ from ..eval import (
     AUTHORS_TASKS,
     TABLE4_COLUMNS,
     Record,
+    differences_from_published,
     model_fingerprint,
     published,
     read_records,
     source_of,
 )
-from ..eval.report import differences_from_published
 from ..model_card import CARD_FILE, PAPER_URL, table, without_signature, write_card
 
 

@@ -142,11 +142,12 @@ def tasks_command(
 def lm_eval_command(context: typer.Context, debug: Debug = False) -> None:
     """Run lm-eval's own command line, which then knows the models of this package: --model hf, or dcformer."""
     with running_command(debug, is_first=is_first_process()), leaving_process_group():
-        from ..eval import DCFormerLM  # noqa: F401  (registers it)
-        from ..eval.data import import_extra
+        from ..eval import DCFormerLM  # noqa: F401  (registers it, or names the extra)
 
         sys.argv = ["lm-eval", *context.args]
-        import_extra("lm_eval.__main__").cli_evaluate()
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
 
 
 def _pairs(option: str, pairs: list[str]) -> dict[str, str]:

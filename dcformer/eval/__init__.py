@@ -11,7 +11,7 @@ _PUBLIC = {
     "model": "DCFormerLM",
     "plot": "plot_deltas",
     "records": "Record model_fingerprint model_folder read_records read_samples write_record",
-    "report": "Report build_report",
+    "report": "Report build_report differences_from_published",
     "run": "evaluate quiet_harness",
     "stats": "Difference SeedComparison compare_seeds holm paired_difference seed_interval sign_test",
     "suites": "AUTHORS_TASKS HEAD_TASKS SUITES TaskSummary find_tasks list_tasks task_manager tasks_folder",
