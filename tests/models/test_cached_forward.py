@@ -100,12 +100,15 @@ def test_left_padded_decoding_equals_unpadded_runs(cache, pieces):
 
 @torch.no_grad()
 def test_packed_sequences_equal_separate_ones():
-    model = exact_model()
-    first, second = random_tokens(1, 17, seed=3), random_tokens(1, 11, seed=4)
-    position_ids = torch.cat([torch.arange(17), torch.arange(11)])[None]
-    packed = model(torch.cat([first, second], dim=1), position_ids=position_ids, use_cache=False).logits
-    torch.testing.assert_close(packed[:, :17], model(first).logits, **TOLERANCE)
-    torch.testing.assert_close(packed[:, 17:], model(second).logits, **TOLERANCE)
+    """Also where positions jump forward, and where every row is packed in another way."""
+    model, tokens = exact_model(), random_tokens(2, 40)
+    rows = [[(0, 17), (30, 41), (3, 15)], [(5, 13), (0, 20), (50, 62)]]  # first positions and ends of the sequences
+    position_ids = torch.stack([torch.cat([torch.arange(*span) for span in spans]) for spans in rows])
+    packed = model(tokens, position_ids=position_ids, use_cache=False).logits
+    for row, spans in enumerate(rows):
+        lengths = [end - first for first, end in spans]
+        for piece, logits in zip(tokens[row].split(lengths), packed[row].split(lengths)):
+            torch.testing.assert_close(logits, model(piece[None]).logits[0], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -120,6 +123,11 @@ def test_a_four_dimensional_mask_says_everything():
     torch.testing.assert_close(model(tokens, attention_mask=additive).logits, boolean, **TOLERANCE)
     wide = exact_model(sliding_window=None)
     torch.testing.assert_close(wide(tokens, attention_mask=visible[None, None]).logits, boolean, **TOLERANCE)
+    static = {
+        "cache": CACHES["static"](wide.config),
+        "attention_mask": torch.nn.functional.pad(visible, (0, 22))[None, None],
+    }
+    torch.testing.assert_close(wide(tokens, **static).logits, boolean, **TOLERANCE)
     assert not torch.allclose(model(tokens).logits[:, 0], boolean[:, 0], atol=1e-2)
 
 

@@ -60,6 +60,9 @@ def test_a_flat_mask_covers_all_tokens_or_is_refused(model_name, cache):
         else:
             assert width >= total
             torch.testing.assert_close(logits, right[:, -LENGTH:], atol=2e-5, rtol=0)
+    for_all = (torch.arange(total) > 2).long()[None]
+    right = reference(model, seen_tokens, for_all.expand(2, -1))
+    torch.testing.assert_close(reference(model, seen_tokens, for_all), right, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
@@ -170,14 +173,21 @@ PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1]])
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"attention_mask": torch.ones(1, 10)}, {"attention_mask": torch.ones(1, 10), "use_cache": False}],
-    ids=["default_cache", "mask_and_cache", "mask"],
+    [
+        {},
+        {"attention_mask": torch.ones(1, 10)},
+        {"attention_mask": torch.ones(1, 10), "use_cache": False},
+        {"position_ids": torch.zeros(1, 10).long()},
+    ],
+    ids=["default_cache", "mask_and_cache", "mask", "documents_of_one_token"],
 )
 def test_packed_positions_that_cannot_be_honoured_are_warned_of_once(arguments, warnings):
     model, tokens = tiny_model(), random_tokens(1, 10)
-    for _ in range(2):
-        model(tokens, position_ids=PACKED, **arguments)
+    arguments = {"position_ids": PACKED, **arguments}
+    together = [model(tokens, **arguments).logits for _ in range(2)]
     assert ["see each other" in record.message for record in warnings.records] == [True]
+    apart = model(tokens, position_ids=arguments["position_ids"], use_cache=False).logits
+    assert torch.equal(*together) and (together[0] - apart).abs().max() > 0.1
 
 
 def test_nothing_is_warned_of_where_positions_are_honoured_or_mean_padding(warnings):
@@ -186,4 +196,7 @@ def test_nothing_is_warned_of_where_positions_are_honoured_or_mean_padding(warni
     padded = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1]])
     model(tokens, position_ids=(padded.cumsum(-1) - 1).masked_fill(padded == 0, 1), attention_mask=padded)
     model.generate(tokens, attention_mask=padded, max_new_tokens=2, do_sample=False)
+    between = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0, 1, 1]])
+    cache = filled_cache("dynamic", model, tokens)
+    model(tokens[:, PAST:], attention_mask=between, position_ids=torch.tensor([[1, 1, 1, 5, 6]]), cache=cache)
     assert not warnings.records
