@@ -9,21 +9,29 @@ The folder of a run: its checkpoints, the lock that keeps other processes out, a
     <output>/composition.safetensors            the trained parameters, with training.trainable: compose
     <output>/losses.png                         curves
     <output>/final/                             the trained model, with its tokenizer
+    <output>/unfinished/                        what is being written or removed, and does not count
+
+Folders come to their places, and leave them, by being renamed: they are whole, or were damaged later.
 """
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ..common.files import find_damage, make_manifest, read_sealed, seal, write_atomically
+from ..common.optional import import_optional
+from .recipe import Recipe
 
 
 LOCK_FILE, RECIPE_FILE, LOG_FILE = ".lock", "recipe.yaml", "log.jsonl"
 COMPOSITION_FILE = "composition.safetensors"
 MARKER = "complete.json"
+FINAL, UNFINISHED = "final", "unfinished"
+_VALUES = {"step": int, "loss": float, "recipe": dict, "fingerprints": dict, "files": dict}  # of a marker
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MODEL_FILE = re.compile(r"(?!trainer_state\.json)[^/]+\.(json|safetensors|jinja|txt|model|py)")
 
@@ -36,41 +44,81 @@ def step_of(checkpoint: Path | None) -> int:
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
-    """Every checkpoint of a run, complete or not, oldest first."""
-    folders = (path for path in output.glob("checkpoint-*") if path.is_dir() and _FOLDER.fullmatch(path.name))
-    return sorted(folders, key=step_of)
+    """Every checkpoint of a run, whole or not, also links to folders that are gone; oldest first."""
+    paths = (path for path in output.glob("checkpoint-*") if _FOLDER.fullmatch(path.name))
+    return sorted((path for path in paths if path.is_dir() or path.is_symlink()), key=step_of)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written completely, unlike one of a run that was killed while it saved."""
-    return (checkpoint / MARKER).is_file()
+def check_free(output: Path) -> None:
+    """Raise ValueError for a file that stands where a run would put a folder."""
+    for path in output.iterdir():
+        if path.is_file() and (path.name in (FINAL, UNFINISHED) or _FOLDER.fullmatch(path.name)):
+            raise ValueError(f"{str(path)!r} is a file where the run would write a folder; move it away.")
 
 
 def find_newest(output: Path) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint of a run, and what is wrong with later ones that were written completely."""
+    """The newest undamaged checkpoint of a run, and what is wrong with later ones."""
     flaws: list[str] = []
-    for checkpoint in filter(is_complete, reversed(checkpoint_folders(output))):
-        try:
-            marker = read_sealed(checkpoint / MARKER)
-            is_renamed = marker["step"] != step_of(checkpoint)
-            flaw = f"{str(checkpoint)!r} was renamed." if is_renamed else find_damage(checkpoint, marker["files"])
-        except ValueError as error:
-            flaw = str(error)
-        if flaw is None:
+    for checkpoint in reversed(checkpoint_folders(output)):
+        if (flaw := _find_flaw(checkpoint)) is None:
             return checkpoint, flaws
         flaws.append(flaw)
     return None, flaws
 
 
-def mark_complete(checkpoint: Path, values: dict[str, Any]) -> None:
-    """Mark a checkpoint as complete, after all processes have written their files."""
-    write_atomically(checkpoint / MARKER, seal({**values, "files": make_manifest(checkpoint)}))
+def _find_flaw(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, as a sentence that names the file."""
+    path = checkpoint / MARKER
+    if not path.is_file():
+        return f"{str(checkpoint)!r} is not complete: it has no {MARKER}."
+    try:
+        marker = read_sealed(path)
+    except ValueError as error:
+        return str(error)
+    wrong = [key for key, kind in _VALUES.items() if not isinstance(marker.get(key), kind)]
+    files = marker["files"] if "files" not in wrong else {}
+    wrong += [name for name, entry in files.items() if not _is_entry(entry)]
+    if wrong:
+        return f"{str(path)!r} is damaged: {wrong[0]!r} is missing or of a wrong type."
+    if checkpoint.name != f"checkpoint-{marker['step']}":
+        return f"{str(checkpoint)!r} was renamed."
+    for file in sorted(checkpoint.rglob("[!.]*")):  # Trainer would load some
+        if file.is_file() and file != path and file.relative_to(checkpoint).as_posix() not in files:
+            return f"{str(file)!r} is not among the files that {MARKER} lists."
+    errors = import_optional("omegaconf.errors", "Training by a recipe", "train")
+    try:
+        Recipe.from_mapping(marker["recipe"])
+        return find_damage(checkpoint, files)
+    except (ValueError, errors.OmegaConfBaseException) as error:
+        return f"{str(path)!r} is damaged: {str(error).splitlines()[0]}"
 
 
-def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint; it counts as incomplete at once, should the removal be interrupted."""
-    (checkpoint / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
+
+
+def finish_checkpoint(written: Path, values: dict[str, Any]) -> Path:
+    """Mark a checkpoint as complete, after all processes have written their files, and move it to its place."""
+    write_atomically(written / MARKER, seal({**values, "files": make_manifest(written)}))
+    output = written.parent.parent
+    checkpoint = written.rename(output / written.name)
+    descriptor = os.open(output, os.O_RDONLY)  # it must be on the disk before others are removed
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return checkpoint
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder of a run, if there is one: it leaves its place at once. Of a link the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        leaving = folder.parent / UNFINISHED / f"{folder.name}.removed"
+        shutil.rmtree(leaving, ignore_errors=True)
+        leaving.parent.mkdir(exist_ok=True)
+        shutil.rmtree(folder.rename(leaving))
 
 
 def write_final(checkpoint: Path, folder: Path) -> None:
@@ -79,19 +127,22 @@ def write_final(checkpoint: Path, folder: Path) -> None:
     del marker["recipe"]  # it has paths of this machine, and the folder is meant to be shared
     files = {name: entry for name, entry in marker["files"].items() if _MODEL_FILE.fullmatch(name)}
     sealed, target = seal({**marker, "files": files}), folder
-    if is_complete(folder) and (folder / MARKER).read_bytes() == sealed.encode():
+    if (folder / MARKER).is_file() and (folder / MARKER).read_bytes() == sealed.encode():
         files = {name: entry for name, entry in files.items() if find_damage(folder, {name: entry})}
         if files:
             logger.warning(f"{str(folder)!r} is damaged: {', '.join(files)} is copied again from {checkpoint.name}.")
     else:
-        target = folder.with_name(f"{folder.name}.partial")
+        target = folder.parent / UNFINISHED / folder.name
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
+        target.mkdir(parents=True)
     for name in files:
         shutil.copyfile(checkpoint / name, target / name)
+    make_manifest(target, [target / name for name in files])  # flushes them to the disk
     if target != folder:
         write_atomically(target / MARKER, sealed)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_symlink():
+            logger.warning(f"{str(folder)!r} is a link and is replaced by a folder; what it names stays as it is.")
+        remove_folder(folder)
         target.rename(folder)
 
 

@@ -17,7 +17,7 @@ from ..common.processes import count_processes, in_first_process
 from ..head_tasks import build_tokenizer as build_head_tasks_tokenizer
 from ..loading import find_folder, fingerprint_tokenizer, load_tokenizer, refuse_without_model
 from . import checkpoints
-from .checkpoints import COMPOSITION_FILE, LOCK_FILE, RECIPE_FILE
+from .checkpoints import COMPOSITION_FILE, FINAL, LOCK_FILE, RECIPE_FILE, UNFINISHED
 from .data import build_datasets, fingerprint_documents, fingerprint_files
 from .recipe import HEAD_TASKS, Recipe, build_config, first_difference
 from .summary import plot_losses, write_training_card
@@ -96,7 +96,7 @@ def train(recipe: Recipe, resume: bool = True, on_progress: OnProgress | None = 
         return next((record[key] for record in reversed(records) if key in record), None)
 
     return {
-        "folder": str(output / "final"),
+        "folder": str(output / FINAL),
         "steps": recipe.training.steps,
         "loss": last("loss"),
         "evaluation_loss": last("eval_loss"),
@@ -139,17 +139,17 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
     ValueError if the folder is that of something else, or all of its checkpoints are damaged.
     """
+    checkpoints.check_free(output)
     folders, checkpoint, known = checkpoints.checkpoint_folders(output), None, {}
     if folders and not (output / RECIPE_FILE).is_file():
         raise ValueError(
             f"{str(output)!r} holds {folders[0].name} but no {RECIPE_FILE}: checkpoints of something else, which this "
             "run would remove; give another output."
         )
-    # A run that is killed while it writes its first checkpoint leaves only that one, without a marker.
-    if resume and (len(folders) > 1 or any(map(checkpoints.is_complete, folders))):
+    if resume and folders:
         checkpoint, flaws = checkpoints.find_newest(output)
         if checkpoint is None:
-            reasons = " ".join(flaws) or f"No checkpoint in {str(output)!r} has its {checkpoints.MARKER}."
+            reasons = " ".join(flaws)
             raise ValueError(f"{reasons} None is whole, and nothing was removed; restore the files, {_WAYS_OUT}.")
         for flaw in flaws:
             logger.warning(f"{flaw} The run resumes from {checkpoint.name} instead.")
@@ -170,15 +170,15 @@ def _find_checkpoint(recipe: Recipe, output: Path, resume: bool) -> tuple[Path |
 
 
 def _prepare_folder(recipe: Recipe, output: Path, resume: bool, trained: int) -> None:
-    """Remove checkpoints that are not complete or past the step to resume from; and write the recipe."""
+    """Remove checkpoints past the step to resume from, and what is unfinished; and write the recipe."""
     for checkpoint in checkpoints.checkpoint_folders(output):
-        complete = checkpoints.is_complete(checkpoint)
-        if not complete or checkpoints.step_of(checkpoint) > trained:
+        if checkpoints.step_of(checkpoint) > trained:
             if resume:
-                logger.warning(f"{str(checkpoint)!r} is {'damaged' if complete else 'not complete'} and is removed.")
-            checkpoints.remove_checkpoint(checkpoint)
+                logger.warning(f"{str(checkpoint)!r} is damaged and is removed.")
+            checkpoints.remove_folder(checkpoint)
     if not resume:
-        shutil.rmtree(output / "final", ignore_errors=True)
+        checkpoints.remove_folder(output / FINAL)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     _write_recipe(output, recipe.to_mapping())
 
 
@@ -235,10 +235,11 @@ def _finish(recipe: Recipe, checkpoint: Path, records: list[dict[str, Any]]) -> 
     """Write the recipe, the final model, the log and the curves from the last checkpoint."""
     output = Path(recipe.output)
     _write_recipe(output, read_sealed(checkpoint / checkpoints.MARKER)["recipe"])
-    checkpoints.write_final(checkpoint, output / "final")
-    write_training_card(output / "final", recipe, records)
+    checkpoints.write_final(checkpoint, output / FINAL)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+    write_training_card(output / FINAL, recipe, records)
     if recipe.training.trainable == "compose":
-        AutoModelForCausalLM.from_pretrained(output / "final").save_composition(output / COMPOSITION_FILE)
+        AutoModelForCausalLM.from_pretrained(output / FINAL).save_composition(output / COMPOSITION_FILE)
     checkpoints.write_log(output, records)
     try:
         plot_losses(records, output / "losses.png")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import LOG_FILE, checkpoint_folders, mark_complete, remove_checkpoint, write_log
+from .checkpoints import LOG_FILE, UNFINISHED, checkpoint_folders, finish_checkpoint, remove_folder, write_log
 from .data import IGNORED_LABEL, EndlessStream, RowOrder, collate, fill_batches
 from .optimizer import build_optimizer
 from .recipe import Recipe
@@ -44,7 +44,7 @@ def training_arguments(recipe: Recipe, processes: int) -> TrainingArguments:
     """Arguments of `transformers.Trainer` for a recipe that runs in so many processes."""
     training = recipe.training
     arguments = TrainingArguments(
-        output_dir=recipe.output,
+        output_dir=str(Path(recipe.output, UNFINISHED)),  # until they are complete
         max_steps=training.steps,
         per_device_train_batch_size=training.per_device_batch_size,
         per_device_eval_batch_size=training.per_device_batch_size,
@@ -205,15 +205,16 @@ class RecipeTrainer(Trainer):
                 log.write(json.dumps(self.state.log_history[-1]) + "\n")
 
     def finish_checkpoint(self) -> None:
-        """Mark the checkpoint that was just written as complete, and remove old ones."""
+        """Move the checkpoint that was just written to its place, and remove old ones."""
         self.accelerator.wait_for_everyone()
-        self.checkpoint = Path(self.recipe.output) / f"checkpoint-{self.state.global_step}"
+        written = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.checkpoint = Path(self.recipe.output) / written.name
         if self.is_world_process_zero():
             record = self._last_record()
             values = {"step": record["step"], "loss": record["loss"], "recipe": self.recipe.to_mapping()}
-            mark_complete(self.checkpoint, values | {"fingerprints": self.fingerprints})
+            finish_checkpoint(written, values | {"fingerprints": self.fingerprints})
             for old in checkpoint_folders(self.checkpoint.parent)[: -self.recipe.training.keep_checkpoints]:
-                remove_checkpoint(old)
+                remove_folder(old)
 
     def _get_train_sampler(self, train_dataset=None) -> RowOrder:
         seed = self.recipe.seed if self.recipe.data.stages is None else None
@@ -234,7 +235,7 @@ class _RunCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         # A resumed run repeats the records after its checkpoint.
         if state.is_world_process_zero:
-            write_log(Path(args.output_dir), state.log_history)
+            write_log(Path(self.trainer.recipe.output), state.log_history)
         self.trainer.clock.seconds = self.trainer._last_record()["seconds"]
         self.trainer.clock.start()
 

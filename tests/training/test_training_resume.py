@@ -1,5 +1,7 @@
 """Killed runs are resumed as if they had not been killed, from undamaged checkpoints of the same recipe and data."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,9 +13,9 @@ import killable
 import pytest
 from tiny_recipes import deterministic, tiny_mapping, tiny_recipe
 
-from dcformer.common.files import file_lock, find_damage
-from dcformer.training import Recipe, load_recipe, merge_recipes, train
-from dcformer.training.checkpoints import MARKER, checkpoint_folders, find_newest, read_sealed, step_of
+from dcformer.common.files import file_lock, find_damage, read_sealed, seal
+from dcformer.training import Recipe, checkpoints, load_recipe, merge_recipes, train
+from dcformer.training.checkpoints import MARKER, UNFINISHED, checkpoint_folders, find_newest, step_of
 from dcformer.training.trainer import RecipeTrainer
 
 
@@ -26,9 +28,10 @@ SECTIONS = {
     },
     "streaming_several_passes": {"data": {"streaming": True, "documents": 2}},
     "killed_while_saving": {},
+    "killed_while_saving_first": {},
 }
 RUN = {"max_steps": 8, "logging_steps": 2, "evaluation_steps": 5, "save_steps": 3}
-EVERY_STEP = {"max_steps": 5, "save_steps": 1, "logging_steps": 2}
+EVERY_STEP = {"max_steps": 12, "save_steps": 1, "logging_steps": 4}
 
 
 def kill_itself(*_):
@@ -75,10 +78,11 @@ def test_a_killed_run_is_resumed_with_the_same_losses(variant, tmp_path):
     sections = merge_recipes(SECTIONS[variant], {"training": RUN})
     whole, stopped = tiny_recipe(tmp_path / "whole", **sections), tiny_recipe(tmp_path / "stopped", **sections)
     train(whole)
-    while_saving = variant == "killed_while_saving"
-    killed_at(6 if while_saving else 5, stopped, while_saving)
-    assert steps_in(tmp_path / "stopped") == ([3, 6] if while_saving else [3])
-    assert train(stopped)["resumed_from"] == 3
+    step, saved = {"killed_while_saving": (6, [3]), "killed_while_saving_first": (3, [])}.get(variant, (5, [3]))
+    killed_at(step, stopped, step != 5)
+    assert steps_in(tmp_path / "stopped") == saved
+    assert (tmp_path / "stopped" / UNFINISHED / f"checkpoint-{step}").is_dir() == (step != 5)
+    assert train(stopped)["resumed_from"] == sum(saved) and not (tmp_path / "stopped" / UNFINISHED).exists()
     expected, resumed = log(tmp_path / "whole"), log(tmp_path / "stopped")
     # A record of the loss every two steps and before every checkpoint, of an evaluation at 5 and the end.
     assert [record["step"] for record in expected] == [2, 3, 4, 5, 6, 8, 8]
@@ -116,16 +120,16 @@ def test_a_finished_run_is_left_as_it_is_and_mended(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def stopped_run(tmp_path_factory):
-    """A run that was stopped after its fourth step, before that was saved."""
+    """A run that was stopped after its eleventh step, before that was saved."""
     folder = tmp_path_factory.mktemp("stopped")
 
     def stop(step, total, record):
-        if step == 4:
+        if step == 11:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         train(tiny_recipe(folder, training=EVERY_STEP), on_progress=stop)
-    assert steps_in(folder) == [2, 3]  # the newest two
+    assert steps_in(folder) == [9, 10]  # the newest two
     return folder
 
 
@@ -136,54 +140,177 @@ def whole_run(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def copied(stopped_run, tmp_path):
+    return shutil.copytree(stopped_run, tmp_path / "run", symlinks=True)
+
+
+@pytest.mark.parametrize("where", ["optimizer.pt", MARKER, "folder", "link"])
+def test_a_damaged_checkpoint_is_named_and_written_anew_from_the_one_before(where, copied, whole_run, caplog):
+    newest, moved = copied / "checkpoint-10", copied.parent / "moved"
+    if where == "folder":
+        newest = newest.rename(copied / "checkpoint-00010")
+    elif where == "link":  # to a disk that is not there
+        newest.rename(moved)
+        newest.symlink_to(moved / "nowhere")
+    else:
+        damage(newest / where, "missing" if where == MARKER else "flipped")
+    assert train(tiny_recipe(copied, training={**EVERY_STEP, "keep_checkpoints": 3}))["resumed_from"] == 9
+    assert f"{newest / where if where == 'optimizer.pt' else newest}' " in caplog.text
+    assert steps_in(copied) == [10, 11, 12] and find_newest(copied) == (copied / "checkpoint-12", [])
+    assert find_damage(copied / "checkpoint-10", read_sealed(copied / "checkpoint-10" / MARKER)["files"]) is None
+    assert log(copied) == log(whole_run)
+    for file in ("final/model.safetensors", "checkpoint-12/model.safetensors"):
+        assert (copied / file).read_bytes() == (whole_run / file).read_bytes()
+    assert where != "link" or find_damage(moved, read_sealed(moved / MARKER)["files"]) is None
+
+
+def resealed(**changes):
+    """Changes the values of a marker, or takes those away that are None."""
+
+    def change(marker):
+        values = {**read_sealed(marker), **changes}
+        marker.write_text(seal({key: value for key, value in values.items() if value is not None}))
+
+    return change
+
+
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "change", "words"),
     [
-        *(("optimizer.pt", how) for how in ("missing", "flipped")),
-        *(("scheduler.pt", how) for how in ("missing", "cut")),
-        *((MARKER, how) for how in ("missing", "cut", "flipped")),
-        ("rng_state.pth", "missing"),
-        ("trainer_state.json", "flipped"),
-        ("model.safetensors", "flipped"),
+        *((name, "flipped", "was changed") for name in ("optimizer.pt", "trainer_state.json", "model.safetensors")),
+        *((name, "missing", "is missing") for name in ("scheduler.pt", "rng_state.pth")),
+        ("scheduler.pt", "cut", "bytes instead of"),
+        (MARKER, "missing", "is not complete"),
+        *((MARKER, how, "is damaged: it is not JSON") for how in ("cut", lambda file: file.write_bytes(b""))),
+        *((MARKER, how, "is damaged") for how in ("flipped", lambda file: file.write_text("[1]"))),
+        *((MARKER, resealed(**{key: None}), f"{key}' is missing") for key in checkpoints._VALUES),
+        (MARKER, resealed(files=[]), "'files' is missing or of a wrong type"),
+        *(
+            (MARKER, resealed(files={"optimizer.pt": entry}), "'optimizer.pt' is missing or of a wrong type")
+            for entry in (None, {"size": "3", "sha256": "a"}, {"size": 3, "sha256": 5}, {"size": 3})
+        ),
+        (MARKER, resealed(recipe={"tokenizer": "a", "unknown": 1}), "is damaged: Key 'unknown'"),
+        (MARKER, resealed(step=9), "was renamed"),
+        ("scaler.pt", lambda file: file.touch(), "is not among the files"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_written_anew_from_the_one_before(
-    name, how, stopped_run, whole_run, tmp_path, caplog
-):
-    output = tmp_path / "run"
-    shutil.copytree(stopped_run, output)
-    damage(output / "checkpoint-3" / name, how)
-    assert train(tiny_recipe(output, training={**EVERY_STEP, "keep_checkpoints": 3}))["resumed_from"] == 2
-    killed = (name, how) == (MARKER, "missing")
-    assert ("not complete" if killed else f"{output / 'checkpoint-3' / name}' ") in caplog.text
-    assert steps_in(output) == [3, 4, 5] and find_newest(output) == (output / "checkpoint-5", [])
-    assert find_damage(output / "checkpoint-3", read_sealed(output / "checkpoint-3" / MARKER)["files"]) is None
-    assert log(output) == log(whole_run)
-    for file in ("final/model.safetensors", "checkpoint-5/model.safetensors"):
-        assert (output / file).read_bytes() == (whole_run / file).read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["cut", "flipped", "missing", "earlier_format", "other_json", "swapped", "weights"])
-def test_where_no_checkpoint_is_whole_nothing_is_removed(kind, stopped_run, tmp_path):
-    output = tmp_path / "run"
-    shutil.copytree(stopped_run, output)
-    markers = [output / f"checkpoint-{step}" / MARKER for step in (2, 3)]
-    texts = [marker.read_text() for marker in markers]
-    for step, marker in zip((2, 3), markers):
-        if kind == "weights":
-            damage(marker.with_name("model.safetensors"), "flipped")
-        elif kind in ("earlier_format", "other_json"):
-            marker.write_text("[1]" if kind == "other_json" else f'{{"step": {step}, "loss": 5.5}}')
-        elif kind == "swapped":
-            marker.write_text(texts[3 - step])
-        else:
-            damage(marker, kind)
-    before = tree(output)
-    recipe = tiny_recipe(output, training=EVERY_STEP)
+def test_damage_is_named_and_where_no_checkpoint_is_whole_nothing_is_removed(name, change, words, copied):
+    file = copied / "checkpoint-10" / name
+    damage(file, change) if isinstance(change, str) else change(file)
+    checkpoint, (flaw,) = find_newest(copied)
+    assert checkpoint.name == "checkpoint-9" and words in flaw
+    assert repr(str(file)) in flaw or (name == MARKER and repr(str(file.parent)) in flaw)
+    shutil.rmtree(copied / "checkpoint-9")
+    before = tree(copied)
     with pytest.raises(ValueError, match=r"None is whole, and nothing was removed; .* start over with --no-resume"):
-        train(recipe)
-    assert tree(output) == before
-    assert train(recipe, resume=False)["resumed_from"] == 0 and steps_in(output) == [4, 5]
+        train(tiny_recipe(copied, training=EVERY_STEP))
+    assert tree(copied) == before
+
+
+def test_a_path_out_of_its_folder_is_damage(copied):
+    marker, other = (copied / f"checkpoint-{step}" / MARKER for step in (10, 9))
+    entry = read_sealed(other)["files"]["optimizer.pt"]
+    resealed(files={**read_sealed(marker)["files"], "../checkpoint-9/optimizer.pt": entry})(marker)
+    checkpoint, (flaw,) = find_newest(copied)
+    assert checkpoint == other.parent and f"{marker}' is damaged" in flaw and "inside its folder" in flaw
+    assert train(tiny_recipe(copied, training=EVERY_STEP), resume=False)["resumed_from"] == 0
+    assert steps_in(copied) == [11, 12]
+
+
+def test_folders_that_are_links_are_followed_and_only_the_link_is_removed(copied):
+    moved = copied.parent / "moved"
+    moved.mkdir()
+    for name in ("checkpoint-9", "checkpoint-10"):
+        shutil.move(copied / name, moved / name)
+        (copied / name).symlink_to(moved / name)
+    (moved / "final").mkdir()
+    (moved / "final" / "notes.txt").touch()
+    (copied / "final").symlink_to(moved / "final")
+    before = tree(moved)
+    recipe = tiny_recipe(copied, training=EVERY_STEP)
+    assert train(recipe)["resumed_from"] == 10
+    assert steps_in(copied) == [11, 12] and (copied / "final" / MARKER).is_file()
+    (copied / "final" / "model.safetensors").unlink()
+    shutil.move(copied / "final", moved / "newer")
+    (copied / "final").symlink_to(moved / "newer")
+    assert train(recipe)["resumed_from"] == 12 and (moved / "newer" / "model.safetensors").is_file()
+    assert {path: content for path, content in tree(moved).items() if "newer" not in path.parts} == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint-11", "final", UNFINISHED])
+def test_a_file_where_a_folder_belongs_is_refused_before_the_first_step(name, copied):
+    shutil.rmtree(copied / name, ignore_errors=True)
+    (copied / name).write_text("mine")
+    before = tree(copied)
+    for resume in (True, False):
+        with pytest.raises(ValueError, match=f"{name}' is a file .* move it away"):
+            train(tiny_recipe(copied, training=EVERY_STEP), resume=resume)
+    assert tree(copied) == before
+
+
+class PowerCut(BaseException):
+    """The end of everything, between two changes of the disk."""
+
+
+def write_checkpoint(output, step, *names):
+    """A checkpoint in its place, that held these files before it was marked as complete."""
+    folder = output / UNFINISHED / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    for name in ("model.safetensors", *names):
+        (folder / name).write_text(f"{name} {step}")
+    values = {"step": step, "loss": 1.0, "recipe": tiny_recipe("a").to_mapping(), "fingerprints": {}}
+    return checkpoints.finish_checkpoint(folder, values)
+
+
+def cut_power(patch, number):
+    """Let so many changes of the disk happen; returns these, and the inodes of what was flushed."""
+    changes, flushed = [], []
+
+    def patched(name, original):
+        def change(*arguments, **options):
+            if len(changes) == number:
+                raise PowerCut
+            if name == "fsync":
+                flushed.append(os.fstat(arguments[0]).st_ino)
+            changes.append((name, flushed[-1] if name == "fsync" else str(arguments[0])))
+            return original(*arguments, **options)
+
+        patch.setattr(os, name, change)
+
+    for name in ("rename", "replace", "unlink", "rmdir", "fsync"):
+        patched(name, getattr(os, name))
+    return changes, flushed
+
+
+def test_a_power_cut_at_any_moment_leaves_whole_folders(tmp_path, monkeypatch):
+    """What was not flushed is lost: the content of files, or the new place of a checkpoint."""
+    shown = ["chat_template.jinja", "vocab.txt", "tokenizer.model", "code.py", "a.json"]
+    for number in itertools.count():
+        output, ended = tmp_path / str(number), False
+        checkpoints.write_final(write_checkpoint(output, 9), output / "final")
+        known = {path.stat().st_ino for path in output.rglob("*")}
+        with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
+            changes, flushed = cut_power(patch, number)
+            new = write_checkpoint(output, 10, *shown, "optimizer.pt", "a.bin", "trainer_state.json")
+            checkpoints.remove_folder(output / "checkpoint-9")
+            checkpoints.write_final(new, output / "final")
+            ended = True
+        for file in output.rglob("*"):
+            if file.is_file() and file.stat().st_ino not in {*known, *flushed}:
+                file.write_bytes(b"")
+        newest, flaws = find_newest(output)
+        final = output / "final"
+        assert newest is not None and flaws == []
+        assert not final.exists() or find_damage(final, read_sealed(final / MARKER)["files"]) is None
+        checkpoints.write_final(newest, final)
+        assert (final / "model.safetensors").read_text() == f"model.safetensors {step_of(newest)}"
+        if ended:
+            break
+    assert number > 20 and {path.name for path in final.iterdir()} == {"model.safetensors", MARKER, *shown}
+    places = [("rename", str(output / UNFINISHED / "checkpoint-10")), ("fsync", output.stat().st_ino)]
+    places += [("rename", str(output / "checkpoint-9"))]
+    assert [change for change in changes if change in places] == places
 
 
 def write_corpus(source, kind, words):
@@ -272,19 +399,19 @@ def test_settings_that_no_loss_depends_on_may_change_and_others_are_named(stoppe
     for sections, words in (
         ({"model": {"compose_post": False}}, "model.compose_post is None there and False here"),
         ({"training": {"learning_rate": 1e-3}}, "learning_rate is 0.003 there and 0.001 here"),
-        ({"training": {"max_steps": 9}}, "steps is 5 there and 9 here"),
+        ({"training": {"max_steps": 19}}, "steps is 12 there and 19 here"),
         ({"data": {"documents": 41}}, "data.documents is 40 there and 41 here"),
         ({"data": {"sample_by": "line"}}, "data.sample_by is 'document' there and 'line' here"),
         ({"seed": 1}, "seed is 0 there and 1 here"),
     ):
         with pytest.raises(ValueError, match=words):
             train(tiny_recipe(stopped_run, **merge_recipes({"training": EVERY_STEP}, sections)))
-    assert steps_in(stopped_run) == [2, 3]
+    assert steps_in(stopped_run) == [9, 10]
     shutil.copytree(stopped_run, tmp_path / "moved")
     (tmp_path / "moved" / "recipe.yaml").write_text("name: [")  # is not read
     free = {"per_device_batch_size": 1, "logging_steps": 1, "gradient_checkpointing": True, "keep_checkpoints": 3}
     recipe = tiny_recipe(tmp_path / "moved", name="other", data={"evaluation": None}, training={**EVERY_STEP, **free})
-    assert train(recipe)["resumed_from"] == 3 and load_recipe(tmp_path / "moved" / "recipe.yaml") == recipe
+    assert train(recipe)["resumed_from"] == 10 and load_recipe(tmp_path / "moved" / "recipe.yaml") == recipe
 
 
 def test_a_folder_in_use_or_of_another_trainer_is_left_alone(tmp_path):
