@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ class ComposingModel(PreTrainedModel):
             super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
         finally:
             self._weight_conversions = read
+        set_usual_mode(*Path(args[0] if args else kwargs["save_directory"]).glob("model*.safetensors"))
 
     def freeze_all_but_composition(self) -> None:
         """Train the parameters of the composition only; ValueError if the model composes nothing."""
@@ -167,6 +169,13 @@ class ComposingModel(PreTrainedModel):
         content = save(weights, {"composition": json.dumps(fields), "source": self.name_or_path})
         with open(path, "wb") as file:  # where save_file puts a file of its owner alone, also over a link or a device
             file.write(content)
+
+
+def set_usual_mode(*paths: str | os.PathLike) -> None:
+    """Give files the mode that `open` gives new ones: safetensors writes them for their owner alone."""
+    os.umask(mask := os.umask(0o077))
+    for path in paths:
+        os.chmod(path, 0o666 & ~mask)
 
 
 def register_model(model_class: Any) -> None:

@@ -173,6 +173,9 @@ def _convert(function: str, **arguments: Any) -> None:
 
 
 def _print_end(report: Any, what: str) -> None:
+    if report.was_complete:
+        print_line(f"{report.destination} is complete: an earlier run wrote it, and ended before it removed its notes")
+        return
     nbytes, seconds = report.source_bytes, report.seconds
     speed = f"{nbytes / 1e9:.3g} GB in {seconds:.1f} s ({nbytes / 1e6 / max(seconds, 1e-9):.1f} MB/s)"
     print_line(f"{report.destination}{what}{speed}")

@@ -37,6 +37,7 @@ class SourceArray:
         shape, dtype: The array's shape and torch dtype.
         chunk_shape: The part that is stored, and decoded, as one.
         load: Returns the elements that a tuple of slices, one for each axis, selects.
+        is_whole: Whether all chunks are stored; those that are not are read as the array's fill value.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SourceArray:
     dtype: torch.dtype
     chunk_shape: tuple[int, ...]
     load: Callable[[tuple[slice, ...]], Tensor]
+    is_whole: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -141,8 +143,9 @@ def open_npz(path: Path) -> dict[str, SourceArray]:
             with archive.open(member) as file:
                 is_first = np.lib.format.read_magic(file) == (1, 0)
                 read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-            name = member.removesuffix(".npy")
+                name = member.removesuffix(".npy")
+                with naming(name, ValueError):
+                    shape, _, dtype = read(file)
             if name in opened:
                 raise ValueError(f"it holds the array {name!r} twice.")
             opened[name] = _numpy_array(name, path, shape, dtype, partial(load, name))
@@ -168,14 +171,21 @@ def _numpy_array(
     def read(slices: tuple[slice, ...]) -> Tensor:
         return from_numpy(np.ascontiguousarray(load()[slices], native))
 
-    return SourceArray(name, str(path), tuple(shape), from_numpy(np.zeros(0, native)).dtype, tuple(shape), read)
+    try:
+        torch_dtype = from_numpy(np.zeros(0, native)).dtype
+    except TypeError as error:
+        raise ValueError(
+            f"{name} in {str(path)!r} is of NumPy's dtype {dtype}, which torch does not have (np.save makes V1 of "
+            "float8 and int4); save it as float32, float16 or bfloat16."
+        ) from error
+    return SourceArray(name, str(path), tuple(shape), torch_dtype, tuple(shape), read)
 
 
 def from_numpy(values: np.ndarray) -> Tensor:
-    """A tensor over the array's memory; ml_dtypes' bfloat16, which torch does not know, is reinterpreted."""
+    """A tensor over the array's memory; ml_dtypes' bfloat16, which np.save stores as V2, is reinterpreted."""
     if not values.flags.writeable:
         values = values.copy()
-    if values.dtype.name == "bfloat16":
+    if values.dtype.name == "bfloat16" or values.dtype == "V2":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
 

@@ -16,7 +16,7 @@ from ..hub_dcformer import authors_patterns
 from .arrays import SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
-from .settings import read_json, refuse_misspelt
+from .settings import naming, read_json, refuse_misspelt
 
 
 # Entries of the authors' files that are not parameters, with the reason to leave them out.
@@ -82,9 +82,9 @@ def local_folder(source: str | os.PathLike) -> Path:
     """The folder itself, or the download of a name on the Hub."""
     if Path(source).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         return Path(source)
-    endings = (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")
+    patterns = [f"*{ending}" for ending in (".json", ".safetensors", ".bin", ".jinja", ".model", ".txt", ".md", ".py")]
     with naming_what_is_missing(str(source)):
-        return Path(snapshot_download(str(source), allow_patterns=[f"*{ending}" for ending in endings]))
+        return Path(snapshot_download(str(source), allow_patterns=[*patterns, "LICEN*", "NOTICE*"]))
 
 
 def read_config(path: Path) -> DCFormerConfig:

@@ -1,5 +1,6 @@
 """The conversions to Transformers folders, from the plan to the finished folder."""
 
+import json
 import os
 import shutil
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import convert_file_size_to_int
 
 from ..loading import load_tokenizer
@@ -18,9 +20,15 @@ from .maxtext import plan_maxtext
 from .pax import plan_pax
 from .plan import Origin, Plan, listed, meta_model
 from .report import ConversionReport, read_report, write_model_card, write_report
-from .stores import is_remote
+from .settings import read_json
 from .verify import LOGIT_TOLERANCE, Progress, load_reference, refuse_changed, verify_folder
 from .writer import source_digest, write_shards
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Files of a tokenizer, by which Transformers or `load_tokenizer` knows that there is one.
+_TOKENIZERS = ("*tokenizer*", "vocab.*", "*.model")
+_LICENCES = ("LICEN[CS]E*", "NOTICE*")
 
 
 def convert_maxtext(
@@ -56,9 +64,14 @@ def convert_maxtext(
     """
     target = Destination(destination, source, force)
     plan = plan_maxtext(source, step=step, train_config=train_config, dtype=dtype)
-    if not is_remote(source):
-        item = Path(plan.source["location"])
-        refuse_changed(item.parents[1], f"{item.parent.name}/{item.name}")
+    if (run := plan.beside) is not None:
+        refuse_changed(run, Path(plan.source["location"]).relative_to(run).as_posix())
+        plan.beside = None
+        if read_report(run) is not None:  # `convert_to_maxtext` wrote it
+            take_along(plan, run, GENERATION_CONFIG_NAME)
+            settings = json.loads(plan.generation or b"{}")
+            for key in plan.stated.intersection(TOKEN_IDS):
+                setattr(plan.config, key, settings[key])
     return write_model(plan, target, **options)
 
 
@@ -103,9 +116,10 @@ def convert_torch(
     folder = local_folder(source)
     refuse_changed(folder)
     plan = plan_torch(folder, dtype=dtype)
-    plan.source |= remembered_source(folder) | known_origin(str(source), target.path.name)
-    if options.get("tokenizer") is None and any(folder.glob("tokenizer*")):
-        options["tokenizer"] = folder
+    plan.source |= remembered_source(folder)
+    for origin in (folder, source):  # the card of a download names its licence
+        plan.source |= known_origin(str(origin), target.path.name)
+    take_along(plan, folder)
     return write_model(plan, target, **options)
 
 
@@ -113,6 +127,16 @@ def remembered_source(folder: Path) -> dict[str, Any]:
     """`step` and `layers_per_block` of the checkpoint from which a folder was converted, if known."""
     source = (read_report(folder) or {}).get("source", {})
     return {name: source[name] for name in ("step", "layers_per_block") if source.get(name) is not None}
+
+
+def take_along(plan: Plan, folder: Path, config: str = "config.json") -> None:
+    """Plan that a folder's tokenizer, settings for `generate` and licence come along, and note what `config` states."""
+    plan.beside, path = folder, folder / GENERATION_CONFIG_NAME
+    if path.is_file():
+        read_json(path)  # refuses what is no JSON
+        plan.generation = path.read_bytes()
+    if (folder / config).is_file():
+        plan.stated = {key for key, value in read_json(folder / config).items() if value is not None}
 
 
 def write_model(
@@ -137,7 +161,8 @@ def write_model(
         plan: From [`complete`].
         target: Where to write.
         max_shard_size (defaults to `"2GB"`): Largest size of a weights file; memory grows with it.
-        tokenizer (*optional*): Folder, `tokenizer.json` or tokenizer to save with the model.
+        tokenizer (*optional*): Folder, `tokenizer.json` or tokenizer to save with the model, whose special tokens
+            replace the source's; `None`: that of the source, if it has one.
         with_code (defaults to `False`): Write the Python files of the model too, so that the folder loads with
             `trust_remote_code=True` where dcformer is not installed.
         verify (defaults to `True`): Refuse weights that hold NaN or infinity, and run a short forward.
@@ -156,13 +181,15 @@ def write_model(
     started = time.monotonic()
     shard_bytes = convert_file_size_to_int(max_shard_size)
     reference = None if reference_logits is None else load_reference(reference_logits, plan.config.vocab_size)
-    loaded: Any = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
-    if loaded is not None:
-        _take_special_tokens(plan, loaded)
+    loaded = find_tokenizer(plan, tokenizer)
     plan.config.architectures = [type(meta_model(plan.config)).__name__]
     total = plan.source_bytes(plan.parameters)
     fingerprint = {**plan.fingerprint(), "shard_bytes": shard_bytes, "verify": verify}
     with target.open(fingerprint) as folder:
+        if target.report is not None:
+            origins = [Origin(**origin) for origin in target.report["origins"]]
+            found = {**target.report, "origins": origins, "destination": str(target.path)}
+            return ConversionReport(**found, was_complete=True)
         resumed = len(target.finished)
         # Here, where the destination is locked: no progress bar starts for a conversion that must not run.
         records = write_shards(plan, target, shard_bytes, verify, progress(total))
@@ -176,7 +203,8 @@ def write_model(
             source_bytes=total,
             resumed_shards=resumed,
         )
-        _save_settings(plan, folder, loaded, with_code)
+        _save_settings(plan, folder, with_code)
+        save_beside(plan, folder, loaded)
         if verify or reference is not None:
             report.verification |= verify_folder(folder, reference, tolerance)
         if verify and plan.check is not None:
@@ -187,16 +215,32 @@ def write_model(
     return report
 
 
-def _take_special_tokens(plan: Plan, tokenizer: PreTrainedTokenizerBase) -> None:
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(tokenizer, key)
-        if value is not None and value < plan.config.vocab_size and value != getattr(plan.config, key):
+def find_tokenizer(plan: Plan, given: str | os.PathLike | PreTrainedTokenizerBase | None = None) -> Any:
+    """The tokenizer that is given or comes along; ids of its special tokens that the source lacks go into the plan."""
+    source: Any = given
+    if given is None and plan.beside is not None and any(any(plan.beside.glob(files)) for files in _TOKENIZERS):
+        source = plan.beside
+    tokenizer = load_tokenizer(source) if isinstance(source, str | os.PathLike) else source
+    for key in TOKEN_IDS:
+        value = getattr(tokenizer, key, None)
+        if value is None or value >= plan.config.vocab_size or (given is None and key in plan.stated):
+            continue
+        if not _has(getattr(plan.config, key), value):
             setattr(plan.config, key, value)
             plan.origins.append(Origin(key, value, "tokenizer"))
+        settings = json.loads(plan.generation or b"{}")
+        if given is not None and plan.generation is not None and not _has(settings.get(key), value):
+            plan.generation = json.dumps(settings | {key: value}, indent=2).encode() + b"\n"
+    return tokenizer
 
 
-def _save_settings(plan: Plan, folder: Path, tokenizer: PreTrainedTokenizerBase | None, with_code: bool) -> None:
-    """All but the weights: configuration, settings for `generate`, tokenizer, and the Python files of the classes."""
+def _has(stated: int | list[int] | None, value: int) -> bool:
+    """Whether an id is stated; a tokenizer has only one of several that end a text."""
+    return value in (stated if isinstance(stated, list) else [stated])
+
+
+def _save_settings(plan: Plan, folder: Path, with_code: bool) -> None:
+    """The configuration, and the Python files of the classes."""
     if with_code:  # as `register_for_auto_class` does, but for these objects alone
         plan.config._auto_class = "AutoConfig"
         causal_lm = meta_model(plan.config)
@@ -204,11 +248,18 @@ def _save_settings(plan: Plan, folder: Path, tokenizer: PreTrainedTokenizerBase 
             model._auto_class = auto_class
             custom_object_save(model, folder, plan.config)
     plan.config.save_pretrained(folder)
+
+
+def save_beside(plan: Plan, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write the settings for `generate`, the tokenizer and the licence into a folder."""
     GenerationConfig.from_model_config(plan.config).save_pretrained(folder)
     if plan.generation is not None:
-        shutil.copyfile(plan.generation, folder / plan.generation.name)
+        (folder / GENERATION_CONFIG_NAME).write_bytes(plan.generation)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    for path in [path for files in _LICENCES if plan.beside is not None for path in plan.beside.glob(files)]:
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _values_words(records: list[dict[str, Any]]) -> str:

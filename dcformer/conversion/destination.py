@@ -34,6 +34,7 @@ class Destination:
         path: The same, absolute.
         folder: What is renamed to the path at the end.
         finished: By name the records of what is finished, by an earlier run when the destination is opened.
+        report: When the destination is opened, the report of an earlier run that ended after it had renamed the folder.
 
     Raises:
         FileExistsError: if something is at the path and `force` is not given, or it is not a converted model, or it
@@ -53,7 +54,9 @@ class Destination:
         self._notes, self.folder = self._partial / "notes", self._partial / "model"
         self._replaced, self._fingerprint = self._partial / "replaced", self._partial / "fingerprint"
         self.finished: dict[str, list[dict[str, Any]]] = {}
-        if not self._replaced.is_dir():
+        self.report: dict[str, Any] | None = None
+        # What a process left that ended during the renames or after them, `open` looks at.
+        if not self._replaced.is_dir() and (self.folder.is_dir() or not self._fingerprint.is_file()):
             self._check_final()
 
     def _is_free(self) -> bool:
@@ -78,7 +81,8 @@ class Destination:
         """
         The folder to write into, locked; renamed to the final path if the block ends without an error. If not, the next
         conversion with the same fingerprint has what was finished, and nothing else, in the folder; if the weights
-        cannot be converted, nothing is left.
+        cannot be converted, nothing is left. If an earlier run has done all but remove its notes, its report is in
+        `report`, and the block has nothing to do.
 
         Args:
             fingerprint: Which conversion this is, as JSON.
@@ -89,11 +93,16 @@ class Destination:
         """
         text = json.dumps(fingerprint, sort_keys=True)
         with file_lock(self._partial / "lock"):
-            if self._replaced.exists():  # a process ended during the renames
-                if self._is_free():
-                    self._replaced.rename(self._final)
-                self._check_final()
-            if not (self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()):
+            is_same = self._fingerprint.is_file() and self._fingerprint.read_bytes() == text.encode()
+            if is_same and not self.folder.is_dir() and (report := self._report_of_result()) is not None:
+                self.report = report
+                yield self.folder
+                self._remove_partial()
+                return
+            if self._replaced.exists() and self._is_free():  # a process ended between the renames
+                self._replaced.rename(self._final)
+            self._check_final()
+            if not is_same:
                 if self._notes.exists():
                     shutil.rmtree(self._notes)
                 write_atomically(self._fingerprint, text)
@@ -111,7 +120,30 @@ class Destination:
                 shutil.rmtree(self._replaced, ignore_errors=True)
                 self._final.rename(self._replaced)
             self.folder.rename(self._final)
-            shutil.rmtree(self._partial)
+            self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        """Remove all that is beside the final path, last that by which a later run knows that it was complete."""
+        for folder in (self._replaced, self._notes):
+            if folder.exists():
+                shutil.rmtree(folder)
+        for path in sorted(self._partial.iterdir(), key=lambda path: path == self._fingerprint):
+            path.unlink()
+        self._partial.rmdir()
+
+    def _report_of_result(self) -> dict[str, Any] | None:
+        """The report at the final path, if all is there as this conversion wrote it."""
+        report = read_report(self._final)
+        if report is None or find_damage(self._final, report["files"]) is not None:
+            return None
+        is_ours = all(content["files"].items() <= report["files"].items() for _, content in self._read_notes())
+        return report if is_ours else None
+
+    def _read_notes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and content of every note that is not damaged."""
+        for note in self._notes.glob("*.json"):
+            with contextlib.suppress(ValueError):  # what it was about is written again
+                yield note.stem, read_sealed(note)
 
     def finish(self, name: str, paths: Iterable[Path], records: list[dict[str, Any]]) -> None:
         """Note that files in the folder are complete, with records that this and a later run have in `finished`."""
@@ -122,12 +154,10 @@ class Destination:
     def _keep_finished(self) -> None:
         """Read the notes, and delete all files but those that are as an undamaged note says."""
         kept = set()
-        for note in self._notes.glob("*.json"):
-            with contextlib.suppress(ValueError):  # the note is damaged: what it was about is written again
-                content = read_sealed(note)
-                if find_damage(self.folder, content["files"]) is None:
-                    self.finished[note.stem] = content["records"]
-                    kept |= {self.folder / file for file in content["files"]}
+        for name, content in self._read_notes():
+            if find_damage(self.folder, content["files"]) is None:
+                self.finished[name] = content["records"]
+                kept |= {self.folder / file for file in content["files"]}
         for path in sorted(self.folder.rglob("*"), reverse=True):  # the files of a folder before the folder
             if not path.is_dir():
                 if path not in kept:

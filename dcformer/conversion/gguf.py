@@ -20,12 +20,16 @@ _NEUTRAL: dict[str, tuple] = {
     **dict.fromkeys(("rope.scaling.finetuned", "attention.causal"), (True,)),
 }
 _DEFAULT_THETA = 10000.0  # of the format
+# Settings of sampling, by their names in generation_config.json.
+_SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_SAMPLING |= {name: name for name in ("top_k", "top_p", "min_p")}
 
 
-def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> PreTrainedModel:
+def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """
-    The model of a GGUF file in a folder or of a name on the Hub, as Transformers makes it, in float32; ValueError if
-    the file holds what Transformers does not read into it or into its configuration, or lacks weights.
+    The model of a GGUF file in a folder or of a name on the Hub, as Transformers makes it, in float32, and all that the
+    file states, by key; ValueError if it holds what Transformers does not read into the model or into its
+    configuration, or lacks weights.
     """
     gguf = import_optional("gguf", "Reading a GGUF file", "convert")
     reader, where = gguf.GGUFReader(cached_file(folder, file)), repr(os.path.join(folder, file))
@@ -45,7 +49,19 @@ def open_gguf(folder: str, file: str, config: PreTrainedConfig) -> PreTrainedMod
             f"Transformers does not read {listed(unread, most=8)} of {where}, which may change what the model "
             "computes; take its safetensors files instead."
         )
-    return model
+    return model, stated
+
+
+def generation_settings(stated: dict[str, Any]) -> dict[str, Any]:
+    """What a GGUF file states of how to generate, with the names of generation_config.json; Transformers reads none."""
+    ends = {stated[key] for name in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{name}_token_id") in stated}
+    sampling = {name: stated.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    # Decimal fractions are stored in float32; llama.cpp has also -1 for what is off.
+    sampling = {name: max(0, round(v, 6)) for name, v in sampling.items() if v is not None}
+    if sampling:
+        sampling = {"do_sample": True, **sampling} if sampling.get("temperature", 1) else {"do_sample": False}
+    ids = {"bos_token_id": stated.get("tokenizer.ggml.bos_token_id"), "eos_token_id": sorted(ends)}
+    return ids | sampling if sampling or len(ends) > 1 else {}
 
 
 def _unread_settings(stated: dict[str, Any], config: PreTrainedConfig) -> list[str]:

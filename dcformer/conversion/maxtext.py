@@ -15,6 +15,8 @@ from .plan import UNUSED_FILE, Origin, Plan, complete, listed
 from .settings import read_yaml, refuse_misspelt
 
 
+# Beside the steps of a run; `convert_to_maxtext` writes it.
+TRAIN_CONFIG_FILE = "train_config.yml"
 # Windows of the authors' configurations by the number of layers in a block; None is full attention.
 DEFAULT_WINDOWS = {1: [None], 2: [256, None], 4: [256, None, 256, 256], 8: [256, None, *[256] * 6]}
 # Top-level entries of a training state that are not parameters.
@@ -65,8 +67,10 @@ def plan_maxtext(
     dtype: str = "keep",
 ) -> Plan:
     """The plan of a MaxText checkpoint; arguments and errors as of [`convert_maxtext`]."""
-    train = {} if train_config is None else read_yaml(Path(train_config))
-    checkpoint = open_orbax(source, step)
+    checkpoint, path, content = open_orbax(source, step), str(train_config), None
+    if train_config is None:
+        path, content = f"{checkpoint.run}/{TRAIN_CONFIG_FILE}", checkpoint.read_beside(TRAIN_CONFIG_FILE)
+    train = {} if train_config is None and content is None else read_yaml(path, content)
     root = _root(checkpoint.names, checkpoint.location)
     ignored, names = {f"item {item}/": "another item of the step" for item in checkpoint.other_items}, []
     for name in checkpoint.names:
@@ -82,7 +86,7 @@ def plan_maxtext(
             ignored[f"{key}: false in the training YAML"] = "the authors' JAX code does not read this key"
     arrays = checkpoint.open(names)
     tree = _read_tree(arrays, root, checkpoint.location, train.get("param_scan_axis", 1))
-    config, origins = _infer_config(tree, train, Path(train_config or ""))
+    config, origins = _infer_config(tree, train, path)
     plan = Plan(
         config,
         arrays,
@@ -91,6 +95,7 @@ def plan_maxtext(
         ignored=ignored,
         origins=origins,
         training=train,
+        beside=Path(checkpoint.run) if checkpoint.run and checkpoint.store.is_local else None,
     )
     _add_parts(plan, tree)
     return complete(plan, dtype)
@@ -151,12 +156,12 @@ def _measure(tree: _Tree) -> None:
         raise ValueError(f"The dynamic composition is incomplete: no layer has {', '.join(lost)}.")
 
 
-def _infer_config(tree: _Tree, train: dict[str, Any], path: Path) -> tuple[DCFormerConfig, list[Origin]]:
+def _infer_config(tree: _Tree, train: dict[str, Any], path: str) -> tuple[DCFormerConfig, list[Origin]]:
     """
     The configuration with the semantics of the JAX run, and where each value comes from; `train` holds the values of
     the training YAML, and must agree with the arrays.
     """
-    sizes, file = tree.sizes, path.name
+    sizes, file = tree.sizes, os.path.basename(path)
     origins: list[Origin] = []
 
     def put(name: str, value: Any, origin: str, is_default: bool = False) -> None:
@@ -217,15 +222,15 @@ def _windows(tree: _Tree, train: dict[str, Any], file: str) -> tuple[list[int | 
         windows, origin, is_default = DEFAULT_WINDOWS[n], _DEFAULT, True
     else:
         raise ValueError(f"Blocks of {n} layers have no default windows; pass --train-config with window_size.")
-    if not isinstance(windows, list) or len(windows) < n or len({w for w in windows[:n] if w is not None}) > 1:
+    if not isinstance(windows, list) or len(windows) != n or len({w for w in windows if w is not None}) > 1:
         raise ValueError(
             f"window_size must list one window length or null for each of the {n} layers of a block, with a single "
             f"length in all, got {windows!r}."
         )
-    return windows[:n], origin, is_default
+    return windows, origin, is_default
 
 
-def _check_against_tree(tree: _Tree, train: dict[str, Any], path: Path) -> None:
+def _check_against_tree(tree: _Tree, train: dict[str, Any], path: str) -> None:
     """Raise ValueError unless the YAML is that of this run, by its sizes and layout, and has no misspelt key."""
     sizes = tree.sizes
     facts: dict[str, Any] = {
@@ -258,8 +263,8 @@ def _check_against_tree(tree: _Tree, train: dict[str, Any], path: Path) -> None:
         value = train.get(key)
         if value is not None and value != fact:
             raise ValueError(
-                f"{key} is {value!r} in the training YAML, but must be {fact!r} for this checkpoint; give the YAML of "
-                "this run."
+                f"{key} is {value!r} in {path!r}, but must be {fact!r} for this checkpoint; give the YAML of this run "
+                "(--train-config)."
             )
     _check_composition(tree, train)
     if facts["logits_via_embedding"] and train.get("normalize_embedding_logits", True):

@@ -14,12 +14,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..common.files import check_relative
 from .arrays import SourceArray, from_numpy
 from .plan import listed
 from .settings import naming
-from .stores import Store, import_tensorstore
+from .stores import Store, import_tensorstore, reading
 
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -78,7 +79,8 @@ class OrbaxItem:
     def _drivers(self) -> dict[str, str]:
         """Driver of every stored array."""
         if self.is_ocdbt:
-            keys = import_tensorstore().KvStore.open(self._spec("")).result().list().result()
+            with reading(f"The database of arrays in {self.location}"):
+                keys = import_tensorstore().KvStore.open(self._spec("")).result().list().result()
             files = [key.decode() for key in keys]
         else:
             files = [name.removeprefix(self.folder) for name in self.store.names if name.startswith(self.folder)]
@@ -86,16 +88,23 @@ class OrbaxItem:
         return {array: _DRIVERS[last] for array, _, last in stored if array and last in _DRIVERS}
 
     @cached_property
+    def _declared(self) -> tuple[list[str], bool]:
+        """The arrays that `_METADATA` declares, and whether it says that all of their chunks are stored."""
+        names: list[str] = []
+        if (content := self.store.read(f"{self.folder}_METADATA")) is None:
+            return names, False
+        with naming(f"{self.location}/_METADATA", ValueError, LookupError, TypeError, AttributeError):
+            metadata = json.loads(content)
+            for entry in metadata["tree_metadata"].values():
+                value = entry.get("value_metadata", {})
+                if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
+                    names.append(check_relative(".".join(str(key["key"]) for key in entry["key_metadata"])))
+            return names, bool(metadata.get("store_array_data_equal_to_fill_value"))
+
+    @cached_property
     def names(self) -> list[str]:
         """All arrays, those that `_METADATA` declares and those that are stored, sorted."""
-        declared = []
-        if f"{self.folder}_METADATA" in self.store.names:
-            with naming(f"{self.location}/_METADATA", ValueError, LookupError, TypeError, AttributeError):
-                for entry in json.loads(self.store.read(f"{self.folder}_METADATA"))["tree_metadata"].values():
-                    value = entry.get("value_metadata", {})
-                    if not value.get("skip_deserialize") and value.get("value_type") not in _CONTAINERS:
-                        declared.append(check_relative(".".join(str(key["key"]) for key in entry["key_metadata"])))
-        return sorted({*declared, *self._drivers})
+        return sorted({*self._declared[0], *self._drivers})
 
     @property
     def has_parameters(self) -> bool:
@@ -114,22 +123,34 @@ class OrbaxItem:
         for name in names:
             spec = {"driver": self._drivers.get(name, "zarr"), "kvstore": self._spec(f"{name}/")}
             opening[name] = tensorstore.open(spec, read=True)
-        opened = {name: future.result() for name, future in opening.items()}
+        opened, arrays = {}, {}
+        for name, future in opening.items():
+            with reading(f"{name} in {self.location}"):
+                opened[name] = future.result()
         counting = {name: array.storage_statistics(query_fully_stored=True) for name, array in opened.items()}
         for name, future in counting.items():
-            if not future.result().fully_stored:
+            with reading(f"{name} in {self.location}"):
+                is_whole = future.result().fully_stored
+            if not is_whole and self._declared[1]:
                 raise ValueError(f"Chunks of {name} in {self.location} are missing; copy the checkpoint again.")
-        return {name: self._array(name, array) for name, array in opened.items()}
+            arrays[name] = self._array(name, opened[name], is_whole)
+        return arrays
 
-    def _array(self, name: str, array: Any) -> SourceArray:
+    def read_beside(self, file: str) -> bytes | None:
+        """The content of a file beside the step, None if there is none or the item lies in no step."""
+        return Store(self.run).read(file) if self.run else None
+
+    def _array(self, name: str, array: Any, is_whole: bool) -> SourceArray:
         dtype = getattr(torch, array.dtype.name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} in {self.location} is {array.dtype.name}, which torch does not have.")
         chunk = tuple(array.chunk_layout.read_chunk.shape or ())
-        where = f"{self.location}/{name}"
-        return SourceArray(
-            name, where, tuple(array.shape), dtype, chunk, lambda slices: from_numpy(array[slices].read().result())
-        )
+
+        @reading(f"{name} in {self.location}")
+        def load(slices: tuple[slice, ...]) -> Tensor:
+            return from_numpy(array[slices].read().result())
+
+        return SourceArray(name, f"{self.location}/{name}", tuple(array.shape), dtype, chunk, load, is_whole)
 
 
 def open_orbax(location: str | os.PathLike, step: int | None = None) -> OrbaxItem:

@@ -98,7 +98,9 @@ class Plan:
         unused: Source arrays that the model has no use for but that are kept in [`UNUSED_FILE`].
         origins: Where each value of the configuration comes from.
         training: Values of the run's training YAML, for the model card.
-        generation: File with the source's settings for `generate`, if they are to be copied.
+        generation: Content of the source's generation_config.json, if it states how to generate.
+        beside: Local folder whose tokenizer and licence come along, if there is one.
+        stated: Fields of the configuration that the source states, which that tokenizer does not replace.
         check: Further check of the finished folder; returns its results by name, raises ValueError if it fails.
         parameters: Every tensor to write, by name, without memory (on the device `meta`); [`complete`] fills it in.
     """
@@ -113,7 +115,9 @@ class Plan:
     unused: list[str] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
-    generation: Path | None = None
+    generation: bytes | None = None
+    beside: Path | None = None
+    stated: set[str] = field(default_factory=set)
     check: Callable[[Path], dict[str, str]] | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
@@ -220,6 +224,8 @@ def complete(plan: Plan, dtype: str) -> Plan:
     where = plan.source["location"]
     if getattr(plan.config, "quantization_config", None):
         raise ValueError(f"The configuration of {where} has a quantization_config; convert the unquantised model.")
+    for name in [name for name, array in plan.arrays.items() if not array.is_whole]:
+        plan.ignored[f"chunks of {name}"] = "not stored, so read as the fill value"
     shapes = parameter_shapes(plan.config)
     _check_coverage(plan, shapes)
     for name, parts in plan.parts.items():

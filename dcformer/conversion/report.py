@@ -26,7 +26,7 @@ _TRAINING_SETTINGS = re.compile(
 _LIMITS = "The conversion says nothing about the training data or the quality; evaluate the model before relying on it."
 _VERSIONS = {"dcformer": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 # About a run of the conversion, not about its result, which is the same however often it was interrupted.
-_OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards")
+_OF_THE_RUN = ("destination", "seconds", "source_bytes", "resumed_shards", "was_complete")
 
 
 @dataclass
@@ -42,6 +42,7 @@ class ConversionReport:
         versions: Of the packages that took part.
         files: Size and SHA-256 of every other file of the folder, by its path.
         destination, seconds, source_bytes, resumed_shards: About this run; not in the file.
+        was_complete: Whether an earlier run had done all but remove its notes; not in the file.
     """
 
     source: dict[str, Any]
@@ -55,6 +56,7 @@ class ConversionReport:
     seconds: float = 0.0
     source_bytes: int = 0
     resumed_shards: int = 0
+    was_complete: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file."""

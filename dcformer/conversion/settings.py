@@ -21,8 +21,10 @@ def naming(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None]:
     """Turn what a library raises about a file into a ValueError that names the file."""
     try:
         yield
-    except OSError:
-        raise  # these name it
+    except OSError as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        reason = error.strerror or str(error).removesuffix(f": {path}").rstrip(".")
+        raise kind(f"{str(path)!r} cannot be read: {reason}.") from error
     except errors as error:
         # Without torch's advice to run the code in a file that it refuses.
         reason = re.split(r"\n\nCheck | Please use ", str(error).rpartition("WeightsUnpickler error:")[2].strip())[0]
@@ -35,10 +37,10 @@ def read_json(path: Path) -> dict[str, Any]:
         return _mapping(json.loads(path.read_bytes(), object_pairs_hook=_without_doubles))
 
 
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file; ValueError if it is none, or holds a key twice."""
+def read_yaml(path: str | os.PathLike, content: bytes | None = None) -> dict[Any, Any]:
+    """The mapping in a YAML file, whose content may be given; ValueError if it is none, or holds a key twice."""
     with naming(path, yaml.YAMLError, ValueError, RecursionError):
-        return _mapping(yaml.load(path.read_bytes(), _Loader))
+        return _mapping(yaml.load(Path(path).read_bytes() if content is None else content, _Loader))
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +49,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def refuse_misspelt(keys: Iterable[Any], read: Collection[str], known: Collection[str], path: Path) -> None:
+def refuse_misspelt(
+    keys: Iterable[Any], read: Collection[str], known: Collection[str], path: str | os.PathLike
+) -> None:
     """Raise ValueError for a key of a file spelt almost as one that is read, unless it is known for something else."""
     for key in keys:
         if key not in read and key not in known:

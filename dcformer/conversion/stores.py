@@ -1,7 +1,9 @@
 """Files of a checkpoint in a local folder or a bucket (`gs://`, `s3://`), listed once and read by tensorstore."""
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,36 @@ from .arrays import file_stamps
 # How long a bucket may take to list its files; tensorstore would wait for a silent server without end.
 _LIST_SECONDS = 20.0
 _RETRIES = {"max_retries": 5, "initial_delay": "500ms", "max_delay": "4s"}
+# What tensorstore says of files that are there; other errors are of the connection, or of permissions.
+_DAMAGED = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
+_INTERNALS = re.compile(r'Error opening "\w+" driver: | \[(tensorstore_spec|source locations)=.*', re.DOTALL)
 
 
 def import_tensorstore() -> Any:
     return import_optional("tensorstore", "Reading a JAX checkpoint", "convert")
 
 
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn an error of tensorstore into a sentence about what is read."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        status, _, reason = _INTERNALS.sub("", str(error)).partition(": ")
+        if status == "NOT_FOUND":
+            raise ValueError(f"{what} is missing; copy the checkpoint again.") from error
+        if status in _DAMAGED:
+            raise ValueError(f"{what} is damaged ({reason}); copy the checkpoint again.") from error
+        raise ValueError(f"{what} cannot be read: {reason or status}.") from error
+
+
 def is_remote(location: str | os.PathLike) -> bool:
     return str(location).startswith(("gs://", "s3://"))
+
+
+def refuse_no_folder(path: str | os.PathLike) -> None:
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"There is no folder {str(path)!r}; check the path.")
 
 
 class Store:
@@ -38,8 +62,8 @@ class Store:
     def __init__(self, location: str | os.PathLike):
         self.is_local = not is_remote(location)
         self.location = str(Path(location).absolute()) if self.is_local else str(location).rstrip("/")
-        if self.is_local and not Path(self.location).is_dir():
-            raise FileNotFoundError(f"There is no folder {str(location)!r}; check the path.")
+        if self.is_local:
+            refuse_no_folder(location)
 
     @cached_property
     def names(self) -> list[str]:
@@ -71,8 +95,11 @@ class Store:
         given = {key: value for key, value in settings.items() if value}
         return {"driver": "s3", **spec, **given, "s3_request_retries": _RETRIES}
 
-    def read(self, path: str) -> bytes:
-        return bytes(import_tensorstore().KvStore.open(self.spec()).result().read(path).result().value)
+    def read(self, path: str) -> bytes | None:
+        """The content of a file, None if there is none."""
+        with reading(f"{self.location}/{path}"):
+            found = import_tensorstore().KvStore.open(self.spec()).result().read(path).result()
+        return bytes(found.value) if found.state == "value" else None
 
     def stamps(self, folder: str) -> list:
         """Names of the files below a folder; of local ones size and time too."""

@@ -24,9 +24,10 @@ from ..common.optional import import_optional
 from ..configuration_dcformer import DCFormerConfig
 from .arrays import SourceArray, open_safetensors
 from .authors_torch import local_folder, plan_torch
-from .convert import remembered_source
+from .convert import find_tokenizer, remembered_source, save_beside, take_along
 from .destination import Destination
 from .mapping import MAXTEXT_ROWS, Row, array_shape, axis_sizes, part_for
+from .maxtext import TRAIN_CONFIG_FILE
 from .plan import DTYPES, UNUSED_FILE, Part, Plan, joint_region
 from .report import write_report
 from .stores import import_tensorstore
@@ -34,7 +35,6 @@ from .verify import Progress, refuse_changed
 from .writer import not_finite_error
 
 
-TRAIN_CONFIG_FILE = "train_config.yml"
 _SCAN_AXIS = 1
 # The authors' JAX code computes this, without a setting for anything else.
 _FIXED: dict[str, Any] = {"model_type": "dcformer", "norm_type": "rms_norm", "mlp_type": "gated", "hidden_act": "silu"}
@@ -55,6 +55,7 @@ class MaxTextReport:
         step: Its only step.
         arrays: Per array: name, shape, dtype and the parameters it was made from.
         seconds, source_bytes: Time and bytes read of this run; not in the file.
+        was_complete: Whether an earlier run had done all but remove its notes; not in the file.
     """
 
     destination: str
@@ -62,6 +63,7 @@ class MaxTextReport:
     arrays: list[dict[str, Any]]
     seconds: float = 0.0
     source_bytes: int = 0
+    was_complete: bool = False
 
 
 @dataclass
@@ -137,7 +139,8 @@ def convert_to_maxtext(
         raise ValueError(f"step must be a whole number from 0 to {2**31 - 1}, got {step!r}; give another (--step).")
     refuse_changed(folder)
     plan = plan_torch(folder)
-    config = plan.config
+    take_along(plan, folder)
+    tokenizer, config = find_tokenizer(plan), plan.config
     _refuse_inexpressible(config, folder, fused_qkv, approximate)
     per_block = _layers_per_block(config, layers_per_block, remembered.get("layers_per_block"))
     path = folder / UNUSED_FILE
@@ -152,6 +155,8 @@ def convert_to_maxtext(
     fingerprint = plan.fingerprint() | {"step": step, "arrays": records, "train_config": train_config, "verify": verify}
     total = sum(array.nbytes for array in targets)
     with target.open(fingerprint) as partial:
+        if target.report is not None:
+            return MaxTextReport(str(target.path), step, records, was_complete=True)
         item = partial / str(step) / "state"
         advance = progress(total)
         for array in targets:
@@ -164,6 +169,7 @@ def convert_to_maxtext(
         (item / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
         (item / "checkpoint").write_bytes(msgpack.packb(tree))
         (partial / TRAIN_CONFIG_FILE).write_text(yaml.safe_dump(train_config, sort_keys=False), encoding="utf-8")
+        save_beside(plan, partial, tokenizer)
         write_report(partial, {"source": plan.source, "step": step, "arrays": records})
     return MaxTextReport(str(target.path), step, records, time.monotonic() - started, total)
 
@@ -301,7 +307,7 @@ def orbax_tree(names: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         for key in above:
             node = node.setdefault(key, {})
         node.setdefault(last, f"PLACEHOLDER://{name}")
-    return {"tree_metadata": entries, "use_zarr3": False}, tree
+    return {"tree_metadata": entries, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}, tree
 
 
 def _train_config(config: DCFormerConfig, n: int, scan_layers: bool) -> dict[str, Any]:

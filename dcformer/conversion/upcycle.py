@@ -23,9 +23,9 @@ from ..loading import refuse_without_model
 from ..model_card import known_origin
 from .arrays import SourceArray, file_stamps, open_safetensors, open_weights
 from .authors_torch import PARTS, local_folder, our_name, qkv_part
-from .convert import write_model
+from .convert import take_along, write_model
 from .destination import Destination
-from .gguf import open_gguf
+from .gguf import generation_settings, open_gguf
 from .mapping import axis_sizes
 from .plan import DTYPES, Origin, Part, Plan, complete, parameter_shapes
 from .report import ConversionReport
@@ -108,15 +108,13 @@ def upcycle(
     with naming(source, ValueError, LookupError, struct.error), naming_what_is_missing(folder):
         config = AutoConfig.from_pretrained(folder, **({"gguf_file": file} if file else {}))
     _refuse_inexact(config, source)
-    model = open_gguf(folder, file, config) if file else None
+    model, facts = open_gguf(folder, file, config) if file else (None, {})
     if model is not None:
         arrays = {name: _array(name, str(source), w.shape, w.dtype, w.detach) for name, w in model.state_dict().items()}
     else:
         arrays = open_weights(folder)
     if options.get("tokenizer") is None and file:
         options["tokenizer"] = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    elif options.get("tokenizer") is None and any(Path(folder).glob("tokenizer*")):
-        options["tokenizer"] = folder
 
     chosen = {"compose_rank": rank, "compose_groups": groups, "compose_layers": layers and sorted(layers)}
     settings = {name: value for name, value in chosen.items() if value is not None}
@@ -129,12 +127,16 @@ def upcycle(
     values["tie_word_embeddings"] = values["tie_word_embeddings"] and _is_tied(arrays)
     ours = (DCPythiaConfig if config.model_type == "gpt_neox" else DCFormerConfig)(**values, **settings)
     where = {"format": f"{config.model_type} of Transformers", "location": str(source), "step": None, "seed": seed}
-    where |= known_origin(str(source), target.path.name)
+    for origin in (folder,) if file else (folder, str(source)):
+        where |= known_origin(origin, target.path.name)
+    where |= {"licence": facts["general.license"]} if "general.license" in facts else {}
     files = {Path(array.where) for array in (*arrays.values(), *trained.values())}
     plan = Plan(ours, {}, where, file_stamps(path for path in files if path.exists()))
     plan.origins = [Origin(name, value, "source") for name, value in sorted(values.items())]
     plan.origins += [Origin(name, value, "composition") for name, value in sorted(settings.items())]
-    plan.generation = next(Path(folder).glob("generation_config.json"), None)
+    take_along(plan, Path(folder))
+    if plan.generation is None and (settings := generation_settings(facts)):
+        plan.generation = json.dumps(settings, indent=2).encode()
     _fill(plan, config, arrays, trained, seed)
     complete(plan, dtype)
 

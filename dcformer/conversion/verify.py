@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..common.files import find_damage
 from ..configuration_dcformer import DCFormerConfig
-from .arrays import open_weights
+from .arrays import open_npz, open_weights
 from .authors_torch import local_folder, read_config
 from .inspection import open_checkpoint
 from .plan import Plan, UnfitWeightsError, meta_model
 from .report import REPORT_FILE, read_report
+from .stores import is_remote, refuse_no_folder
 
 
 # Called with the number of bytes to read; returns the function that is called with every part done.
@@ -67,7 +67,11 @@ def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda tota
     Raises:
         FileNotFoundError: if there is no report in the folder.
     """
-    given, folder = str(folder), local_folder(folder)
+    given = str(folder)
+    if is_remote(given):
+        raise ValueError(f"Hashes are checked in local folders, got {given!r}; copy it, or give a second checkpoint.")
+    folder = local_folder(folder)
+    refuse_no_folder(folder)
     report = read_report(folder)
     if report is None:
         raise FileNotFoundError(
@@ -122,14 +126,14 @@ def logit_difference(expected: Tensor, actual: Tensor) -> LogitDifference:
 
 def load_reference(path: str | os.PathLike, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The tokens (batch, length) and logits (batch, length, vocabulary) of an .npz file."""
-    with np.load(path, allow_pickle=False) as arrays:
-        tokens, logits = torch.from_numpy(arrays["tokens"]).long(), torch.from_numpy(arrays["logits"]).float()
+    arrays = open_npz(Path(path))
+    tokens, logits = (arrays[name].read() if name in arrays else torch.empty(0) for name in ("tokens", "logits"))
     if tokens.ndim != 2 or not tokens.numel() or logits.shape != (*tokens.shape, vocab_size):
         raise ValueError(
             f"{str(path)!r} has tokens {tuple(tokens.shape)} and logits {tuple(logits.shape)}; they must be (batch, "
             f"length) and (batch, length, {vocab_size})."
         )
-    return tokens, logits
+    return tokens.long(), logits.float()
 
 
 def verify_folder(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..common.dtypes import dtype_name
 from ..common.files import json_digest
+from ..hub_dcformer import set_usual_mode
 from .destination import Destination
 from .plan import UNUSED_FILE, Part, Plan, UnfitWeightsError
 
@@ -80,6 +81,7 @@ def _write_shard(
             }
         )
     save_file(tensors, path, metadata={"format": "pt"})
+    set_usual_mode(path)
     return records
 
 

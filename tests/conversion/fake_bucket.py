@@ -55,7 +55,7 @@ class FakeBucket:
             key = path.removeprefix(google).removeprefix("/runs").removeprefix("/")
             is_list = not key if path.startswith(google) else "list-type" in query
             if is_list:
-                body = self._list(query.get("prefix", [""])[0], path.startswith(google))
+                body = self._list(query, path.startswith(google))
             elif key in self.files:
                 body = self.files[key]
                 if path.startswith(google) and query.get("alt") != ["media"]:
@@ -69,8 +69,10 @@ class FakeBucket:
         if handler.command != "HEAD":
             handler.wfile.write(body)
 
-    def _list(self, prefix, is_google):
-        sizes = {name: len(body) for name, body in sorted(self.files.items()) if name.startswith(prefix)}
+    def _list(self, query, is_google):
+        prefix, start, end = (query.get(key, [""])[0] for key in ("prefix", "startOffset", "endOffset"))
+        names = [name for name in sorted(self.files) if name.startswith(prefix) and start <= name < (end or "~")]
+        sizes = {name: len(self.files[name]) for name in names}
         if is_google:
             items = [{"name": name, "size": str(size), "generation": "1"} for name, size in sizes.items()]
             return json.dumps({"items": items}).encode()

@@ -3,12 +3,12 @@
 import numpy as np
 
 
-def write_gguf(path, model, settings=(), tensors=(), without=()):
+def write_gguf(path, model, settings=(), tensors=(), without=(), facts=()):
     """
     Write a Llama or Qwen model of Transformers.
 
     Args:
-        settings: Further settings of the architecture, by key.
+        settings, facts: Further settings of the architecture, and others, by key.
         tensors: Further tensors, by name.
         without: Parameters and settings to leave out.
     """
@@ -27,10 +27,10 @@ def write_gguf(path, model, settings=(), tensors=(), without=()):
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         **dict(settings),
     }
-    add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}
-    for key, value in values.items():
-        if key not in without:
-            add[type(value)](f"{config.model_type}.{key}", value)
+    add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, int: writer.add_int32}
+    values = {f"{config.model_type}.{key}": value for key, value in values.items() if key not in without}
+    for key, value in (values | dict(facts)).items():
+        add[type(value)](key, value)
     writer.add_string("general.name", "tiny")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([*"ab", "ab", "ba", *(f"token {i}" for i in range(config.vocab_size - 4))])

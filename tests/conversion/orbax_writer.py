@@ -11,7 +11,7 @@ import tensorstore
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=True):
+def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=True, fill=None):
     """
     Write arrays as one item of an orbax step.
 
@@ -21,6 +21,7 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
         layout: `"zarr"` (a folder per array), `"ocdbt"` (one database of zarr 2 arrays) or `"zarr3"`.
         chunks: Function from name and shape to the shape of a chunk. None: one chunk an array.
         metadata: Whether to write `_METADATA`.
+        fill: The fill value, of which chunks are not stored; None: all chunks are, as by orbax.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +44,7 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
                 "shape": list(values.shape),
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
                 "data_type": values.dtype.name,
+                "fill_value": fill or 0,
             }
         else:
             spec["metadata"] = {
@@ -50,18 +52,19 @@ def write_checkpoint(folder, leaves, *, layout="zarr", chunks=None, metadata=Tru
                 "chunks": chunk,
                 "dtype": "bfloat16" if values.dtype == BFLOAT16 else values.dtype.newbyteorder("<").str,
                 "compressor": {"id": "zstd", "level": 1},
+                "fill_value": fill,
             }
-        spec["store_data_equal_to_fill_value"] = True  # as orbax does
+        spec["store_data_equal_to_fill_value"] = fill is None
         array = tensorstore.open(spec, create=True, delete_existing=True, transaction=transaction).result()
         array.write(values).result()
     if transaction is not None:
         transaction.commit_sync()
     if metadata:
-        write_metadata(folder, leaves, layout == "zarr3")
+        write_metadata(folder, leaves, layout == "zarr3", fill is None)
 
 
-def write_metadata(folder, names, use_zarr3=False):
-    """orbax's `_METADATA` for arrays of these names."""
+def write_metadata(folder, names, use_zarr3=False, stores_all=True):
+    """orbax's `_METADATA` for arrays of these names; `stores_all` declares that no chunk is left out."""
     tree = {}
     for name in names:
         path = tuple(name.split("."))
@@ -69,8 +72,10 @@ def write_metadata(folder, names, use_zarr3=False):
             "key_metadata": [{"key": key, "key_type": 2} for key in path],
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
-    text = json.dumps({"tree_metadata": tree, "use_zarr3": use_zarr3})
-    Path(folder, "_METADATA").write_text(text, encoding="utf-8")
+    values = {"tree_metadata": tree, "use_zarr3": use_zarr3} | (
+        {"store_array_data_equal_to_fill_value": True} if stores_all else {}
+    )
+    Path(folder, "_METADATA").write_text(json.dumps(values), encoding="utf-8")
 
 
 def maxtext_leaves(

@@ -11,6 +11,7 @@ from dcformer.conversion import convert_maxtext, stores, writer
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     write_checkpoint(folder / "5" / "state", maxtext_leaves(0, embed=32, channels=8, mlp=64))
+    (folder / "train_config.yml").write_text("window_size: [5, null]")
     return folder
 
 
@@ -32,11 +33,13 @@ def bucket(run, monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_a_run_is_read_from_a_bucket(bucket, run, tmp_path, scheme):
-    remote = convert_maxtext(f"{scheme}://runs/mine/", tmp_path / "remote", verify=False)
+@pytest.mark.parametrize("below", ["", "5"])
+def test_a_run_is_read_from_a_bucket(bucket, run, tmp_path, scheme, below):
+    remote = convert_maxtext(f"{scheme}://runs/mine/{below}", tmp_path / "remote", verify=False)
     here = convert_maxtext(run, tmp_path / "here", verify=False)
     assert remote.source["step"] == 5
     assert remote.source["location"] == f"{scheme}://runs/mine/5/state"
+    assert remote.origins == here.origins and not any(o.is_default for o in here.origins if "window" in o.field)
     assert [record["sha256"] for record in remote.tensors] == [record["sha256"] for record in here.tensors]
     assert remote.source["sha256"] == here.source["sha256"]
 

@@ -8,13 +8,16 @@ import pytest
 import torch
 import yaml
 from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
-from orbax_writer import maxtext_leaves, write_checkpoint
+from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint
 from pax_arrays import PAX_CONFIG, PAX_ROOT, pax_arrays
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dcformer.conversion import SourceArray, convert_maxtext, convert_pax, convert_torch
+
+
+MLP, NORM = "params.decoder.layers.mlp_1.wo.kernel", "params.decoder.decoder_norm.scale"
 
 
 def check_logits(folder, tokens, expected):
@@ -199,19 +202,27 @@ def test_values_are_the_slices_of_the_arrays(tmp_path, layout, variant):
     assert config["qk_norm"] == options.get("qk_norm", True)
 
 
-def test_values_of_pax_are_the_slices_of_its_arrays(tmp_path):
+@pytest.mark.parametrize("form", ["npz", "npy"])
+def test_values_of_pax_are_the_slices_of_its_arrays(tmp_path, form):
     """As the authors' reader of PAX puts them into their torch model: layer l is block l // 2, sub-block l % 2."""
-    arrays = pax_arrays(blocks=2, mlp_gate=4)
-    np.savez(tmp_path / "pax.npz", **arrays)
-    config = {**PAX_CONFIG, "n_layer": 4, "mgate": True, "mgate_dim": 4}
+    arrays = pax_arrays(blocks=3, mlp_gate=4)
+    stored = {name: values.astype(BFLOAT16) if "scale" not in name else values for name, values in arrays.items()}
+    arrays = {name: values.astype(np.float32) for name, values in stored.items()}
+    np.savez(tmp_path / "pax.npz", **stored)
+    (tmp_path / "pax.npy").mkdir()
+    for name, values in stored.items():
+        np.save(tmp_path / "pax.npy" / f"{name}.npy", values)
+    config = {**PAX_CONFIG, "n_layer": 6, "mgate": True, "mgate_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    convert_pax(tmp_path / "pax.npz", tmp_path / "out", config=tmp_path / "config.json", verify=False)
+    convert_pax(tmp_path / f"pax.{form}", tmp_path / "out", config=tmp_path / "config.json", verify=False)
+    dtypes = {values.dtype for values in load_file(tmp_path / "out" / "model.safetensors").values()}
+    assert dtypes == {torch.float32, torch.bfloat16}
     expected = {
         "model.embed_tokens.weight": arrays[f"{PAX_ROOT}embedding_lookup.emb_var"][:30],  # the others are padding
         "lm_head.weight": arrays[f"{PAX_ROOT}softmax.logits_ffn.linear.w"].T[:30],
         "model.norm.weight": arrays[f"{PAX_ROOT}final_ln.scale"],
     }
-    for layer in range(4):
+    for layer in range(6):
         below = f"{PAX_ROOT}transformer.repeat.sub.x_layers_{layer % 2}."
         stored = {
             name.removeprefix(below): array[layer // 2] for name, array in arrays.items() if name.startswith(below)
@@ -248,13 +259,19 @@ def test_roots_of_the_parameters(tmp_path, root, layout):
     assert {name for name in leaves if name.startswith("opt_state") or name == "step"} == set(report.ignored)
 
 
+@pytest.mark.parametrize("fill", [None, 0.0, 0.5], ids="fill {}".format)
 @pytest.mark.parametrize("layout", ["zarr", "ocdbt", "zarr3"])
-def test_chunks_that_do_not_divide_the_arrays(tmp_path, layout):
+def test_chunks_that_do_not_divide_the_arrays_or_are_not_stored(tmp_path, layout, fill):
     leaves = maxtext_leaves(7, static=True)
+    if fill is not None:  # in whole chunks, the last ones too
+        leaves[MLP][:10], leaves[MLP][20:], leaves[NORM][:] = fill, fill, fill
     write_checkpoint(
-        tmp_path / "src", leaves, layout=layout, chunks=lambda name, shape: [-(-2 * n // 3) for n in shape]
+        tmp_path / "src", leaves, layout=layout, chunks=lambda name, shape: [-(-n // 3) for n in shape], fill=fill
     )
-    convert_maxtext(tmp_path / "src", tmp_path / "out")
+    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
+    filled = {reason for name, reason in report.ignored.items() if name in (f"chunks of {MLP}", f"chunks of {NORM}")}
+    assert len(report.ignored) == (0 if fill is None else 2)
+    assert filled == (set() if fill is None else {"not stored, so read as the fill value"})
     check_values(tmp_path / "out", leaves, "params.")
     actual = weights(tmp_path / "out")
     for layer in range(4):

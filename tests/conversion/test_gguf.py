@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gguf_writer import write_gguf
 from test_upcycle import GROUPED, TOKENS, make_source
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dcformer.conversion import upcycle
 
@@ -52,6 +52,29 @@ REFUSED = [
 def source(folder, model_type="llama", **values):
     values = {**GROUPED, **({"head_dim": 128} if model_type == "qwen3" else {}), **values}
     return make_source(folder / "source", model_type, **values)
+
+
+def test_settings_for_generate_and_the_licence_come_along(tmp_path):
+    sampling = {"general.sampling.temp": 0.7, "general.sampling.top_k": -1, "general.sampling.min_p": 0.05}
+    facts = {
+        "tokenizer.ggml.eot_token_id": 3,
+        "general.license": "apache-2.0",
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    write_gguf(tmp_path / "tiny.gguf", source(tmp_path), facts=sampling | facts)
+    upcycle(tmp_path / "tiny.gguf", tmp_path / "model")
+    settings = GenerationConfig.from_pretrained(tmp_path / "model").to_diff_dict()
+    expected = {
+        "bos_token_id": 0,
+        "eos_token_id": [1, 3],
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "min_p": 0.05,
+    }
+    assert settings.items() >= expected.items() and "repetition_penalty" not in settings
+    assert (tmp_path / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert "license: apache-2.0" in (tmp_path / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -1,6 +1,7 @@
 """Damaged, incomplete and contradicting sources are refused, and nothing is left behind."""
 
 import json
+import re
 import shutil
 import zipfile
 
@@ -11,7 +12,6 @@ import yaml
 from damage import cut, flip_bit
 from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint, write_metadata
 from pax_arrays import PAX_CONFIG, PAX_MLP, pax_arrays
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
@@ -46,9 +46,9 @@ def work(originals, tmp_path):
 def assert_refused(work, word, convert, source, **options):
     """The call fails with a message that holds a word, and leaves nothing behind."""
     before = sorted(path.relative_to(work) for path in work.rglob("*"))
-    with pytest.raises((ValueError, TypeError, OSError, SafetensorError)) as caught:
+    with pytest.raises((ValueError, OSError)) as caught:
         convert(source, work / "out", **options)
-    assert word in str(caught.value)
+    assert word in str(caught.value) and not re.search(r"\[Errno|tensorstore_spec|os error", str(caught.value))
     assert sorted(path.relative_to(work) for path in work.rglob("*")) == before
 
 
@@ -82,14 +82,14 @@ def declare(name):
 
 
 MAXTEXT = {
-    "chunk_truncated": (lambda item: cut(chunk(item, MLP)), MLP),
+    "chunk_truncated": (lambda item: cut(chunk(item, MLP)), "is damaged (Error reading local file"),
     "declaration_cut": (lambda item: cut(item / "_METADATA"), "_METADATA' cannot be read: "),
-    "chunk_missing": (lambda item: chunk(item, MLP).unlink(), MLP),
-    "array_missing": (lambda item: shutil.rmtree(item / MLP), MLP),
+    "chunk_missing": (lambda item: chunk(item, MLP).unlink(), f"Chunks of {MLP} in"),
+    "array_missing": (lambda item: shutil.rmtree(item / MLP), "state is missing; copy the checkpoint again"),
     "array_missing_undeclared": (put(remove=[MLP]), "mlp.gate_proj"),
     "embedding_missing": (put(remove=["params.token_embedder.embedding"]), "token_embedder.embedding"),
     "norm_missing": (put(remove=[NORM]), "model.norm.weight"),
-    "metadata_of_an_array_truncated": (lambda item: cut(item / MLP / ".zarray"), MLP),
+    "metadata_of_an_array_truncated": (lambda item: cut(item / MLP / ".zarray"), "Invalid JSON); copy the checkpoint"),
     "array_unknown": (put(("params.decoder.layers.mlp_0.router.kernel", floats(16, 1, 4))), "router"),
     "array_outside_the_root": (put(("other.weights", floats(4))), "other.weights"),
     "array_declared_and_not_there": (declare("params.decoder.layers.lost.scale"), "params.decoder.layers.lost.scale"),
@@ -107,9 +107,9 @@ MAXTEXT = {
 
 
 OCDBT = {
-    "manifest_truncated": (lambda item: cut(item / "manifest.ocdbt"), ""),
-    "data_missing": (lambda item: shutil.rmtree(item / "d"), ""),
-    "data_truncated": (lambda item: [cut(path) for path in (item / "d").iterdir()], ""),
+    "manifest_truncated": (lambda item: cut(item / "manifest.ocdbt"), "The database of arrays in"),
+    "data_missing": (lambda item: shutil.rmtree(item / "d"), "copy the checkpoint again"),
+    "data_truncated": (lambda item: [cut(path) for path in (item / "d").iterdir()], "copy the checkpoint again"),
     "array_declared_and_not_there": (
         lambda item: write_metadata(item, ["params.lost", *maxtext_leaves(0, layers=2)]),
         "params.lost",
@@ -130,7 +130,6 @@ def test_damaged_maxtext(work, layout, case):
         ({"step": 8}, "8"),
         ({"dtype": "float8"}, "float8"),
         ({"max_shard_size": "much"}, "size"),
-        ({"shard_size": "1GB"}, "shard_size"),
     ],
 )
 def test_bad_options(work, options, word):
@@ -153,6 +152,7 @@ window_size: 256
 window_size: [0, null]
 window_size: [5]
 window_size: [5, 6]
+window_size: [5, null, 5]
 normalization_layer_epsilon: small
 param_scan_axis: 0
 base_emb_dim: 32
@@ -356,7 +356,9 @@ TORCH = {
         lambda folder: (index({"a": "x", "b": "y"})(folder), replace_text('"b"', '"a"', INDEX)(folder)),
         "'a' twice",
     ),
-    "index_of_a_missing_file": (index({"a": "lost.safetensors"}), "lost.safetensors"),
+    "index_of_a_missing_file": (index({"a": "lost.safetensors"}), "lost.safetensors' cannot be read: No such file"),
+    "index_of_a_folder": (lambda folder: (index({"a": "lost"})(folder), (folder / "lost").mkdir()), "lost' cannot be"),
+    "generation_config_cut": (lambda folder: cut(folder / "generation_config.json"), "generation_config.json' cannot"),
 }
 
 
@@ -408,6 +410,8 @@ PAX = {
     "array_elsewhere": (set_arrays(lambda arrays: arrays.update(other=floats(1))), "other"),
     "array_wider": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1, 16, 25)})), PAX_MLP),
     "not_finite": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1, 16, 24, bad=np.nan)})), "up_proj"),
+    "float8": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1).astype("float8_e4m3fn")})), f"{PAX_MLP} in"),
+    "float8_e5m2": (set_arrays(lambda arrays: arrays.update({PAX_MLP: floats(1).astype("float8_e5m2")})), PAX_MLP),
     "vocabulary_longer": (set_config(vocab_size=40), "emb_var"),
     "layers_do_not_divide": (set_config(n_layer=3), "3"),
     "layers_beyond_memory": (set_config(n_layer=10**30), "num_hidden_layers must be at least 1 and at most 4000"),

@@ -1,6 +1,8 @@
 """Interrupted conversions go on from finished shards and end with the same bytes; replacing what is there."""
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import random
@@ -15,9 +17,11 @@ from damage import contents, cut, flip_bit, interrupted, partial_of
 from orbax_writer import maxtext_leaves, write_checkpoint
 from safetensors.torch import load_file
 from tiny_models import tiny_model
+from typer.testing import CliRunner
 
+from dcformer.cli import app
 from dcformer.common.files import LockHeldError, file_lock
-from dcformer.conversion import convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext
+from dcformer.conversion import REPORT_FILE, Destination, convert_maxtext, convert_to_maxtext, convert_torch, to_maxtext
 
 
 SHARDS = {"max_shard_size": "100KB", "verify": False}
@@ -228,26 +232,69 @@ def test_the_source_is_not_replaced(model, tmp_path):
         convert_torch(model, "gs://bucket/out")
 
 
-def test_a_kill_between_the_renames_loses_neither_model(model, tmp_path, monkeypatch):
-    folder = tmp_path / "out"
-    convert_torch(model, folder, dtype="bfloat16", verify=False)
-    old = contents(folder)
-    rename = Path.rename
+@contextlib.contextmanager
+def killed_at(step):
+    """The block ends as if the process were killed at its n-th change of folders: none of its clean-up is done."""
+    done = []
 
-    def failing(self, target):
-        if self.name == "model":
-            raise KeyboardInterrupt
-        return rename(self, target)
+    def failing(function):
+        def call(*arguments, **options):
+            done.append(function)
+            if len(done) >= step:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", failing)
-        convert_torch(model, folder, force=True, verify=False)
-    assert contents(partial_of(folder) / "replaced") == old
-    with pytest.raises(FileExistsError):
-        convert_torch(model, folder, verify=False)
-    assert contents(folder) == old
-    assert convert_torch(model, folder, force=True, verify=False).resumed_shards == 1
-    assert not partial_of(folder).exists()
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for name in ("rename", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, failing(getattr(os, name)))
+        yield done
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_killed_at_each_step_the_same_command_completes_and_another_is_refused(tmp_path, force):
+    for layers in (1, 2):
+        tiny_model(num_hidden_layers=layers, layer_types=None).save_pretrained(tmp_path / str(layers))
+    source, out, options = tmp_path / "2", tmp_path / "out", {"verify": False, "force": force}
+    convert_torch(source, out, **options)
+    convert_torch(tmp_path / "1", tmp_path / "old", verify=False)
+    whole, old, states = contents(out), contents(tmp_path / "old"), set()
+    for step in itertools.count(1):
+        shutil.rmtree(out)
+        if force:
+            shutil.copytree(tmp_path / "old", out)
+        with killed_at(step):
+            convert_torch(source, out, **options)
+        if not partial_of(out).exists() or not any(partial_of(out).iterdir()):
+            break
+        is_renamed, is_replacing = out.exists() and contents(out) == whole, (partial_of(out) / "replaced").exists()
+        assert is_renamed or not force or old in (contents(partial_of(out) / "replaced"), contents(out))
+        states.add((is_renamed, is_replacing))
+        if is_renamed:
+            with pytest.raises(FileExistsError):
+                convert_torch(tmp_path / "1", out, verify=False)
+            assert contents(out) == whole
+        report = convert_torch(source, out, **options)
+        assert (report.was_complete, contents(out)) == (is_renamed, whole) and not partial_of(out).exists()
+    assert states == {(False, False), (True, False), *([(False, True), (True, True)] if force else [])}
+
+
+def test_what_was_changed_after_the_renaming_is_not_called_complete(model, tmp_path):
+    for change in (lambda path: flip_bit(path / "config.json"), lambda path: (path / REPORT_FILE).unlink()):
+        with interrupted(after=0, module=Destination, function="_remove_partial"):
+            convert_torch(model, tmp_path / "out", verify=False)
+        change(tmp_path / "out")
+        with pytest.raises(FileExistsError, match="exists already"):
+            convert_torch(model, tmp_path / "out", verify=False)
+        shutil.rmtree(tmp_path / "out")
+    for command, convert in (("torch", convert_torch), ("to-maxtext", convert_to_maxtext)):
+        out = tmp_path / command
+        with interrupted(after=0, module=Destination, function="_remove_partial"):
+            convert(model, out, verify=False)
+        result = CliRunner().invoke(app, ["convert", command, str(model), str(out), "--no-verify"])
+        assert result.exit_code == 0 and f"{out} is complete: an earlier run wrote it" in result.stdout
+        assert not partial_of(out).exists()
 
 
 def test_two_conversions_to_one_folder(model, tmp_path):

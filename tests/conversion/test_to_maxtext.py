@@ -8,11 +8,14 @@ import torch
 import yaml
 from orbax_writer import maxtext_leaves, write_checkpoint
 from tiny_models import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from dcformer.conversion import Plan, convert_maxtext, convert_to_maxtext, convert_torch
-from dcformer.conversion.maxtext import plan_maxtext
+from dcformer.conversion.maxtext import TRAIN_CONFIG_FILE, plan_maxtext
 from dcformer.conversion.orbax import open_orbax
-from dcformer.conversion.to_maxtext import TRAIN_CONFIG_FILE
 
 
 # What the JAX code computes, in a small model.
@@ -28,8 +31,8 @@ def read_params(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_back(folder: Path) -> Plan:
-    """The plan of a run that was written, by its training YAML."""
-    return plan_maxtext(folder, train_config=folder / TRAIN_CONFIG_FILE)
+    """The plan of a run that was written, by the training YAML beside its step."""
+    return plan_maxtext(folder)
 
 
 def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str, torch.Tensor]):
@@ -74,16 +77,62 @@ def save(folder: Path, variant: str = "dcformer", **overrides) -> tuple[Path, to
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "no_scan"])
 @pytest.mark.parametrize("fused", [{}, {"fused_qkv": True}, {"fused_mlp": True}], ids=["split", "qkv", "mlp"])
-def test_layouts_read_back_identically(tmp_path, scan_layers, fused):
-    folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=4)
+def test_layouts_read_back_identically_from_any_folder(tmp_path, scan_layers, fused):
+    windows = {"layer_types": ["full_attention", "sliding_attention", "full_attention"] * 3, "sliding_window": 7}
+    folder, model = save(tmp_path / "ours", "all_branches", num_hidden_layers=9, **windows)
     convert_to_maxtext(folder, tmp_path / "run", step=7, scan_layers=scan_layers, **fused)
-    plan = read_back(tmp_path / "run")
+    plan, *others = (read_back(tmp_path / "run" / below) for below in ("", "7", "7/state"))
+    assert all(other.config.to_dict() == plan.config.to_dict() for other in others)
     assert plan.source["step"] == 7
     assert_identical(plan, model.state_dict())
     there = {key: value for key, value in plan.config.to_dict().items() if key not in NOT_IN_YAML}
     assert there == {key: value for key, value in model.config.to_dict().items() if key not in NOT_IN_YAML}
     names = {name.split(".")[2] for name in read_params(tmp_path / "run") if ".layers" in name}
-    assert names == ({"layers"} if scan_layers else {"layers_0", "layers_1"})
+    assert names == ({"layers"} if scan_layers else {"layers_0", "layers_1", "layers_2"})
+
+
+def test_a_given_training_yaml_wins_over_that_beside_the_step_and_either_must_fit(tmp_path):
+    folder, _ = save(tmp_path / "ours", num_hidden_layers=2)
+    convert_to_maxtext(folder, tmp_path / "run")
+    (tmp_path / "given.yml").write_text("window_size: [5, null]")
+    assert plan_maxtext(tmp_path / "run", train_config=tmp_path / "given.yml").config.sliding_window == 5
+    path = tmp_path / "run" / TRAIN_CONFIG_FILE
+    path.write_text(path.read_text().replace("vocab_size: 67", "vocab_size: 68"))
+    assert plan_maxtext(tmp_path / "run", train_config=tmp_path / "given.yml").config.vocab_size == 67
+    with pytest.raises(ValueError, match=rf"vocab_size is 68 in '{path}', .* \(--train-config\)"):
+        convert_maxtext(tmp_path / "run" / "0", tmp_path / "back")
+    with pytest.raises(FileNotFoundError, match=r"none\.yml' cannot be read: No such file"):
+        plan_maxtext(tmp_path / "run", train_config=tmp_path / "none.yml")
+
+
+@pytest.mark.parametrize("by", [convert_torch, convert_to_maxtext])
+def test_what_lies_beside_the_weights_comes_along(tmp_path, by):
+    folder, model = save(tmp_path / "ours", eos_token_id=5)
+    model.generation_config.update(eos_token_id=[3, 5], do_sample=True, top_k=7)
+    model.generation_config.save_pretrained(folder)
+    words = WordLevel({f"word{number}": number for number in range(60)}, unk_token="word0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="word9", pad_token="word8")
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(folder)
+    (folder / "LICENSE").write_text("mine")
+    by(folder, tmp_path / "other")
+    convert = convert_maxtext if by is convert_to_maxtext else convert_torch
+    convert(tmp_path / "other", tmp_path / "back", verify=False)
+    for name in ("generation_config.json", "LICENSE"):
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    back = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert back.get_vocab() == tokenizer.get_vocab()
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["eos_token_id"] == (5 if by is convert_torch else [3, 5])
+    assert config["pad_token_id"] == 8  # which only the tokenizer states
+    convert(tmp_path / "other", tmp_path / "given", tokenizer=tokenizer, verify=False)
+    settings = [json.loads((tmp_path / "given" / name).read_text()) for name in ("config.json", GENERATION_CONFIG_NAME)]
+    assert [values["eos_token_id"] for values in settings] == [9, 9] and settings[1]["top_k"] == 7
+    assert (tmp_path / "given" / "chat_template.jinja").read_text() == "{{ messages }}"
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")  # as the authors have it, alone
+    convert_torch(folder, tmp_path / "authors", verify=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "authors").get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("variant", ["grouped_query_attention", "pre_only", "all_global", "wide_heads"])

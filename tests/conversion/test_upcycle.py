@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -146,6 +147,9 @@ def test_a_recipe_trains_a_composition_whose_file_fits_the_source(llama, tmp_pat
     values = tiny_mapping(tmp_path / "run", training={"trainable": "compose", "max_steps": 3})
     train(Recipe.from_mapping(values | {"model": {"pretrained": str(tmp_path / "model")}}))
     file, final = tmp_path / "run" / "composition.safetensors", tmp_path / "run" / "final"
+    os.umask(mask := os.umask(0))
+    written = [path for path in (tmp_path / "run").rglob("*.*") if path.is_file()]
+    assert len(written) > 20 and {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~mask}
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", final))
     assert load_file(file).keys() == {name for name in after if not torch.equal(after[name], before[name])}
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -63,6 +64,7 @@ CHANGES = {
     "missing": (lambda folder: last_shard(folder).unlink(), None),
     "another_file": (lambda folder: save_file({"a": torch.ones(1)}, folder / "model.safetensors"), "model.safetensors"),
     "index": (lambda folder: (folder / INDEX).write_text("{}"), INDEX),
+    "torch_file": (lambda folder: (folder / "pytorch_model.bin").write_bytes(b""), "pytorch_model.bin"),
     "config": (lambda folder: (folder / "config.json").write_text("{}"), "config.json"),
 }
 
@@ -131,8 +133,11 @@ def test_a_report_with_other_entries_is_refused(work, case):
 
 
 def test_a_folder_without_a_report_is_not_checked(work):
-    with pytest.raises(FileNotFoundError, match="conversion_report"):
-        verify_hashes(work / "maxtext")
+    for path, words in (("maxtext", "no conversion_report"), ("nowhere", "no folder .*nowhere'; check the path")):
+        with pytest.raises(FileNotFoundError, match=words):
+            verify_hashes(work / path)
+    with pytest.raises(ValueError, match="local folders, got 'gs://bucket'"):
+        verify_hashes("gs://bucket")
     (work / "model" / "conversion_report.json").unlink()
     flip_bit(last_shard(work / "model"))
     convert_torch(work / "model", work / "out", verify=False)
@@ -198,12 +203,15 @@ def test_formats_are_detected_and_inspected(originals, path):
         assert inspection.optimizer_arrays == 2 * len(inspection.tensors) + 1 and inspection.state_arrays == ["step"]
 
 
-def test_a_report_gives_size_and_sha256_of_every_other_file(originals):
+def test_a_report_gives_size_and_sha256_of_every_other_file_and_all_have_the_usual_mode(originals):
     files = json.loads((originals / "model" / "conversion_report.json").read_text())["files"]
     others = {path.name: path.read_bytes() for path in (originals / "model").iterdir() if path.name != REPORT_FILE}
     assert files == {
         name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in others.items()
     }
+    os.umask(mask := os.umask(0))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (originals / "model").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o666 & ~mask)
 
 
 def test_pax_is_listed_without_its_configuration_and_converted_without_its_training_state(originals, tmp_path):
@@ -232,13 +240,6 @@ def test_the_code_is_written_if_asked_and_not_passed_on(originals, tmp_path, mon
     assert not any(re.search(r"^\s*(from|import) dcformer", path.read_text(), re.M) for path in folder.glob("*.py"))
     convert_torch(folder, tmp_path / "plain", verify=False)
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-
-
-def test_the_tokenizer_comes_along(originals, tokenizer_folder, tmp_path):
-    convert_torch(originals / "model", tmp_path / "model", tokenizer=tokenizer_folder, verify=False)
-    convert_torch(tmp_path / "model", tmp_path / "again", verify=False)
-    assert (tmp_path / "again" / "tokenizer.json").read_text() == (tmp_path / "model" / "tokenizer.json").read_text()
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == 0
 
 
 def test_weights_that_are_not_finite_are_named_without_verification(originals, tmp_path):
