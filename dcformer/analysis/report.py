@@ -84,7 +84,7 @@ def analyse(
     if not texts:
         raise ValueError("There is no text to analyse; give at least one.")
     output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
+    output.resolve().mkdir(parents=True, exist_ok=True)  # also of a link to nothing yet
     heads, count = model.config.num_attention_heads, len(attention_layers(model))
     if layers is None:
         drawn = max(min(_MOST_DRAWN_HEADS // heads, count), 1)

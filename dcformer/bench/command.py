@@ -35,6 +35,8 @@ def run_benchmark(
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(chosen).lower()).strip("-")
     folder = Path("benchmarks", "results") if Path("benchmarks", "results").is_dir() else Path()
     path = json or folder / f"{what}-{slug}{'-quick' if quick else ''}.json"
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder; give a file for the figures.")
     run = Run(what, chosen, default_dtype(chosen), is_quick=quick, seconds=seconds)
     print(f"{what} on {device_name(chosen)}, torch {torch.__version__}, {run.dtype}", flush=True)
     # All on one stream: what autograd keeps of the default one could not be recorded as a CUDA graph.

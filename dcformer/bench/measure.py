@@ -262,7 +262,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.resolve().mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ class LockHeldError(ValueError):
 def file_lock(path: str | os.PathLike) -> Iterator[None]:
     """Hold the lock of a file, made with its folder, until the block or process ends; else LockHeldError."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.resolve().mkdir(parents=True, exist_ok=True)  # also of a link to nothing yet
     try:
         lock = FileLock(path).acquire(blocking=False)
     except Timeout as error:

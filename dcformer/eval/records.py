@@ -98,7 +98,7 @@ def samples_path(record: Path) -> Path:
 def write_record(output: str | os.PathLike, record: Record, samples: list[dict]) -> Path:
     """Write a record, in the layout of lm-eval's results, and its samples; returns the path of the record."""
     path = record_path(output, record.model, record.task, record.num_fewshot)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.resolve().mkdir(parents=True, exist_ok=True)
     samples_file = samples_path(path)
     write_atomically(samples_file, "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples))
     name, metrics = PREFIX + record.task, {}

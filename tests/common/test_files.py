@@ -110,7 +110,8 @@ def hold(path, sender):
 
 
 def test_a_lock_is_held_by_one_process_and_ends_when_that_is_killed(tmp_path):
-    path, context = tmp_path / "folder" / "lock", multiprocessing.get_context("fork")
+    path, context = tmp_path / "link" / "lock", multiprocessing.get_context("fork")
+    (tmp_path / "link").symlink_to("folder")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=hold, args=(path, sender))
     process.start()
