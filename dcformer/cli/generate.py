@@ -54,7 +54,9 @@ def generate_command(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1, repeat tokens less often.")] = None,
     num_beams: Annotated[int | None, typer.Option(min=1, help="Number of beams of a beam search.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text before this string; repeatable.", show_default=_CONFIG)
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
     field: Annotated[str | None, typer.Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
