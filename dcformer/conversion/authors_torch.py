@@ -16,7 +16,7 @@ from ..hub_dcformer import authors_patterns
 from .arrays import SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
 from .plan import Origin, Part, Plan, complete, parameter_shapes
-from .settings import naming, read_json, refuse_misspelt
+from .settings import read_json, refuse_misspelt
 
 
 # Entries of the authors' files that are not parameters, with the reason to leave them out.

@@ -20,7 +20,6 @@ from operator_inputs import (
 )
 from reference import composed_attention_reference, hidden_pairs
 from tiny_models import random_tokens, tiny_model
-from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
