@@ -7,13 +7,15 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 
 pytest.importorskip("lm_eval", reason="the extra 'eval' is not installed")
 
-import lm_eval
+from lm_eval import evaluator
+from lm_eval.models.huggingface import HFLM
 
+import dcformer
 from dcformer.eval import DCFormerLM, perplexity, task_manager
 
 
@@ -33,14 +35,11 @@ def write_lines(folder, name, rows):
     return file
 
 
-def evaluate(model, tokenizer, task, metadata):
+def evaluate(model, tokenizer, task, metadata, kind=DCFormerLM, **options):
     metadata = {"tokenizer": tokenizer, "max_length": WINDOW, "window": WINDOW, **metadata}
-    return lm_eval.simple_evaluate(
-        DCFormerLM(model, tokenizer=tokenizer, batch_size=4, max_length=WINDOW, on_progress=lambda *_: None),
-        tasks=[task],
-        task_manager=task_manager(metadata),
-        bootstrap_iters=0,  # standard errors are not looked at here
-    )
+    scorer = kind(model, tokenizer=tokenizer, batch_size=4, max_length=WINDOW, **options)
+    # Standard errors are not looked at here; `simple_evaluate` would also describe the machine, which takes seconds.
+    return evaluator.evaluate(scorer, task_manager(metadata).load([task]), bootstrap_iters=0)
 
 
 def loss(model, given, targets):
@@ -111,6 +110,26 @@ def test_an_end_of_text_that_the_tokenizer_appends_changes_no_count_and_no_score
         assert ours["results"] == expected["results"]
         documents = ([sample["doc"] for sample in output["samples"][task]] for output in (ours, expected))
         assert next(documents) == next(documents)
+
+
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_packed_texts_and_examples_begin_as_with_the_harness(adds_bos, tmp_path):
+    folder = dcformer.pretrained_path("dcformer-tiny")
+    write_lines(tmp_path, "pile/val.jsonl", [{"text": f"int value_{number};\n" * 15} for number in range(3)])
+    pairs = [("", "static int one"), ("int", "x;"), ("int many " * 30, "= 3;")]
+    write_lines(tmp_path, "flan/part.jsonl", [dict(zip(("inputs", "targets"), pair)) for pair in pairs])
+    metadata = {"data_dir": str(tmp_path), "add_bos_token": adds_bos}
+    for task in ("dcformer_pile_ppl", "dcformer_flan_ppl"):
+        options = {"dtype": "float32", "device": "cpu", "add_bos_token": adds_bos}
+        # The harness adds it where it reads the tokenizer itself.
+        reader = AutoTokenizer.from_pretrained(folder, **({} if adds_bos is None else {"add_bos_token": adds_bos}))
+        ours = evaluate(folder, folder, task, metadata, **options)
+        theirs = evaluate(folder, reader, task, metadata, HFLM, backend="causal", **options)
+        documents = [sample["doc"]["n_tokens"] for sample in ours["samples"][task]]
+        if task == "dcformer_pile_ppl":
+            assert documents == [len(reader(ours["samples"][task][0]["doc"]["text"])["input_ids"])]
+        first, second = (output["results"][task]["token_perplexity,none"] for output in (ours, theirs))
+        assert math.log(first) == pytest.approx(math.log(second), rel=1e-6)
 
 
 def test_flan_equals_plain_forward_passes(model, tokenizer, tmp_path, caplog):

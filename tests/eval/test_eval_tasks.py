@@ -390,11 +390,9 @@ def test_head_tasks_score_what_plain_forward_passes_do():
 
     tokenizer = build_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=512)
-    metadata = {"tokenizer": tokenizer, "windows": 4}
     scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, on_progress=lambda *_: None)
-    output = lm_eval.simple_evaluate(
-        scorer, tasks=["dcformer_head_tasks"], task_manager=task_manager(metadata), bootstrap_iters=0
-    )
+    loaded = task_manager({"tokenizer": tokenizer, "windows": 4}).load(["dcformer_head_tasks"])
+    output = lm_eval.evaluator.evaluate(scorer, loaded, bootstrap_iters=0)
     samples = [_as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
     questions = held_out_questions(documents=4)
     assert [sample["requests"][0]["continuation"] for sample in samples] == [row["answer"] for row in questions]
