@@ -100,6 +100,8 @@ def test_stop_strings_and_ends_are_those_of_the_configuration_unless_others_are_
         loaded.model.generation_config.stop_strings = strings
         (ended,) = TextGenerator(loaded, max_new_tokens=9).generate(["Ruth likes Paris"])
         assert ended.text == whole.text[: whole.text.index(words[4])]
+    with pytest.raises(ValueError, match="stop_strings holds an empty string"):
+        TextGenerator(loaded, stop_strings=["", "x"])
     (other,) = TextGenerator(loaded, max_new_tokens=9, stop_strings=[words[6]]).generate(["Ruth likes Paris"])
     assert other.text == whole.text[: whole.text.index(words[6])]
     (ended,) = TextGenerator(loaded, max_new_tokens=9, eos_token_id=whole.ids[3]).generate(["Ruth likes Paris"])
@@ -256,11 +258,6 @@ def test_errors_and_warnings_reach_the_reader_of_the_stream(loaded):
     with pytest.raises(ValueError, match="temperature"):
         next(generator.stream("Ruth"))
     assert warned == ["somebody"]
-
-
-def test_an_empty_stop_string_is_refused(loaded):
-    with pytest.raises(ValueError, match="stop_strings"):
-        TextGenerator(loaded, stop_strings=[""])
 
 
 def test_the_authors_files_generate_with_a_tokenizer_beside_them(golden, tokenizer_folder):

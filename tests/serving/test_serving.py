@@ -104,33 +104,34 @@ def test_transformers_server_refuses_what_does_not_fit_and_ends_texts_with_the_c
     """Its handlers, which need `openai`, are replaced by what they call."""
     manager, model = object.__new__(GenerateManager), find_model("dcformer-tiny")
 
-    def build_server():
-        built = FastAPI()
+    async def generate(self, model, processor, inputs, config, request_id):
+        return config.max_new_tokens
 
-        @built.post("/{tokens}/{new}")
-        async def answer(tokens: int, new: int):
-            config = SimpleNamespace(max_new_tokens=new or None)
-            inputs = {"input_ids": torch.zeros(1, tokens)}
-            given = await manager.generate_non_streaming(model, model.tokenizer, inputs, config, request_id="x")
-            return [manager.generate_streaming(model, None, inputs, config, request_id="x"), *given]
-
-        @built.get("/template")
-        async def template():
-            raise TemplateError("roles must alternate")
-
-        return built
-
-    async def generate(self, model, processor, inputs, gen_config, request_id):
-        return [gen_config.max_new_tokens, request_id]
-
-    monkeypatch.setattr(server, "build_server", build_server)
+    monkeypatch.setattr(server, "build_server", FastAPI)
     monkeypatch.setattr(GenerateManager, "generate_non_streaming", generate)
-    monkeypatch.setattr(GenerateManager, "generate_streaming", lambda self, *args, request_id: args[3].max_new_tokens)
+    monkeypatch.setattr(
+        GenerateManager, "generate_streaming", lambda *arguments, request_id: arguments[4].max_new_tokens
+    )
     refuse_what_does_not_fit()
-    client = TestClient(server.build_server())
+    built = server.build_server()
+
+    @built.get("/{tokens}/{new}")
+    async def answer(tokens: int, new: int):
+        if tokens < 0:
+            raise TemplateError("roles must alternate")
+        config = SimpleNamespace(max_new_tokens=new or None)
+        given = model, None, {"input_ids": torch.zeros(1, tokens)}, config
+        limits = await manager.generate_non_streaming(*given, request_id="x")
+        return [limits, manager.generate_streaming(*given, request_id="x")]
+
+    client = TestClient(built)
     for tokens, new, limit in ((250, 1024, 6), (255, 9, 1), (250, 3, 3), (250, 0, None)):
-        assert client.post(f"/{tokens}/{new}").json() == [limit, limit, "x"]
-    for tokens, words in ((256, "256 tokens, and the context of 256"), (16000, "16,000 tokens"), (0, "no token")):
-        refused = client.post(f"/{tokens}/8")
+        assert client.get(f"/{tokens}/{new}").json() == [limit, limit]
+    for tokens, words in (
+        (256, "256 tokens, and the context of 256"),
+        (16000, "16,000"),
+        (0, "no token"),
+        (-1, "roles"),
+    ):
+        refused = client.get(f"/{tokens}/8")
         assert refused.status_code == 400 and words in refused.json()["error"]["message"]
-    assert client.get("/template").json()["error"]["message"] == "roles must alternate"
