@@ -80,6 +80,7 @@ def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, resul
         "head_tasks_authors_k2 acc, 0-shot": 20.0,
         "head_tasks_authors_k2 acc_first_token, 0-shot": 75.0,
     }
+    assert [*scores][:2] == ["piqa acc, 0-shot", "logiqa acc, 0-shot"] and [*scores][-1] == "piqa acc, 5-shot"
     piqa = scores["piqa acc, 5-shot"]
     assert (piqa.dataset_type, piqa.dataset_split, piqa.metric_type) == ("baber/piqa", "validation", "accuracy")
     assert piqa.metric_args["num_few_shot"] == 5 and piqa.metric_args["standard_error"] == 1.25
@@ -117,7 +118,7 @@ def test_other_text_and_files_stay_and_old_scores_are_removed(model, results):
     metadata = {"license": "mit", "tags": ["mine"], "model-index": [{"name": "My model", "results": [mine]}]}
     (model / "README.md").write_text(f"---\n{yaml.safe_dump(metadata)}---\n# Mine\n\nWhat I measured.\n")
     (model / ".eval_results").mkdir()
-    (model / ".eval_results" / "mine.yaml").write_text("[]\n")
+    (model / ".eval_results" / "mine-0shot-me.yaml").write_text("[]\n")
     call(model, "--results", results)
     (results / model.as_posix().strip("/").replace("/", "__") / "piqa-0shot.json").unlink()
     call(model, "--results", results)
@@ -127,7 +128,11 @@ def test_other_text_and_files_stay_and_old_scores_are_removed(model, results):
     names = [result.metric_name for result in results_in(model) if result.source_name is None]
     assert names.count(None) == 1 and "piqa acc, 0-shot" not in names and "piqa acc, 5-shot" in names
     files = {file.name for file in (model / ".eval_results").glob("*")}
-    assert "mine.yaml" in files and "piqa-0shot-dcformer.yaml" not in files and "piqa-5shot-dcformer.yaml" in files
+    assert (
+        "mine-0shot-me.yaml" in files
+        and "piqa-0shot-dcformer.yaml" not in files
+        and "piqa-5shot-dcformer.yaml" in files
+    )
 
 
 def test_results_of_other_weights_are_used_only_by_name(model, tmp_path):
@@ -142,12 +147,12 @@ def test_results_of_other_weights_are_used_only_by_name(model, tmp_path):
 
 
 def test_partial_results_are_left_out_or_refused(model, tmp_path):
-    record(tmp_path / "part", model, "piqa", {"acc": 0.5}, documents=1838)
+    record(tmp_path / "part", model, "piqa", {"acc": 0.5}, documents=3)
     ended = call(model, "--results", tmp_path / "part")
     assert ended.exit_code == 1 and "--limit" in ended.output
     record(tmp_path / "part", model, "sciq", {"acc": 0.5})
     ended = call(model, "--results", tmp_path / "part", "--paper-row", "none")
-    assert "2 of 1838 documents" in ended.output
+    assert "2 of 3 documents" in ended.output
     assert [result.metric_name for result in results_in(model)] == ["sciq acc, 0-shot"]
 
 

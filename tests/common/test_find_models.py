@@ -7,11 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dcformer import DCFormerForCausalLM, pretrained_path
 from dcformer.head_tasks import build_tokenizer
-from dcformer.loading import choose_device, find_model, load_model, load_tokenizer, looks_like_path
+from dcformer.loading import (
+    choose_device,
+    find_model,
+    fingerprint_tokenizer,
+    load_model,
+    load_tokenizer,
+    looks_like_path,
+)
 
 
 @pytest.fixture
@@ -49,13 +56,22 @@ def test_only_causal_language_models_are_loaded(tmp_path):
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="vit"):
         find_model(tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"oov_policy='clamp' is for .* is a llama model"):
+        load_model(tmp_path, tokenizer="dcformer-tiny", oov_policy="clamp")
 
 
 def test_a_tokenizer_is_loaded_from_folders_and_files_of_any_name(folder):
-    vocabulary = load_tokenizer(folder).get_vocab()
+    loaded = load_tokenizer(folder)
+    vocabulary, loaded.pad_token = loaded.get_vocab(), "<|endoftext|>"
+    before = fingerprint_tokenizer(loaded)
+    loaded(["int a", "int"], padding=True, truncation=True, max_length=2)
+    assert fingerprint_tokenizer(loaded) == before != fingerprint_tokenizer(load_tokenizer(folder))
     tokenizer = (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     (folder / "tokens.json").write_text('["a", "b"]')
+    assert load_tokenizer(tokenizer).eos_token == "<|endoftext|>"
     for with_config in (True, False):
         assert load_tokenizer(folder).get_vocab() == load_tokenizer(tokenizer).get_vocab() == vocabulary
         if with_config:

@@ -13,11 +13,12 @@ from hub_cache import add_to_cache
 from huggingface_hub.utils import filter_repo_objects
 from test_loading import write_authors_folder
 from tiny_models import tiny_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from typer.testing import CliRunner
 
 from dcformer.cli import app
 from dcformer.common.files import json_digest
+from dcformer.common.hub import load_from_hub
 from dcformer.conversion import authors_torch
 from dcformer.generation import TextGenerator
 from dcformer.head_tasks import build_tokenizer
@@ -59,7 +60,10 @@ def save_as_the_authors_do(folder: Path, shards: int) -> Path:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     folder, cache = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("hub")
-    add_to_cache(cache, "acme/steps", save(folder / "other", seed=1), refs=["main"])
+    longer = AutoTokenizer.from_pretrained(save(folder / "other", seed=1))
+    longer.add_tokens(["many words"])
+    longer.save_pretrained(folder / "other")
+    add_to_cache(cache, "acme/steps", folder / "other", refs=["main"])
     add_to_cache(cache, "acme/steps", save(folder / "ours"), refs=["step/10", "v1"])
     add_to_cache(cache, "acme/ours-1.0", folder / "ours")
     add_to_cache(cache, "acme/theirs", save_as_the_authors_do(folder / "theirs", 1))
@@ -123,6 +127,19 @@ def test_transformers_and_lm_eval_load_models_of_the_hub(name, hub):
     assert torch.equal(scorer.model(tokens).logits, expected(tokens).logits)
 
 
+def test_all_files_are_of_one_commit(hub, monkeypatch):
+    expected, read = find_model("acme/steps", revision="v1"), AutoConfig.from_pretrained
+
+    def read_after_a_push(*arguments, **options):
+        (hub / "models--acme--steps" / "refs" / "v1").write_text(commit_of(hub, "acme/steps"))
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read_after_a_push)
+    model = find_model("acme/steps", revision="v1")
+    assert model.commit == expected.commit and len(model.tokenizer) == len(build_tokenizer())
+    assert torch.equal(model.load(device="cpu").lm_head.weight, expected.load(device="cpu").lm_head.weight)
+
+
 def test_results_are_of_a_commit(hub):
     pytest.importorskip("lm_eval")
     from dcformer.eval import read_records
@@ -153,6 +170,8 @@ def test_data_sets_are_read_from_the_cache_too(hub, tmp_path):
     for split in ("train", "validation"):
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "piqa" / "data" / f"{split}-00000-of-00001.parquet")
     add_to_cache(hub, "baber/piqa", tmp_path / "piqa", kind="datasets")
+    with pytest.raises(ConnectionError):
+        load_from_hub(datasets.load_dataset, "baber/piqa", revision="v1")
     line = "eval acme/ours-1.0 --data-hash piqa=any --device cpu --tasks"
     assert call(f"{line} piqa").exit_code == 0
     for task, name in (("boolq", "aps/super_glue"), ("pile_ppl --max-length 64", "mit-han-lab/pile-val-backup")):

@@ -143,7 +143,7 @@ def test_a_composition_starts_as_identity_and_all_of_it_learns(llama):
 
 def test_a_recipe_trains_a_composition_whose_file_fits_the_source(llama, tmp_path):
     source = make_source(tmp_path / "source", **{**GROUPED, "vocab_size": 512})
-    upcycle(tmp_path / "source", tmp_path / "model")
+    upcycle(tmp_path / "source", tmp_path / "model", rank=3)
     values = tiny_mapping(tmp_path / "run", training={"trainable": "compose", "max_steps": 3})
     train(Recipe.from_mapping(values | {"model": {"pretrained": str(tmp_path / "model")}}))
     file, final = tmp_path / "run" / "composition.safetensors", tmp_path / "run" / "final"

@@ -26,6 +26,7 @@ from dcformer.cli import app
 from dcformer.common.files import file_lock, json_digest
 from dcformer.eval import evaluate, prefixes, read_records, read_samples, records, run, tasks_folder
 from dcformer.head_tasks import build_tokenizer
+from dcformer.loading import fingerprint_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +231,7 @@ def test_the_default_clamps_ids_without_a_row_if_all_are_runs_of_spaces(token, p
     option = "clamp" if token is None else None
     (record,) = start(tasks="piqa", tokenizer=str(tmp_path / "tokenizer"), oov_policy=option)
     assert record.settings["oov_policy"] == policy
+    assert record.settings["tokenizer"] == fingerprint_tokenizer(tokenizer)
 
 
 @pytest.mark.parametrize(

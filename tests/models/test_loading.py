@@ -97,6 +97,13 @@ def test_authors_folder_loads_with_nothing_missing_or_unexpected(file_format, tm
     assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.parametrize(
+    "name", ["my_output.weight", "layers.0.my_attention.wo.weight", "layers.0.attention.dyn_w_proj.dd_m"]
+)
+def test_only_whole_parts_of_names_are_the_authors(name):
+    assert all(re.search(pattern, name) is None for pattern in authors_patterns("dcformer"))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("original", [False, True], ids=["our_names", "authors_names"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -115,8 +122,9 @@ def test_saving_and_loading_is_bit_identical(variant, original, tmp_path):
     values, again = model.config.to_dict(), loaded.config.to_dict()
     assert {**again, "_name_or_path": None} == {**values, "_name_or_path": None}
     assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
-    loaded.save_pretrained(tmp_path / "ours")
-    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
+    for again in (loaded, model):
+        again.save_pretrained(tmp_path / "ours")
+        assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
 
 
 @torch.no_grad()
@@ -131,6 +139,8 @@ def test_base_model_and_head_load_from_each_other(authors_folder, tmp_path):
     head = DCFormerForCausalLM.from_pretrained(tmp_path / "base").eval()  # its output layer is initialised
     assert torch.equal(head.model(tokens).last_hidden_state, hidden)
     lost = without(tmp_path / "base", "up_proj")
+    with pytest.raises(ValueError, match=f"lacks model.{lost[0]}"):
+        DCFormerForCausalLM.from_pretrained(tmp_path, subfolder="base")
     with pytest.raises(ValueError, match=f"lacks model.{lost[0]}"):
         DCFormerForCausalLM.from_pretrained(tmp_path / "base")
 
