@@ -277,7 +277,8 @@ def test_any_module_can_be_wrapped(variant, parts):
     for caches in ({}, {"cache_implementation": "static", "prefill_chunk_size": 6}):
         options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **caches}
         assert torch.equal(other.generate(tokens, **options), model.generate(tokens, **options))
-    outputs = [each(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False) for each in (model, other)]
+    options = {"attention_mask": mask, "output_hidden_states": True, "use_cache": False}
+    outputs = model(tokens, **options), other(inputs_embeds=model.model.embed_tokens(tokens), **options)
     torch.testing.assert_close(*[(each.logits, each.hidden_states) for each in outputs], atol=1e-10, rtol=0)
 
 

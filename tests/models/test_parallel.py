@@ -205,7 +205,10 @@ def stages_of_a_pipeline_compute_and_generate(folder):
         tokens = random_tokens(2, 9)
         mask = torch.ones_like(tokens)
         mask[1, :4] = 0
-        torch.testing.assert_close(stage(tokens).logits, single(tokens).logits, rtol=1e-5, atol=2e-5)
+        pieces = [stage(tokens[:, :5], use_cache=True)]
+        pieces.append(stage(tokens[:, 5:], **{CACHE_NAME: getattr(pieces[0], CACHE_NAME)}))  # positions are counted
+        for logits in (stage(tokens).logits, torch.cat([piece.logits for piece in pieces], dim=1)):
+            torch.testing.assert_close(logits, single(tokens).logits, rtol=1e-5, atol=2e-5)
         for options in ({}, {"cache_implementation": "static"}):
             options.update(attention_mask=mask, max_new_tokens=8, do_sample=False)
             assert stage.generate(tokens, **options).equal(single.generate(tokens, **options)), (name, options)
