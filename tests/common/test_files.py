@@ -12,7 +12,15 @@ import huggingface_hub.utils as hub
 import pytest
 from transformers.utils import logging
 
-from dcformer.common.files import LockHeldError, file_lock, find_damage, make_manifest, write_atomically
+from dcformer.common.files import (
+    LockHeldError,
+    file_lock,
+    find_damage,
+    make_manifest,
+    read_sealed,
+    seal,
+    write_atomically,
+)
 from dcformer.common.quiet import quiet_libraries
 
 
@@ -95,6 +103,17 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(fails, tmp_path, monkeypa
     with pytest.raises(OSError, match="No space"):
         write_atomically(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_sealed_file_is_read_as_it_was_written_or_called_damaged(tmp_path):
+    path, values = tmp_path / "sealed", {"step": 12, "name": "é", "files": {"a": [1, None]}}
+    path.write_text(seal(values), encoding="utf-8")
+    assert read_sealed(path) == values
+    whole = seal(values)
+    for text in (whole.replace("12", "13"), whole.replace("name", "nam"), whole[:-4], "[]", '{"step": 12}', "\xff"):
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=f"^'{path}' is damaged"):
+            read_sealed(path)
 
 
 def hold(path, sender):
