@@ -121,6 +121,7 @@ def _as_utf8(text: str) -> str:
 def _load(given: dict[str, Any]) -> TextGenerator:
     from transformers import set_seed
 
+    from ..common.contexts import refuse_surrogates
     from ..generation import TextGenerator
     from ..loading import load_model
 
@@ -132,8 +133,9 @@ def _load(given: dict[str, Any]) -> TextGenerator:
     beams = given["num_beams"] or loaded.model.generation_config.num_beams or 1
     if assistant is not None and beams > 1:  # Transformers would silently not use it
         raise ValueError(f"assistant_model={assistant.name!r} drafts for num_beams=1, got {beams}; leave it out.")
-    if given["chat_template"] is not None:
-        loaded.tokenizer.chat_template = given["chat_template"].read_text(encoding="utf-8-sig")
+    if (template := given["chat_template"]) is not None:
+        loaded.tokenizer.chat_template = template.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        refuse_surrogates(loaded.tokenizer.chat_template, repr(str(template)))
     if given["seed"] is not None:
         set_seed(given["seed"])
     return TextGenerator(

@@ -128,7 +128,7 @@ def test_a_lock_is_held_by_one_process_and_ends_when_that_is_killed(tmp_path):
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=hold, args=(path, sender))
     process.start()
-    assert receiver.recv() == "locked"
+    assert receiver.poll(60) and receiver.recv() == "locked"
     with pytest.raises(LockHeldError, match="lock"), file_lock(path):
         pass
     process.kill()

@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from tokenizers import processors
 from transformers import GenerationConfig
 
+from dcformer.common.contexts import encode_context
 from dcformer.generation import TextGenerator, VLLMGenerator, read_prompts, write_answers
 from dcformer.generation.generator import text_before
 from dcformer.head_tasks import build_tokenizer
@@ -125,6 +126,7 @@ def test_a_prompt_is_continued_although_its_tokenizer_ends_texts(loaded):
     tokenizer = build_tokenizer(64)
     tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(("<|padding|>", 1), ("<|endoftext|>", 0))
     assert tokenizer("Paris")["input_ids"] == [*loaded.tokenizer("Paris")["input_ids"], 1]
+    assert encode_context(tokenizer, "") == tokenizer("")["input_ids"][:-1] == [0]  # what a text begins with
     ending, plain = (
         TextGenerator(LoadedModel("tiny", loaded.model, used), max_new_tokens=6)
         for used in (tokenizer, build_tokenizer(64))
