@@ -23,7 +23,7 @@ _STANDS_FOR = [
     (functional, "linear", torch._C._nn.linear),
     (functional, "gelu", torch._C._nn.gelu),
     *((torch, name, getattr(torch._C._VariableFunctions, name)) for name in ("bmm", "tanh")),
-    *((functional, name, getattr(functional, name)) for name in ("silu", "rms_norm")),
+    (functional, "rms_norm", functional.rms_norm),
     *((kind, "forward", kind.forward) for kind in (nn.Linear, DCFormerRMSNorm, DCFormerCompose)),
     (nn.Module, "__call__", nn.Module.__call__),
     (Tensor, "__matmul__", Tensor.__matmul__),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh
 
 from ..compose_dcformer import DCFormerCompose
 from ..dcmha import Visibility
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 FEW_TOKENS = 8  # which do not fill the tiles of a product: their projection is bound by reading the weights
 _QUERIES_PER_BLOCK = 256  # of a product in bfloat16 by torch; between two of them the scores are in memory
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
-_ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1, SiLUActivation: 2, nn.SiLU: 2}
+_ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1}
 
 
 def _structure(*fields: tuple[Any, str]) -> Any:

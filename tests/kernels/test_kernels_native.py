@@ -65,6 +65,18 @@ def test_threads_compute_the_same(threads, shape):
             assert_close(gradient, results[0][1][name], rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_threads_project_the_same(threads, calls):
+    """Of 400 channels and 39 heads, which two and three threads share unevenly."""
+    model, ids = tiny_model(num_hidden_layers=1, hidden_size=400, num_attention_heads=13, head_dim=8), random_tokens(2, 3)
+    results = []
+    for number in (1, 2, 5):
+        threads(number)
+        results.append(model(ids).logits)
+    assert calls.count("dcformer_project") == 3
+    assert_close(results[1:], [results[0]] * 2, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def fresh_memory_of_large_numbers():
     """glibc fills what it hands out with the complement of a byte, floats of 3e38, and torch its tensors with NaN."""
@@ -162,6 +174,9 @@ def calls(monkeypatch):
     return names
 
 
+ROTATES_HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -169,12 +184,19 @@ def calls(monkeypatch):
         {"compose_groups": 2, "compose_rank": 1, "compose_query": False},
         {"compose_low_rank": False, "qk_norm": False, "attention_bias": True},
         {"compose_gate": False, "compose_activation": "gelu_pytorch_tanh", "compose_pre": False},
+        {"compose_rank": 7, "compose_key": False, "rope_parameters": ROTATES_HALF},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, calls, changes, dtype):
-    model, ids = tiny_model(**changes), random_tokens(2, 3)
+    model, ids = tiny_model(**changes, hidden_size=35, head_dim=8), random_tokens(2, 3)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.compose.norm_eps = 0.3
+        for norm, eps in ((attention.q_norm, 0.5), (attention.k_norm, 0.2)):
+            if norm is not None:
+                norm.eps = eps
     with torch.no_grad():
         logits = model.to(dtype)(ids).logits
         monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *arguments: None)

@@ -231,6 +231,7 @@ CASES = {
     ),
     "rank_3": Case({"rank": 3, "post": None}),
     "rank_4": Case({"rank": 4, "pre": None}),
+    "rank_7": Case({"rank": 7, "queries": 9, "keys": 70}),
     "one_head": Case({"heads": 1}),
     "nine_heads_query_wise": Case({"heads": 9, **both(*QUERY_WISE)}),
     "twenty_heads_window_9": Case({"batch": 1, "heads": 20, "queries": 70, **both(*DYNAMIC)}, {"sliding_window": 9}),
@@ -252,7 +253,11 @@ CASES = {
     "length_111_channels_80_window_20": Case(
         {"batch": 1, "queries": 111, "channels": 80, "rank": 1}, {"chunk_size": 10, "sliding_window": 20}
     ),
-    "length_150_window_30": Case({"batch": 1, "heads": 2, "queries": 150, "pre": DYNAMIC}, {"sliding_window": 30}),
+    # Windows that end at a tile's edge, and between those of a tile for some of a block of queries.
+    "length_230_window_98": Case({"batch": 1, "heads": 2, "queries": 230, "pre": DYNAMIC}, {"sliding_window": 98}),
+    "length_230_bidirectional_window_98": Case(
+        {"batch": 1, "heads": 2, "queries": 230, "post": ("key_gate",)}, {"sliding_window": 98, "is_causal": False}
+    ),
     "chunks_of_1": Case({"queries": 16}, {"chunk_size": 1, "sliding_window": 3}),
 }
 

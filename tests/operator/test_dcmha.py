@@ -131,8 +131,30 @@ def test_strided_inputs_equal_contiguous_ones_and_stay_as_they_are(layout, queri
     assert all(torch.equal(tensor, fresh.tensors()[name]) for name, tensor in inputs.tensors().items())
 
 
-def minus_first_queries(hidden_number, dtype=torch.float32):
-    return lambda *shape: torch.zeros(2, 1, 20, 20).index_fill(2, torch.arange(4), hidden_number).to(dtype)
+DRAW = torch.rand(2, 1, 210, 210, generator=torch.Generator().manual_seed(5))
+MASKS = {
+    "padding": DRAW[:, 0, 0] > 0.3,
+    "sequence_ids": torch.arange(210) // torch.tensor([[70], [50]]),
+    "boolean": DRAW > 0.4,
+    "float": torch.where(DRAW < 0.3, -torch.inf, DRAW),
+}
+
+
+@every_form
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_any_strides_over_several_tiles_equal_the_reference(name, form):
+    mask = torch.stack((MASKS[name], 1 - MASKS[name].float()), dim=-1).to(MASKS[name].dtype)[..., 0]
+    if mask.dim() == 4:
+        mask = mask.mT.contiguous().mT
+    inputs = make_inputs(heads=2, queries=210, rank=1, post=None)
+    mask = Visibility(210, 210, **{name if mask.dim() == 2 else "dense": mask})
+    hold_to_the_reference(form, inputs, FORMS[form][0], attention_mask=mask)
+
+
+def minus_first_queries(*hidden_numbers, dtype=torch.float32):
+    """A mask that hides all keys from the first four queries, by these numbers in turn."""
+    hidden = torch.tensor(hidden_numbers).repeat(20)[:20].expand(4, 20)
+    return lambda *shape: torch.cat((hidden, torch.zeros(16, 20))).to(dtype).expand(2, 1, 20, 20)
 
 
 BLIND = {
@@ -140,7 +162,8 @@ BLIND = {
     "more_queries_than_keys": Case({"queries": 24, "keys": 20}),
     "boolean_mask": Case(mask=lambda *shape: torch.arange(20).ge(4)[None, None, :, None].expand(2, 1, -1, 20)),
     "float_mask_of_minus_infinity": Case(mask=minus_first_queries(-torch.inf)),
-    "float16_mask_of_the_smallest_number": Case(mask=minus_first_queries(-65504.0, torch.float16)),
+    "float_mask_of_less_than_half_the_smallest_number": Case(mask=minus_first_queries(-torch.inf, -1.71e38)),
+    "float16_mask_of_the_smallest_number": Case(mask=minus_first_queries(-65504.0, dtype=torch.float16)),
 }
 
 

@@ -5,7 +5,7 @@
 
 namespace {
 
-enum Activation : int64_t { GELU = 0, GELU_TANH = 1, SILU = 2 };
+enum Activation : int64_t { GELU = 0, GELU_TANH = 1 };
 
 struct Projection {
     Threads threads;
@@ -26,8 +26,7 @@ struct Projection {
 
 inline float activated(float x, int64_t activation) {
     if (activation == GELU) return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
-    return x / (1.0f + expf(-x));
+    return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
 // `sums` [columns] += x[from..to) times those rows of a weight, four rows at a time.
