@@ -1,6 +1,7 @@
 """`dcformer card`: measured scores in a model card; the cards of the published shapes."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -80,7 +81,6 @@ def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, resul
         "head_tasks_authors_k2 acc, 0-shot": 20.0,
         "head_tasks_authors_k2 acc_first_token, 0-shot": 75.0,
     }
-    assert [*scores][:2] == ["piqa acc, 0-shot", "logiqa acc, 0-shot"] and [*scores][-1] == "piqa acc, 5-shot"
     piqa = scores["piqa acc, 5-shot"]
     assert (piqa.dataset_type, piqa.dataset_split, piqa.metric_type) == ("baber/piqa", "validation", "accuracy")
     assert piqa.metric_args["num_few_shot"] == 5 and piqa.metric_args["standard_error"] == 1.25
@@ -88,6 +88,8 @@ def test_scores_come_into_a_new_card_and_the_files_for_leaderboards(model, resul
     for part in ("float32", "dcformer 0.1.0", "lm_eval 0.4.13", "commit abc", "2 documents"):
         assert part in piqa.metric_args["details"]
     card = (model / "README.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\d) \| acc \|", card, re.M)
+    assert rows == [("piqa", "0"), ("logiqa", "0"), ("head_tasks_authors_k2", "0"), ("piqa", "5")]
     assert "import dcformer" in card and f"{tiny_model().num_parameters():,} parameters in float32" in card
     names = {file.name for file in (model / ".eval_results").iterdir()}
     # LogiQA and the authors' texts are no data sets of the Hub.
@@ -128,11 +130,7 @@ def test_other_text_and_files_stay_and_old_scores_are_removed(model, results):
     names = [result.metric_name for result in results_in(model) if result.source_name is None]
     assert names.count(None) == 1 and "piqa acc, 0-shot" not in names and "piqa acc, 5-shot" in names
     files = {file.name for file in (model / ".eval_results").glob("*")}
-    assert (
-        "mine-0shot-me.yaml" in files
-        and "piqa-0shot-dcformer.yaml" not in files
-        and "piqa-5shot-dcformer.yaml" in files
-    )
+    assert {"mine-0shot-me.yaml", "piqa-5shot-dcformer.yaml"} <= files and "piqa-0shot-dcformer.yaml" not in files
 
 
 def test_results_of_other_weights_are_used_only_by_name(model, tmp_path):

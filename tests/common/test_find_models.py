@@ -64,10 +64,9 @@ def test_only_causal_language_models_are_loaded(tmp_path):
 
 def test_a_tokenizer_is_loaded_from_folders_and_files_of_any_name(folder):
     loaded = load_tokenizer(folder)
-    vocabulary, loaded.pad_token = loaded.get_vocab(), "<|endoftext|>"
-    before = fingerprint_tokenizer(loaded)
+    vocabulary, before = loaded.get_vocab(), fingerprint_tokenizer(loaded)
     loaded(["int a", "int"], padding=True, truncation=True, max_length=2)
-    assert fingerprint_tokenizer(loaded) == before != fingerprint_tokenizer(load_tokenizer(folder))
+    assert fingerprint_tokenizer(loaded) == before
     tokenizer = (folder / "tokenizer.json").rename(folder / "20B_tokenizer.json")
     (folder / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {}}')
     (folder / "tokens.json").write_text('["a", "b"]')

@@ -122,9 +122,8 @@ def test_saving_and_loading_is_bit_identical(variant, original, tmp_path):
     values, again = model.config.to_dict(), loaded.config.to_dict()
     assert {**again, "_name_or_path": None} == {**values, "_name_or_path": None}
     assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
-    for again in (loaded, model):
-        again.save_pretrained(tmp_path / "ours")
-        assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
+    loaded.save_pretrained(tmp_path / "ours")
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == model.state_dict().keys()
 
 
 @torch.no_grad()
