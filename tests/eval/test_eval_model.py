@@ -207,8 +207,8 @@ def test_what_cannot_be_scored_is_refused(folders):
     model = language_model(folders["dcformer", 50304])
     with pytest.raises(ValueError, match="empty context or continuation in document 0"):
         model.loglikelihood(instances([("a", "")]))
-    with pytest.raises(ValueError, match="64"):
-        model.loglikelihood(instances([("a", " word" * 70)]))
+    with pytest.raises(ValueError, match=r"at most 64 tokens, .* got 65"):
+        model.loglikelihood(instances([("a", " word" * 65)]))
     with torch.no_grad():
         model.model.lm_head.weight[:] = torch.nan
     with pytest.raises(ValueError, match="document 0 of question is not a number"):
@@ -285,9 +285,10 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
     begins = {"adds it": BEGINS, "adds another": template("w2 $A")}.get(kind, PLAIN)
     word_tokenizer(begins, bos_token=None if kind == "has none" else "w0").save_pretrained(tmp_path)
     tiny_model("dcformer", seed=0, vocab_size=ROWS).save_pretrained(tmp_path)
-    few, many = "w3 w4 w5 w6 w7 w8 w9 w20 w21", "w5 w6 w9 " * 22
+    few, many = "w3 w4 w5 w6 w7 w8 w9 w20 w21", "".join(f"w{3 + n * n % 7} " for n in range(66))
     pairs = [(few, " w6"), (few, " w7 w8"), (f"{few} w22", " w4"), ("", "w9 w3"), ("", "w0 w5 w6"), ("", "w7 w8")]
-    pairs += [("w3 ", "w4"), ("w0 w3 w4", " w5"), ("w7 w3", " w4"), (many[:191], " w9 w3"), (many, "w9 w3 w4")]
+    pairs += [("w3 ", "w4"), ("w0 w3 w4", " w5"), ("w7 w3", " w4"), (many, "w9 w3 w4"), ("w3", " w5" * POSITIONS)]
+    pairs += [(many[: 3 * words - 1], " w9 w3") for words in (62, 63, 64)]
     texts = ["w3 w4 w5 " * 50, "w6", "w0 w3", "w7 w3 w9", ""]
     options = {"until": ["w2"], "max_gen_toks": 9}
     asked = [
@@ -301,9 +302,12 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
     for prefix in (None, 7):
         ours = language_model(str(tmp_path), prefix_token_id=prefix, **shared)
         harness = HFLM(str(tmp_path), prefix_token_id=prefix, backend="causal", **shared)
-        for method, requests in (("loglikelihood", pairs), ("loglikelihood_rolling", texts)):
+        for method, requests in (("loglikelihood_rolling", texts), ("loglikelihood", pairs)):
+            ours.start_counting(lambda *_: None)
             expected = getattr(harness, method)(instances(requests), disable_tqdm=True)
             assert values(getattr(ours, method)(instances(requests))) == pytest.approx(values(expected), rel=1e-6)
+        lengths = {("question", number): len(ours.tok_encode("".join(pair))) for number, pair in enumerate(pairs)}
+        assert ours.truncated_documents == {pair for pair, length in lengths.items() if length > POSITIONS + 1}
         assert ours.cached_tokens > 0 and get_model("dcformer") is type(ours)
         assert ours.generate_until(asked, disable_tqdm=True) == harness.generate_until(asked, disable_tqdm=True)
 

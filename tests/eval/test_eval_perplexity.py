@@ -175,13 +175,10 @@ def test_wikitext_articles_are_the_text_again(fixtures):
     assert articles[0].startswith(" \n = Robert <unk> = \n")
 
 
-def test_other_windows_and_unknown_tokenizers_are_refused(tmp_path, tokenizer, tokenizer_folder, data_dir):
+def test_other_windows_and_unknown_tokenizers_are_refused(tokenizer, tokenizer_folder, data_dir):
     with pytest.raises(ValueError, match="512"):
         perplexity.load_pile(data_dir, pretrained=tokenizer_folder)
     with pytest.raises(ValueError, match="None"):
         perplexity.load_wikitext2(data_dir, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="tokenizer"):
         perplexity.load_flan(data_dir, max_length=2048)
-    write_lines(tmp_path, "pile/val.jsonl", [{"texts": "a"}])
-    with pytest.raises(ValueError, match="Line 1"):
-        pile(tmp_path, tokenizer)

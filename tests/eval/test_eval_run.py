@@ -361,19 +361,6 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
         start(tasks="ways")
 
 
-OWN_TASK = """
-task: own
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {0}/own.jsonl}}, cache_dir: {0}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}]
-"""
-
-
 def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
     """With a task of the user's own; its help, subcommands and exit status are lm-eval's."""
     import lm_eval.evaluator
@@ -387,8 +374,11 @@ def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda _: None)
-    (tmp_path / "own.yaml").write_text(OWN_TASK.format(tmp_path))
-    questions = [{"question": f"Question {n}", "choices": [" one", " two"], "answer": n % 2} for n in range(5)]
+    task = {"task": "own", "output_type": "multiple_choice", "dataset_path": "json", "test_split": "test"}
+    task["dataset_kwargs"] = {"data_files": {"test": f"{tmp_path}/own.jsonl"}, "cache_dir": str(tmp_path)}
+    task |= {f"doc_to_{part}": f"{{{{{part}}}}}" for part in ("text", "choice", "target")}
+    (tmp_path / "own.yaml").write_text(json.dumps(task))
+    questions = [{"text": f"Question {n}", "choice": [" one", " two"], "target": n % 2} for n in range(5)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     tokenizer, answers = AutoTokenizer.from_pretrained(model), []
     options = ["--tasks", "own", "--include_path", str(tmp_path), "--device", "cpu", "--log_samples", "--output_path"]

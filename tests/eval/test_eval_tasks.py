@@ -210,17 +210,14 @@ def test_examples_come_from_train_and_files_may_be_of_several_layouts(tmp_path):
     documents = data.load_documents("race_high", tmp_path)
     assert [row["article"] for row in documents["examples"]] == ["T"]
     assert [(row["article"], len(row["problems"])) for row in documents["scored"]] == [("X", 2), ("Y", 1)]
-    text = "b\nTom runs.He sits.\nWho?\nA.Tom\nB.Ann\nC.Bob\nD.Eve\n"
     (tmp_path / "logiqa").mkdir()
-    (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\n{text}")
+    (tmp_path / "logiqa" / "test.txt").write_text(f"{LOGIQA}\n\n{LOGIQA}\n")
     (first, _) = data.load_documents("logiqa", tmp_path)["scored"]
     options = ["Tom", "Ann", "Bob", "Eve"]
     assert first == {"label": "b", "context": "Tom runs. He sits.", "question": "Who?", "options": options}
-    (tmp_path / "logiqa" / "test.txt").write_text(f"{text}\nb\nonly two lines")
-    with pytest.raises(ValueError, match="Block 2"):
-        data.load_documents("logiqa", tmp_path)
 
 
+LOGIQA = "b\nTom runs.He sits.\nWho?\nA.Tom\nB.Ann\nC.Bob\nD.Eve"
 QUESTION = {"question": "Who?", "options": list("abcd"), "answer": "A"}
 ROWS = {
     "piqa": {"goal": "Sit", "sol1": "a", "sol2": "b", "label": 0},
@@ -229,26 +226,12 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("column", "name", "value"),
-    [
-        ("piqa", "goal", None),
-        ("piqa", "sol1", None),
-        ("arc_easy", "choices", {"text": ["a", None], "label": ["A", "B"]}),
-        ("race_high", "problems", repr([{**QUESTION, "question": None}])),
-        ("race_high", "problems", None),
-    ],
-)
-def test_null_where_a_prompt_reads_is_refused_with_its_document(column, name, value, tmp_path):
-    split, row = data.SOURCES[column].split, ROWS[column] | {"note": None}  # a column that no prompt reads
-    write_rows(tmp_path, column, split, [row, row])
-    data.load_documents(column, tmp_path)
-    write_rows(tmp_path, column, split, [row, row | {name: value}])
-    with pytest.raises(ValueError, match=rf"'{name}' is null or missing in document 2 of {column} in "):
-        data.load_documents(column, tmp_path)
-
-
 PILE, PIQA = '{"text": "a"}', json.dumps(ROWS["piqa"])
+NULLS = {
+    "piqa/validation": ("sol1", None),
+    "arc_easy/test": ("choices", {"text": ["a", None], "label": ["A", "B"]}),
+    "race_high/test": ("problems", repr([{**QUESTION, "question": None}])),
+}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +261,13 @@ PILE, PIQA = '{"text": "a"}', json.dumps(ROWS["piqa"])
             "no validation split of baber/piqa: validation.parquet or validation.jsonl in .*piqa'",
         ),
         ("race_high/test.jsonl", '{"article": "a"}', "with 'question' in"),
+        ("logiqa/test.txt", f"{LOGIQA}\n\nb\nonly two lines", "Block 2"),
+        *(
+            (f"{name}.jsonl", f"{json.dumps(row)}\n{json.dumps({**row, field: null})}", words)
+            for name, (field, null) in NULLS.items()
+            for row in [ROWS[name.split("/")[0]] | {"note": None}]  # which no prompt reads
+            for words in [rf"'{field}' is null or missing in document 2 of {name.split('/')[0]} in "]
+        ),
     ],
 )
 def test_files_that_hold_no_documents_are_refused_with_the_place(name, content, words, tmp_path):
@@ -292,10 +282,9 @@ def test_files_that_hold_no_documents_are_refused_with_the_place(name, content, 
 
 
 def test_files_may_begin_with_a_mark_and_have_endings_in_upper_case(tmp_path):
-    article, choices = " \n = A = \n \n text \n", "b\nTom runs.\nWho?\nA.a\nB.b\nC.c\nD.d"
-    example = '{"inputs": "a", "targets": "b"}'
+    article, example = " \n = A = \n \n text \n", '{"inputs": "a", "targets": "b"}'
     names = {"pile/corpus.JSONL": PILE, "flan/A.Jsonl": example, "wikitext2/WikiText2_test.TXT": article}
-    names |= {"piqa/VALIDATION.JSONL": f"{PIQA}\r\n\r\n\ufeff{PIQA}", "logiqa/Test.TXT": choices}
+    names |= {"piqa/VALIDATION.JSONL": f"{PIQA}\r\n\r\n\ufeff{PIQA}", "logiqa/Test.TXT": LOGIQA}
     for name, content in names.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8")
@@ -392,7 +381,7 @@ def test_head_tasks_score_what_plain_forward_passes_do():
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=512)
     scorer = DCFormerLM(model, tokenizer=tokenizer, max_length=512, on_progress=lambda *_: None)
     loaded = task_manager({"tokenizer": tokenizer, "windows": 4}).load(["dcformer_head_tasks"])
-    output = lm_eval.evaluator.evaluate(scorer, loaded, bootstrap_iters=0)
+    output = lm_eval.evaluate(scorer, loaded, bootstrap_iters=0)
     samples = [_as_sample(sample) for sample in output["samples"]["dcformer_head_tasks"]]
     questions = held_out_questions(documents=4)
     assert [sample["requests"][0]["continuation"] for sample in samples] == [row["answer"] for row in questions]
