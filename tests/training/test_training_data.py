@@ -105,79 +105,49 @@ def documents_in(rows: list[dict]) -> list[str]:
     return [document.strip() for document in word_tokenizer().decode(tokens).split("<end>") if document.strip()]
 
 
-def write(layout: str, folder, texts=TEXTS):
-    """The texts as one of the sources that a recipe may name, in a new folder."""
-    rows = datasets.Dataset.from_dict({"text": texts, "number": list(range(len(texts)))})
+def write(layout, folder, texts=TEXTS):
+    """The texts as one of the sources that a recipe may name, in a new folder; their notes are of several types."""
     folder.mkdir()
-    if layout == "saved":
+    other = len(texts) - 9  # notes from here on are no numbers
+    notes = [*range(other), *({"a": "b"} if number % 2 else "many" for number in range(9))]
+    table, file = pandas.DataFrame({"note": list(map(str, notes)), "text": texts}), folder / f"a.{layout}"
+    lines = [json.dumps({"note": note, "text": text}) for text, note in zip(texts, notes)]
+    if layout.startswith("saved"):
+        rows = datasets.Dataset.from_pandas(table)
+        rows = datasets.DatasetDict({"train": rows, "validation": rows.select([0])}) if "splits" in layout else rows
         rows.save_to_disk(folder)
-    elif layout == "saved_splits":
-        datasets.DatasetDict({"train": rows, "validation": rows.select([0])}).save_to_disk(folder)
     elif layout == "files":
-        write_jsonl(folder / "train.jsonl", texts)
-        write_jsonl(folder / "validation.JSONL", texts[:1])
+        parts = {"train-1": lines[:5], "train-2": lines[5:9], "train-3": lines[9:], "validation": lines[:1]}
+        for name, part in parts.items():
+            (folder / f"{name}.JSONL").write_text("\n".join(part))
+    elif layout == "parquet":
+        table[:other].astype({"note": int}).to_parquet(folder / "0.parquet", row_group_size=700)
+        table[other:].to_parquet(folder / "1.parquet")
+    elif layout in ("csv", "tsv"):
+        table.to_csv(file, index=False, sep="," if layout == "csv" else "\t")
+    elif layout == "txt":
+        file.write_text("\n".join(texts) + "\r\n\n")
     else:
-        file = folder / f"a.{layout}"
-        if layout == "txt":
-            file.write_text("\n".join(texts) + "\r\n\n")
-        elif layout == "json":
-            file.write_text(json.dumps([{"text": text} for text in texts], indent=1))
-        elif layout.lower().startswith("jsonl"):
-            rows.to_json(file, compression="gzip" if layout.endswith("gz") else None)
-        elif layout == "tsv":
-            rows.to_csv(file, sep="\t")
-        else:
-            getattr(rows, f"to_{layout}")(file)
-        return file
-    return folder
-
-
-@pytest.mark.parametrize(
-    "layout", ["JSONL", "json", "jsonl.gz", "txt", "parquet", "csv", "tsv", "saved", "saved_splits", "files"]
-)
-def test_every_source_gives_all_its_documents_stored_or_streamed(layout, tmp_path):
-    """Names that could be patterns or addresses are of what bears them, and not of what they match."""
-    write(layout, tmp_path / "run1", ["w69"])
-    source = write(layout, tmp_path / "run[1]*")
-    if source.is_file():
-        write(layout, tmp_path / "other", ["w69"]).rename(source.with_name(f"a1.{layout}"))
-        source = source.rename(source.with_name(f"a[1]{'::b' * (layout > 'k')}.{layout}"))
-    for streaming in (False, True):
-        rows = rows_of(source, streaming=streaming, sample_by="line")
-        assert sorted(documents_in(rows)) == sorted(TEXTS)
-        assert all(len(values) == 8 for row in rows for values in row.values())
+        content = f"[{', '.join(lines)}]" if layout == "json" else "\n".join(lines)
+        file.write_bytes(gzip.compress(content.encode(), 1) if layout.endswith("gz") else content.encode())
+    return file if file.is_file() else folder
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-@pytest.mark.parametrize("text", ["One.\r\n\n\tTwo  \u2028\ufeff3\n", " \n"])
-def test_a_text_file_is_one_document_as_json_would_hold_it(text, streaming, tmp_path):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "b.TXT").write_bytes(f"\ufeff{text}".encode())
-    (tmp_path / "text" / "a.txt").touch()
-    expected = rows_of(write_jsonl(tmp_path / "b.jsonl", [text]), byte_tokenizer(), sequence_length=40)
-    assert rows_of(tmp_path / "text", byte_tokenizer(), sequence_length=40, streaming=streaming) == expected
-    recipes = [recipe(tmp_path / name, sample_by=by) for name in ("text", "b.jsonl") for by in ("document", "line")]
-    assert len(set(map(training_data.fingerprint_documents, recipes))) == 3  # other documents of the same file
-
-
-@pytest.mark.parametrize("template", ["$A", "<s> $A", "$A <end>", "<s> $A <end>", "<end> $A"])
-def test_a_text_longer_than_the_tokenizer_is_given_at_once_is_encoded_as_a_whole(template, monkeypatch, tmp_path):
-    texts = ["short", "".join(f"{' ' * (number % 7)}ä{number}\n" for number in range(150)), "", "x" * 90, "ab", "cd"]
-    source = tmp_path / "a.jsonl"
-    source.write_text("".join(json.dumps({"text": text, "answers": [[3, 65]]}) + "\n" for text in texts))
-    encoder = training_data._Encoder(byte_tokenizer(template), recipe(source, loss_on="answers"))
-    documents = datasets.Dataset.from_json(str(source), cache_dir=tmp_path)
-    whole = list(encoder.encode(documents))
-    given = []
-    monkeypatch.setattr(training_data, "_CHARACTERS_AT_ONCE", 100)
-    monkeypatch.setattr(training_data, "_OVERLAP", 40)
-    tokenize = encoder._tokenize
-    monkeypatch.setattr(encoder, "_tokenize", lambda text, **rest: given.append(text) or tokenize(text, **rest))
-    assert [(list(ids), list(labels)) for ids, labels in encoder.encode(documents)] == whole
-    assert max(len("".join(text)) for text in given) == 140 and ["", "x" * 90, "ab", "cd"] in given
-    # Where no token begins in both of two pieces, the text is given as a whole.
-    encoder.tokenizer, spaces = word_tokenizer(), "w1" + " " * 300 + "w2"
-    assert list(next(encoder._encodings([spaces], False))[0]) == word_tokenizer()(spaces)["input_ids"]
+@pytest.mark.parametrize(
+    "layout", ["JSONL", "json", "jsonl.gz", "txt", "parquet", "csv", "tsv", "saved", "saved_splits", "files"]
+)
+def test_every_source_gives_all_its_documents_whatever_else_it_holds(layout, streaming, tmp_path):
+    """Names that could be patterns or addresses are of what bears them, and not of what they match."""
+    texts = [f"w{number % 60} w{number % 61}" for number in range(2100)]  # more than two parts of a table
+    write(layout, tmp_path / "run1", ["w69"] * 10)
+    source = write(layout, tmp_path / "run[1]*", texts)
+    if source.is_file():
+        write(layout, tmp_path / "other", ["w69"] * 10).rename(source.with_name(f"a1.{layout}"))
+        source = source.rename(source.with_name(f"a[1]::b.{layout}"))
+    rows = rows_of(source, streaming=streaming, sample_by="line")
+    assert sorted(documents_in(rows)) == sorted(texts)
+    assert all(len(values) == 8 for row in rows for values in row.values())
 
 
 @pytest.mark.parametrize("layout", ["saved_splits", "files"])
@@ -284,30 +254,6 @@ def test_an_evaluation_has_the_keys_of_the_training_data_that_it_lacks():
     evaluation = recipe("a.jsonl", sequence_length=16, packing="whole", evaluation={"source": "b.jsonl"}).evaluation
     assert (evaluation.source, evaluation.sequence_length, evaluation.packing) == ("b.jsonl", 16, "whole")
     assert recipe("head_tasks", documents=1, evaluation={}).evaluation.split == "validation"
-
-
-@pytest.mark.parametrize("layout", ["jsonl", "jsonl_stream", "jsonl.gz", "json", "folder", "csv", "parquet"])
-def test_columns_that_are_not_read_may_change_their_type(layout, tmp_path):
-    layout, streaming = layout.removesuffix("_stream"), layout.endswith("_stream")
-    count = 12000 if layout == "csv" else 3000  # more than datasets reads at once, 10,000 rows or 10 MB
-    texts = [f"w{number % 60} w{number % 61}" for number in range(count)]
-    notes = [number if number < count - 50 else {"a": "b"} if number % 2 else "many" for number in range(count)]
-    file = tmp_path / f"a.{layout}"
-    lines = [json.dumps({"note": note, "text": text, "pad": "x" * 4000}) for text, note in zip(texts, notes)]
-    if layout == "parquet":
-        file.mkdir()
-        pandas.DataFrame({"text": texts[:-50], "note": notes[:-50]}).to_parquet(file / "a.parquet")
-        pandas.DataFrame({"text": texts[-50:], "note": list(map(str, notes[-50:]))}).to_parquet(file / "b.parquet")
-    elif layout == "csv":
-        pandas.DataFrame({"note": notes, "text": texts}).to_csv(file, index=False)
-    elif layout == "folder":
-        file.mkdir()
-        (file / "train.jsonl").write_text("\n".join(lines))
-    elif layout == "jsonl.gz":
-        file.write_bytes(gzip.compress("\n".join(lines).encode(), 1))
-    else:
-        file.write_text(f"[{', '.join(lines)}]" if layout == "json" else "\n".join(lines))
-    assert sorted(documents_in(rows_of(file, streaming=streaming))) == sorted(texts)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])

@@ -75,9 +75,14 @@ def test_rows_hold_every_token_once_in_parts_of_one_document(lengths, length, pa
         assert sorted(map(len, packed)) == sorted(cut)
 
 
-def test_whole_documents_fill_gaps_left_before():
-    rows = list(pack(numbered_documents([6, 6, 4, 4, 5, 5]), 10, "whole", padding_token_id=-1))
-    assert len(rows) == 3 and all(-1 not in row["input_ids"] for row in rows)
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [([6, 6, 4, 4, 5, 5], 3), ([7, 5, 3, 5], 2), ([9, *[6] * 16, *[4] * 16], 17)],
+    ids=["gaps", "fullest_row_that_fits", "fullest_row_goes"],
+)
+def test_whole_documents_fill_gaps_left_before(lengths, rows):
+    packed = list(pack(numbered_documents(lengths), 10, "whole", padding_token_id=-1))
+    assert len(packed) == rows and sum(row["input_ids"].count(-1) for row in packed) == 10 * rows - sum(lengths)
 
 
 @pytest.mark.parametrize("packing", ["split", "whole"])
