@@ -85,7 +85,7 @@ def verify_hashes(folder: str | os.PathLike, *, progress: Progress = lambda tota
     steps = {Path(name).parts[0] for name in expected if len(Path(name).parts) > 1}
     unlisted = [path for path in folder.iterdir() if path.name.endswith(_WEIGHTS)]
     unlisted += [path for step in steps for path in (folder / step).rglob("*") if path.is_file()]
-    names = {path.relative_to(folder).as_posix() for path in unlisted} - {*expected, REPORT_FILE}
+    names = {path.relative_to(folder).as_posix() for path in unlisted} - expected.keys()
     problems |= {name: f"{str(folder / name)!r} is not in {REPORT_FILE}." for name in names}
     return HashCheck(str(folder), len(expected), nbytes, dict(sorted(problems.items())))
 

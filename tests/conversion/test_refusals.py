@@ -171,7 +171,12 @@ fused_mlp: true
 num_experts: 8
 use_untrainable_positional_embedding: true
 """
-OTHER_WORDS = {"window_size": "window", "normalization_layer_epsilon": "'small'", "param_scan_axis": "got 4"}
+OTHER_WORDS = {
+    "window_size": "window",
+    "window_size: [5, null, 5]": "must list one window length",
+    "normalization_layer_epsilon": "'small'",
+    "param_scan_axis": "got 4",
+}
 MISSPELT = {
     **dict.fromkeys(("windw_size", "windows_size", "window-size", "Window_Size"), "window_size"),
     **{"post_compos": "post_compose", "statc_proj": "static_proj", "qknorm": "qk_norm"},
@@ -189,7 +194,7 @@ MALFORMED = [
 def yaml_cases():
     for text in OTHER_RUNS.splitlines():
         key = text.partition(":")[0]
-        yield text, OTHER_WORDS.get(key, key)
+        yield text, OTHER_WORDS.get(text, OTHER_WORDS.get(key, key))
     for key, right in MISSPELT.items():
         text = f"window_size: [5, null]\nlearning_rate: 0.001\n{key}: [7, null]\n"
         yield text, f"{key!r}, which means nothing; write {right!r}"
@@ -296,6 +301,11 @@ def index(names):
     return corrupt
 
 
+def split_without_value(tensors):
+    query, key, _ = tensors.pop("model.layers.1.self_attn.qkv_proj.weight").chunk(3)
+    tensors |= {"layers.1.attention.wq.weight": query.clone(), "layers.1.attention.wk.weight": key.clone()}
+
+
 def put_tensor(name, values):
     return lambda tensors: tensors.update({name: values})
 
@@ -340,6 +350,11 @@ TORCH = {
     "tensor_unknown": (set_tensors(put_tensor("router.weight", torch.ones(3))), "router.weight"),
     "tensor_transposed": (set_tensors(put_tensor(HEAD, torch.ones(32, 67))), HEAD),
     "tensor_quantised": (set_tensors(put_tensor(HEAD, torch.ones(67, 32, dtype=torch.int8))), HEAD),
+    "tensor_float8": (
+        set_tensors(put_tensor(HEAD, torch.ones(67, 32).to(torch.float8_e4m3fn))),
+        "the unquantised model",
+    ),
+    "value_missing": (set_tensors(split_without_value), "qkv_proj.weight has shape (96, 32) and is not filled exactly"),
     "tensor_not_finite": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.nan))), HEAD),
     "not_finite_in_a_torch_file": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.inf)), True), HEAD),
     "not_tensors": (save_object({"model": {"a": torch.ones(1)}}), "pytorch_model.bin"),

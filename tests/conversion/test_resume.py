@@ -5,12 +5,9 @@ import errno
 import itertools
 import json
 import os
-import random
 import shutil
-import time
 from pathlib import Path
 
-import killable
 import pytest
 import torch
 from damage import contents, cut, flip_bit, interrupted, partial_of
@@ -152,21 +149,6 @@ def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_p
     with pytest.raises(ValueError, match="NaN"):
         convert_maxtext(tmp_path / "bad", tmp_path / "other", max_shard_size="4KB")
     assert not partial_of(tmp_path / "other").exists()
-
-
-def test_killed_at_a_random_moment(run, expected, tmp_path):
-    destination = tmp_path / "model"
-    process = killable.start(convert_maxtext, run, destination, **SHARDS)
-    deadline = time.monotonic() + 60
-    while not partial_of(destination).exists() and process.is_alive() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(random.uniform(0, 0.15))
-    process.kill()
-    process.join()
-    assert partial_of(destination).exists() or destination.exists()
-    if not destination.exists():
-        convert_maxtext(run, destination, **SHARDS)
-    assert contents(destination) == expected
 
 
 @pytest.mark.parametrize("arrays", [0, 3])

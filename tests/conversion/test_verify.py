@@ -91,9 +91,16 @@ def test_changed_files_of_a_run_are_reported_and_refused(work):
     array = work / "back" / "7" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
     flip_bit(array / "0.0.0")
     (array / "extra").write_text("")
-    assert [Path(file).name for file in verify_hashes(work / "back").problems] == ["0.0.0", "extra"]
+    shutil.copytree(array, work / "back" / "7" / "state2")  # of another item: it is reported, and not converted
+    problems = verify_hashes(work / "back").problems
+    assert [Path(file).name for file in problems][:2] == ["0.0.0", "extra"] and len(problems) == 5
     with pytest.raises(ValueError, match="mlp_1"):
         convert_maxtext(work / "back", work / "out")
+    shutil.rmtree(array)
+    shutil.copytree(work / "back" / "7" / "state2", array)
+    flip_bit(array / "0.0.0")
+    (array / "extra").unlink()
+    convert_maxtext(work / "back", work / "out")
 
 
 @pytest.mark.parametrize("step", ["../../x", "/tmp/x", "7", -1, 7.0, True, 2**31, [7]], ids=repr)
@@ -168,12 +175,14 @@ def test_rounded_changed_and_broken_models_are_distinguished(work):
     assert not comparison.same and comparison.shapes and comparison.config["hidden_size"] == [16, 64]
 
 
-def test_a_window_that_differs_is_a_difference(work):
+def test_settings_that_differ_are_a_difference(work):
     shutil.copytree(work / "model", work / "other")
     config = work / "other" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": 5}))
+    changed = {"sliding_window": 5, "norm_eps": 0.5, "compose_pre": False, "bos_token_id": 3}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
     comparison = compare(work / "model", work / "other")
-    assert not comparison.same and comparison.config == {"sliding_window": [256, 5]} and not comparison.tensors
+    assert not comparison.same and not comparison.tensors
+    assert comparison.config == {"compose_pre": [True, False], "norm_eps": [1e-5, 0.5], "sliding_window": [256, 5]}
 
 
 FORMATS = {
