@@ -68,7 +68,8 @@ def test_threads_compute_the_same(threads, shape):
 @torch.no_grad()
 def test_threads_project_the_same(threads, calls):
     """Of 400 channels and 39 heads, which two and three threads share unevenly."""
-    model, ids = tiny_model(num_hidden_layers=1, hidden_size=400, num_attention_heads=13, head_dim=8), random_tokens(2, 3)
+    model = tiny_model(num_hidden_layers=1, hidden_size=400, num_attention_heads=13, head_dim=8)
+    ids = random_tokens(2, 3)
     results = []
     for number in (1, 2, 5):
         threads(number)
