@@ -4,6 +4,7 @@ In lm-eval the names have a prefix, so that they differ from lm-eval's tasks; he
 none.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def _described() -> dict[str, str]:
     described = {task: _ASKS[task] for task in TASKS}
     for file in sorted(tasks_folder().glob(f"{PREFIX}*.yaml")):
         text = file.read_text(encoding="utf-8")
-        if f"\ntask: {file.stem}\n" in f"\n{text}\n":  # else a group
+        if re.search(rf"^task: *['\"]?{file.stem}['\"]? *$", text, re.M):  # else a group
             comment = text.partition("\n")[0] if text.startswith("#") else ""
             described.setdefault(file.stem.removeprefix(PREFIX), comment.strip("# "))
     return described
