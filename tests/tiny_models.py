@@ -60,6 +60,7 @@ VARIANTS = {
     "grouped": {"compose_groups": 2, "compose_rank": 1},
     "wide_heads": {"head_dim": 12},
     "grouped_query_attention": {"num_key_value_heads": 2},
+    "three_to_one": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "compose_groups": 3},
     "no_qk_norm_with_biases": {"qk_norm": False, "attention_bias": True, "mlp_bias": True},
     "one_layer": {"compose_layers": [1]},
     "tanh_gelu": {"compose_activation": "gelu_pytorch_tanh"},

@@ -71,15 +71,17 @@ def test_authors_keys_are_translated_and_only_ours_are_saved(tmp_path):
         ({"use_parallel_residual": True}, "parallel_residual", True),
         ({"use_linear_bias": True}, "attention_bias", True),
         ({"use_linear_bias": True}, "mlp_bias", True),
-        ({"intermediate_size": None}, "intermediate_size", 256),
-        ({"intermediate_size": None, "mlp_type": "plain"}, "intermediate_size", 256),
+        ({"mgate": True, "intermediate_size": 88}, "mlp_gate_dim", 44),
+        ({"intermediate_size": None, "dim": 96}, "intermediate_size", 256),
+        ({"intermediate_size": None, "dim": 100}, "intermediate_size", 512),
+        ({"intermediate_size": None, "dim": 96, "mlp_type": "plain"}, "intermediate_size", 384),
         ({}, "eos_token_id", 0),
         ({"vocab_size": 152064}, "eos_token_id", 2),
         ({}, "sliding_window", 256),
         ({"window_type": None}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLGLGLG"]),
         ({"window_type": "LG"}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLGLGLG"]),
         ({"window_type": "LGLL"}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLLLGLL"]),
-        ({"window_type": "LGL6"}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLLLLLL"]),
+        ({"window_type": "LGL6", "n_layer": 10}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLLLLLLLG"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -92,8 +94,8 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
     config = DCFormerConfig(**file)
     assert config.qk_norm is False
     assert config.rope_parameters["rope_theta"] == 10000
-    newer = DCFormerConfig(**file, mgate=False, prefill_pad=True)
-    assert newer.rope_parameters["rope_theta"] == 500000
+    for newer in ({"mgate": False}, {"prefill_pad": True}):
+        assert DCFormerConfig(**file, **newer).rope_parameters["rope_theta"] == 500000
 
 
 @pytest.mark.parametrize(
@@ -103,12 +105,16 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
         ({"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, ["layer_types", "sliding_window=None"]),
         ({"compose_groups": 3}, ["compose_groups", "num_attention_heads (4)", "got 3"]),
         ({"compose_layers": [2]}, ["compose_layers", "from 0 to 1", "got [2]"]),
+        ({"compose_layers": []}, ["compose_layers", "got []"]),
         ({"compose_rank": 0}, ["compose_rank", "at least 1", "got 0"]),
         ({"layer_types": ["full_attention", "chunked"]}, ["layer_types", "sliding_attention", "'chunked'"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"head_dim": 7}, ["even", "got 7", "head_dim 7"]),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "(0, 1]", "got 1.5"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, ["partial_rotary_factor", "got 0"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, ["at least 2", "got 0"]),
         ({"rope_base": "abc"}, ["rope_theta", "number", "'abc'"]),
+        ({"rope_base": 1}, ["rope_theta", "above 1", "got 1"]),
         ({"rope_base": float("inf")}, ["rope_theta", "inf"]),
         ({"window_type": "GG"}, ["window_type", "LGLL", "'GG'"]),
         ({"num_attention_heads": 5}, ["num_attention_heads", "hidden_size (32)", "got 5"]),
@@ -224,6 +230,8 @@ def test_presets_have_the_published_shapes():
         for name in config_class.presets():
             config = config_class.from_preset(name)
             shapes[name] = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads)
+            config.layer_types.clear()
+            assert config_class.from_preset(name, intermediate_size=88).intermediate_size == 88
     assert shapes == PAPER_SHAPES
 
 
@@ -238,6 +246,25 @@ def test_compose_parameters_of_a_preset_follow_equation_10(name):
         parameters = model_class(config).named_parameters()
     number = sum(parameter.numel() for name, parameter in parameters if "compose" in name)
     assert number == config.num_hidden_layers * per_layer
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "channels"),
+    [
+        ("dcformer", {}, (8, 8)),  # of 2 x 2 + 1 numbers, for one query head of each key head
+        ("three_to_one", {}, (16, 16)),
+        ("three_to_one", {"compose_gate": False, "compose_rank": 3}, (24, 24)),
+        ("pre_only", {}, (8, 0)),
+        ("post_only", {}, (0, 8)),
+        ("query_wise", {}, (0, 0)),
+        ("gates_only", {"compose_gate": False}, None),
+        ("talking_heads", {"compose_low_rank": False, "compose_gate": False}, (0, 0)),
+    ],
+)
+def test_which_models_compose_and_what_their_rows_add(variant, changes, channels):
+    config = tiny_config(variant, **changes)
+    assert config.composes_heads == (channels is not None)
+    assert channels in (config.compose_cache_channels, None)
 
 
 @pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])

@@ -54,20 +54,20 @@ def sequences(keys=KEYS, key_width=WIDTH, value_width=WIDTH):
 PADDING = torch.arange(KEYS) >= torch.tensor([[9], [4], [6]])  # (batch, key)
 PAIRS = (normal(BATCH * HEADS, QUERIES, KEYS, seed=3) > 0.5).index_fill(2, torch.tensor([0]), False)
 BIAS = normal(BATCH * HEADS, QUERIES, KEYS, seed=4)
+FLOAT_PADDING = normal(BATCH, KEYS, seed=5).masked_fill(PADDING, -math.inf)
 MASKS = {
     "none": {},
     "padding": {"key_padding_mask": PADDING},
-    "float_padding": {"key_padding_mask": normal(BATCH, KEYS, seed=5).masked_fill(PADDING, -math.inf)},
+    "float_padding": {"key_padding_mask": FLOAT_PADDING},
     "pairs": {"attn_mask": PAIRS[0]},
     "bias": {"attn_mask": BIAS[0]},
     "padding_and_pairs": {"key_padding_mask": PADDING, "attn_mask": PAIRS},
-    "float_padding_and_bias": {
-        "key_padding_mask": torch.zeros(BATCH, KEYS).masked_fill(PADDING, -math.inf),
-        "attn_mask": BIAS,
-    },
+    "float_padding_and_pairs": {"key_padding_mask": FLOAT_PADDING, "attn_mask": PAIRS[0]},
+    "float_padding_and_bias": {"key_padding_mask": FLOAT_PADDING, "attn_mask": BIAS},
 }
 
 
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("average", [True, False], ids=["averaged", "every_head"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_copy_of_torchs_module_computes_the_same(mask, average):
@@ -113,7 +113,8 @@ def position_maps(compose, states, slot, gate_weight, hidden_weight):
 @pytest.mark.parametrize("key_width", [WIDTH, 24], ids=["one_width", "other_width"])
 def test_cross_attention_takes_query_wise_weights_from_the_query_and_key_wise_from_the_key(key_width):
     module = composing(kdim=key_width, vdim=key_width)
-    query, key, value = sequences(KEYS, key_width, key_width)
+    # In one case the key has the shape of the query and is another tensor.
+    query, key, value = sequences(KEYS if key_width < WIDTH else QUERIES, key_width, key_width)
     compose = module.compose
     of_key = compose.hidden_weight, compose.gate_weight
     if key_width == WIDTH:
@@ -175,6 +176,17 @@ def test_a_query_that_sees_no_key_gets_nothing_and_never_nan(need_weights):
     output, weights = module(*sequences(), key_padding_mask=padding, need_weights=need_weights)
     assert_close(output[1], module.out_proj.bias.expand(QUERIES, -1), **CLOSE)
     assert weights is None or weights[1].count_nonzero() == 0
+    module.dropout = 1.0
+    assert torch.equal(module.eval()(*sequences(), key_padding_mask=padding, need_weights=need_weights)[0], output)
+    dropped = module.train()(*sequences(), need_weights=need_weights)[0]
+    assert_close(dropped, module.out_proj.bias.expand(BATCH, QUERIES, -1), **CLOSE)
+
+
+@pytest.mark.parametrize("widths", [{}, {"kdim": 192, "vdim": 128}], ids=str)
+def test_projections_start_as_torchs(widths):
+    ours, theirs = (kind(256, HEADS, **widths) for kind in (DCMultiheadAttention, nn.MultiheadAttention))
+    for name, parameter in theirs.named_parameters():
+        assert ours.get_parameter(name).std().item() == pytest.approx(parameter.std().item(), rel=0.02), name
 
 
 def test_after_a_start_as_identity_every_parameter_learns():
@@ -222,6 +234,9 @@ def test_arguments_are_torchs_in_its_order():
     for added in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(ValueError, match=f"{added} must be False, got True"):
             DCMultiheadAttention.from_torch(torch_module(**{added: True}))
+    copied = DCMultiheadAttention.from_torch(torch_module(dropout=0.5, dtype=torch.bfloat16).eval())
+    assert {parameter.dtype for parameter in copied.parameters()} == {torch.bfloat16}
+    assert (copied.training, copied.dropout) == (False, 0.5)
     with pytest.raises(TypeError, match=r"DCMultiheadAttention\(\) got an unexpected keyword argument 'key_size'"):
         DCMultiheadAttention(WIDTH, HEADS, key_size=24)
 
