@@ -11,7 +11,10 @@ QUICK_HELP = {"default_map": {"help": False}}
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A bundled model, a folder, or a name on the Hub.")]
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: also for other machines.")]
 Step = Annotated[int | None, typer.Option(help="Training step to read from a run folder.", show_default="the latest")]
-TrainConfig = Annotated[str | None, typer.Option(help="YAML file with the training configuration of a MaxText run.")]
+TrainConfig = Annotated[
+    str | None,
+    typer.Option(help="Training YAML of a MaxText run.", show_default="train_config.yml beside the step, if any"),
+]
 PaxConfig = Annotated[str | None, typer.Option("--config", help="The config.json that describes a PAX checkpoint.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,

@@ -27,7 +27,7 @@ from .writer import source_digest, write_shards
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Files of a tokenizer, by which Transformers or `load_tokenizer` knows that there is one.
-_TOKENIZERS = ("*tokenizer*", "vocab.*", "*.model")
+_TOKENIZERS = ("*tokenizer*.json", "vocab.*", "*.model")
 _LICENCES = ("LICEN[CS]E*", "NOTICE*")
 
 
@@ -48,7 +48,8 @@ def convert_maxtext(
         source: Run, step or item folder; local, `gs://` or `s3://`.
         destination: Folder to create.
         step (*optional*): Step of a run folder; `None`: the latest.
-        train_config (*optional*): The run's training YAML, for windows, epsilon and what else the arrays cannot tell.
+        train_config (*optional*): The run's training YAML, for windows, epsilon and what else the arrays cannot tell;
+            `None`: the `train_config.yml` beside the step, if there is one.
         dtype (defaults to `"keep"`): `"float32"`, `"bfloat16"`, `"float16"`, or `"keep"` for that of each array.
         force (defaults to `False`): Replace a converted model at the destination, which stays until the new one is
             complete. A folder with files that no conversion wrote is refused.

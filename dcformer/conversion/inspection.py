@@ -106,7 +106,7 @@ def inspect_checkpoint(
     Args:
         path: A folder (local, remote, or a name on the Hub) or a PAX `.npz`.
         step (*optional*): Step of a run folder; `None`: the latest.
-        train_config (*optional*): Training YAML of a MaxText run.
+        train_config (*optional*): Training YAML of a MaxText run; `None`: `train_config.yml` beside the step.
         config (*optional*): `config.json` of a PAX checkpoint.
 
     Raises:
