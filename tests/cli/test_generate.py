@@ -108,7 +108,8 @@ def test_temperature_0_is_greedy_whatever_else_is_asked_for_and_a_seed_repeats_s
     assert first == again and len({first, other, greedy}) == 3
 
 
-def test_a_group_of_a_quantised_cache_that_does_not_fit_names_one_that_does(tmp_path, monkeypatch):
+@pytest.mark.parametrize("asked", [{}, {"q_group_size": 9}, {"q_group_size": 9, "axis_key": -1, "axis_value": -1}])
+def test_a_group_of_a_quantised_cache_that_does_not_fit_names_one_that_does(tmp_path, monkeypatch, asked):
     """Of keys and values of 4 heads of 20 channels and 8 more, 5 tokens are 560 numbers."""
     unpack = types.SimpleNamespace(unpack=lambda packed, bits: torch.cat([packed & 15, packed >> 4]))
     monkeypatch.setattr(ext, "_lib", unpack)  # quanto's own is compiled for two minutes
@@ -116,12 +117,15 @@ def test_a_group_of_a_quantised_cache_that_does_not_fit_names_one_that_does(tmp_
     model = tiny_model("all_global", vocab_size=len(tokenizer), hidden_size=32, num_attention_heads=4, head_dim=20)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(config | ({"cache_config": asked} if asked else {})))
     prompts = [" ".join(PROMPT.split()[:count]) for count in (1, 2, 3, 5)]
     refused = [call(tmp_path, prompt, "--cache", "quantized", "--max-new-tokens", 4) for prompt in prompts]
     (size,) = {re.search(r"q_group_size=(\d+)", done.stderr).group(1) for done in refused if done.exit_code}
-    assert all("Group size (64) must be a divisor of (" in done.stderr for done in refused if done.exit_code)
-    config = json.loads((tmp_path / "generation_config.json").read_text())
-    config |= {"cache_config": {"q_group_size": int(size)}}
+    most = asked.get("q_group_size", 64)
+    words = f"Group size ({most}) must be a divisor of ("
+    assert all(words in done.stderr for done in refused if done.exit_code) and int(size) <= most
+    config |= {"cache_config": asked | {"q_group_size": int(size)}}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     for prompt in prompts:
         assert call(tmp_path, prompt, "--cache", "quantized", "--max-new-tokens", 4).exit_code == 0

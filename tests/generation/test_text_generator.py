@@ -39,7 +39,7 @@ def loaded():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 20])
-@pytest.mark.parametrize("strings", [(), ("c",), ("cd", "abx"), ("d ab",), ("x",)], ids=repr)
+@pytest.mark.parametrize("strings", [(), ("c",), ("cd", "b"), ("cd", "abx"), ("d ab",), ("x",)], ids=repr)
 def test_pieces_end_before_the_first_stop_string_wherever_they_are_cut(size, strings):
     text = "ab cd abab cd"
     pieces = list(text_before(strings, [text[start : start + size] for start in range(0, len(text), size)]))
@@ -68,10 +68,10 @@ def test_generation_ends_with_a_stop_string_of_several_words(loaded):
 BATCHES = {
     "greedy": {"max_new_tokens": 6},
     "beams": {"max_new_tokens": 6, "num_beams": 2},
-    "limit with the prompt": {"max_length": 12},
+    "limit with the prompt": {"max_length": 12, "eos_token_id": 2},
     "limit of beams": {"max_length": 12, "num_beams": 3},
     "drafts": {"max_new_tokens": 6, "prompt_lookup_num_tokens": 2},
-    "penalty": {"max_new_tokens": 12, "repetition_penalty": 3.0},
+    "penalty": {"max_new_tokens": 12, "repetition_penalty": 3.0, "sequence_bias": [[[0], 8.0]]},
     "scores": {"max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
     "a draft's model": {"max_new_tokens": 6, "is_assistant": True},
     "the context": {},
@@ -241,7 +241,8 @@ def test_prompts_are_read_whatever_the_line_ends_and_lines_that_are_no_text_name
 def test_new_tokens_stay_within_the_context_unless_more_are_asked_for(loaded):
     ids, warnings = TextGenerator(loaded).encode("Paris " * 57), []
     assert len(TextGenerator(loaded, warn=warnings.append).generate([ids])[0].ids) == 64 - 58 and warnings == []
-    assert len(TextGenerator(loaded, warn=warnings.append, max_new_tokens=9).generate([ids])[0].ids) == 9
+    more = TextGenerator(loaded, warn=warnings.append, max_new_tokens=9)
+    assert all(len(answer.ids) == 9 for _ in range(2) for answer in more.generate([ids[:3], ids, ids[:3]]))
     assert len(warnings) == 1 and warnings[0].startswith("58 tokens and 9 new ones")
 
 
