@@ -8,6 +8,7 @@ import torch
 
 
 pytest.importorskip("triton")
+from triton.runtime import interpreter
 
 
 def spare_repeated_patches() -> None:
@@ -16,9 +17,7 @@ def spare_repeated_patches() -> None:
     ends, and functions that it calls once more, each time that they are called, which takes half of the time. Ours see
     the modules that the kernel sees; those of Triton's library see others, which stay replaced after the first time.
     """
-    from triton.runtime.interpreter import InterpretedFunction
-
-    patching_call = InterpretedFunction.__call__
+    patching_call = interpreter.InterpretedFunction.__call__
     patched: set[str] = set()
 
     def call(self, *args, **kwargs):
@@ -28,11 +27,13 @@ def spare_repeated_patches() -> None:
         patched.add(module)
         return patching_call(self, *args, **kwargs)
 
-    InterpretedFunction.__call__ = call
+    interpreter.InterpretedFunction.__call__ = call
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     spare_repeated_patches()
+    # Nor whether a sum of integers leaves its type, which takes a third of the rest; one test asks for it.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.fixture

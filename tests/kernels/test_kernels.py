@@ -8,6 +8,7 @@ from operator_inputs import (
     CASES,
     DEVICE,
     DYNAMIC,
+    KEY_WISE,
     Case,
     attend,
     float_mask,
@@ -70,7 +71,8 @@ KERNEL_CASES = {name: CASES[name] for name in NAMES} | {
     "keys_after_the_last_query": Case(
         {**WIDE, "heads": 1, "queries": 33, "keys": 65, "rank": 1}, mask=keys_after_the_last_query
     ),
-    "chunks": Case({**WIDE, "queries": 100, "pre": DYNAMIC}, {"sliding_window": 30}),
+    # The last query that sees a block of 16, 32 or 64 keys begins a block of queries.
+    "chunks": Case({**WIDE, "heads": 1, "queries": 130, "pre": KEY_WISE, "rank": 1}, {"sliding_window": 34}),
     "chunks_of_rows": Case({**WIDE, "queries": 20, "channels": 80, "rank": 1}, mask=left_padding),
 }
 IN_SIXTEEN_BITS = ("two_groups_grouped_query_wide_values", "forty_heads", "twenty_four_heads_window_6")

@@ -7,7 +7,7 @@ import torch
 from operator_inputs import DEVICE, DYNAMIC, KEY_WISE, QUERY_WISE, Inputs, make_inputs
 from reference import reference_attention
 from torch import Tensor
-from triton.runtime.interpreter import interpreter_builder
+from triton.runtime import interpreter
 
 from dcformer.compose_dcformer import pack, unpack
 from dcformer.dcmha import Visibility
@@ -110,17 +110,18 @@ def test_parts_are_joined_by_whichever_program_comes_last_to_the_same_bits(monke
     inputs = inputs_of({"heads": 3, "queries": 2, "keys": 30, "value_channels": 40})
     expected = decode(inputs)
     hold_to_the_reference(expected, inputs)
-    empty, set_grid_idx = torch.Tensor.new_empty, interpreter_builder.set_grid_idx
+    builder, empty = interpreter.interpreter_builder, torch.Tensor.new_empty
+    set_grid_idx = builder.set_grid_idx
 
     def used(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         return tensor if tensor.is_floating_point() else tensor.fill_(5)
 
     def backwards(x, y, z):
-        set_grid_idx(interpreter_builder.grid_dim[0] - 1 - x, y, z)
+        set_grid_idx(builder.grid_dim[0] - 1 - x, y, z)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", used)
-    monkeypatch.setattr(interpreter_builder, "set_grid_idx", backwards)
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
     assert torch.equal(decode(inputs), expected)
 
 
@@ -179,6 +180,7 @@ def test_rows_of_a_static_cache_are_read_no_further_than_seen(window, dtype):
 
 
 def test_a_ring_past_its_wrap_equals_the_whole_row():
+    """With padding and a mask of slots."""
     inputs = inputs_of({"batch": 3, "heads": 4, "key_value_heads": 2, "queries": 2, "keys": 31})
     lengths, ring_size = torch.tensor([31, 5, 12], dtype=torch.int32), 12
     whole = in_rows(inputs, slots=31)
@@ -187,9 +189,13 @@ def test_a_ring_past_its_wrap_equals_the_whole_row():
         for row, length in enumerate(lengths.tolist()):
             for position in range(length):
                 ring[row, :, position % ring_size] = rows[row, :, position]
-    mask = Visibility(2, ring_size, sliding_window=11)
+    slots, padding = torch.arange(31) % ring_size, torch.arange(3 * ring_size).view(3, ring_size) % 5 > 0
+    dense = torch.linspace(-2, 2, 3 * 2 * ring_size).view(3, 1, 2, ring_size)
+    mask = Visibility(2, ring_size, sliding_window=11, padding=padding, dense=dense)
     output = decode(from_rows(inputs, rings), mask, key_lengths=lengths, ring_size=ring_size)
-    hold_to_the_reference(output, inputs, is_causal=False, dense=seen_of_rows(lengths, 2, 31, 11))
+    seen = seen_of_rows(lengths, 2, 31, 11) & padding[:, None, None, slots]
+    dense = dense[..., slots].masked_fill(~seen, -torch.inf)
+    hold_to_the_reference(output, inputs, is_causal=False, dense=dense)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +232,7 @@ def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, wi
 
 def test_keys_may_lie_more_than_two_to_the_31_elements_apart(monkeypatch):
     monkeypatch.undo()  # the memory between them is never touched, so that the system does not provide it
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
     inputs = inputs_of({"heads": 2, "queries": 1, "keys": 3, "channels": 8}, torch.float16)
     far = 2**30 + 8
     states = torch.empty(2 * far + 64, dtype=torch.float16, device=DEVICE).as_strided((1, 2, 3, 16), (0, 16, far, 1))
