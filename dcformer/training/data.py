@@ -332,15 +332,13 @@ class RowOrder(Sampler):
 
 
 class EndlessStream(TorchIterableDataset):
-    """Rows of a stream, started again whenever it ends; `set_epoch` shuffles every pass anew."""
+    """Rows of a stream, started again whenever it ends, in the same order."""
 
     def __init__(self, rows):
         self.rows = rows
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        for number in itertools.count():
-            if hasattr(self.rows, "set_epoch"):
-                self.rows.set_epoch(number)
+        while True:
             yield from self.rows  # which raises if there are none
 
 

@@ -1,8 +1,10 @@
 """Sources of training documents, and which of their tokens have a loss."""
 
 import gzip
+import itertools
 import json
 import os
+from dataclasses import replace
 
 import pandas
 import pytest
@@ -13,7 +15,7 @@ from dcformer.head_tasks import build_tokenizer, generate_documents
 from dcformer.loading import fingerprint_tokenizer
 from dcformer.training import DataRecipe, Recipe
 from dcformer.training import data as training_data
-from dcformer.training.data import RowOrder, build_datasets, fill_batches
+from dcformer.training.data import EndlessStream, RowOrder, build_datasets, fill_batches
 
 
 datasets = pytest.importorskip("datasets")
@@ -42,10 +44,10 @@ def word_tokenizer(template: str = "", ends: bool = True) -> PreTrainedTokenizer
 
 def byte_tokenizer(template: str = "$A") -> PreTrainedTokenizerFast:
     """A token per byte and per pair of spaces, of which one is put before every text."""
-    tokens = ["<end>", "<s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+    tokens = ["<s>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [("Ġ", "Ġ")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<end>", 0), ("<s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("<end>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>")
 
 
@@ -116,10 +118,13 @@ def write(layout, folder, texts=TEXTS):
         rows = datasets.Dataset.from_pandas(table)
         rows = datasets.DatasetDict({"train": rows, "validation": rows.select([0])}) if "splits" in layout else rows
         rows.save_to_disk(folder)
-    elif layout == "files":
-        parts = {"train-1": lines[:5], "train-2": lines[5:9], "train-3": lines[9:], "validation": lines[:1]}
-        for name, part in parts.items():
-            (folder / f"{name}.JSONL").write_text("\n".join(part))
+    elif layout in ("files", "described"):
+        names = ("train-1", "train-2", "train-3", "validation") if layout == "files" else ("a", "b", "c", "d")
+        for name, part in zip(names, (lines[:5], lines[5:9], lines[9:], lines[:1])):
+            (folder / f"{name}.{'JSONL' if layout == 'files' else 'jsonl'}").write_text("\n".join(part))
+        if layout == "described":
+            splits = "{split: train, path: '[a-c]*'}, {split: validation, path: d.jsonl}"
+            (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: x, data_files: [{splits}]}}]\n---\n")
     elif layout == "parquet":
         table[:other].astype({"note": int}).to_parquet(folder / "0.parquet", row_group_size=700)
         table[other:].to_parquet(folder / "1.parquet")
@@ -150,12 +155,12 @@ def test_every_source_gives_all_its_documents_whatever_else_it_holds(layout, str
     assert all(len(values) == 8 for row in rows for values in row.values())
 
 
-@pytest.mark.parametrize("layout", ["saved_splits", "files"])
+@pytest.mark.parametrize("layout", ["saved_splits", "files", "described"])
 def test_other_splits_of_a_folder_are_the_evaluation_in_their_order(layout, tmp_path):
     source = write(layout, tmp_path / "source")
     train, evaluation = build_datasets(recipe(source, evaluation={"split": "validation"}), word_tokenizer(), seed=1)
     assert documents_in(evaluation) == TEXTS[:1]
-    assert len(train) > len(evaluation)
+    assert sorted(documents_in(train)) == sorted(TEXTS)
     with pytest.raises(ValueError, match="test"):
         rows_of(source, split="test")
 
@@ -240,14 +245,21 @@ def test_scored_tokens_of_head_tasks_are_answers_and_line_feeds_in_both_splits(k
 
 
 def test_stages_follow_one_another_and_are_evaluated_on_examples():
-    stages = [{"documents": 6, "recurring_words": 1, "words": 8}, {"documents": 8, "questions": 1, "facts": 1}]
-    settings = {"stages": stages, "sequence_length": 40, "packing": "none", "loss_on": "answers"}
+    words = {"documents": 6, "recurring_words": 1, "words": 8}
+    questions, examples = {"documents": 8, "questions": 1, "facts": 1}, {"documents": 4, "examples": 1, "lines": [2, 2]}
+    stages = [words, words, questions, examples]
+    settings = {"stages": stages, "sequence_length": 150, "packing": "none", "loss_on": "answers"}
     built = recipe("head_tasks", **settings, evaluation={"documents": 5})
-    rows, evaluation = build_datasets(built, build_tokenizer())
-    texts = [build_tokenizer().decode(ids, skip_special_tokens=True) for ids in rows["input_ids"]]
-    assert ["<" in text for text in texts] == [False] * 6 + [True] * 8
-    assert list(build_datasets(built, build_tokenizer(), seed=1)[0]["input_ids"]) != list(rows["input_ids"])
-    assert built.evaluation.stages is None and len(evaluation) >= 5
+
+    def texts_of(built, seed=0):
+        ids = build_datasets(built, build_tokenizer(), seed)[0]["input_ids"]
+        return [build_tokenizer().decode(row, skip_special_tokens=True) for row in ids]
+
+    texts = texts_of(built)
+    assert [text.strip().count("\n") for text in texts] == [0] * 12 + [1] * 12  # of questions, of lines
+    assert texts[:6] != texts[6:12] and len({word for text in texts[:12] for word in text.split()}) == 8
+    assert texts != texts_of(built, seed=1) != texts_of(replace(built, split="validation"), seed=1)
+    assert built.evaluation.stages is None and len(build_datasets(built, build_tokenizer())[1]) >= 5
 
 
 def test_an_evaluation_has_the_keys_of_the_training_data_that_it_lacks():
@@ -316,7 +328,7 @@ def test_a_file_may_begin_with_a_mark_and_hold_blank_lines_texts_alone_or_words_
     [
         *((source, "not an address or a pattern") for source in ("s3://bucket/a.jsonl", "run*.jsonl")),
         *((source, r"no file that ends in \.jsonl, .*, \.tsv") for source in ("folder.txt", "folder.txt/a.md")),
-        ("a::b", "rename it"),
+        *((source, "rename it") for source in ("a::b", "[d]")),
     ],
 )
 def test_what_is_no_file_folder_or_name_is_refused_in_a_sentence(source, words, tmp_path, monkeypatch):
@@ -325,6 +337,7 @@ def test_what_is_no_file_folder_or_name_is_refused_in_a_sentence(source, words, 
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.md").write_text("w1")
     write_jsonl(tmp_path / "run1.jsonl", TEXTS)
+    write("described", tmp_path / "[d]")
     with pytest.raises((FileNotFoundError, ValueError), match=words) as caught:
         rows_of(source)
     assert repr(source) in str(caught.value)
@@ -343,8 +356,20 @@ def test_a_saved_data_set_reads_no_file_outside_its_folder(tmp_path):
 def test_every_pass_over_the_rows_is_shuffled_anew_or_in_order():
     first, second = list(RowOrder(5, 5, seed=3)), list(RowOrder(5, 12, seed=3))
     assert sorted(second[:5]) == sorted(second[5:10]) == [0, 1, 2, 3, 4]
-    assert second[:5] == first != second[5:10]
+    assert second[:5] == first != second[5:10] != list(RowOrder(5, 5, seed=4))
     assert list(RowOrder(3, 7, seed=None)) == [0, 1, 2, 0, 1, 2, 0]
+    assert [*itertools.islice(EndlessStream([0, 1, 2]), 7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_fingerprint_is_of_all_files_and_of_the_split(tmp_path):
+    source = write("files", tmp_path / "source")
+    seen = [training_data.fingerprint_documents(recipe(source, split=split)) for split in ("train", "train[:3]")]
+    for file in sorted(source.glob("train*")):
+        write_jsonl(file, TEXTS[:2])
+        seen.append(training_data.fingerprint_documents(recipe(source)))
+    assert len(set(seen)) == 5
+    write_jsonl(source / "validation.JSONL", TEXTS)  # no row of training depends on it
+    assert training_data.fingerprint_documents(recipe(source)) == seen[-1]
 
 
 def test_an_evaluation_is_filled_up_with_rows_without_loss():
