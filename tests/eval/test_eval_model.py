@@ -151,29 +151,38 @@ def test_an_input_is_computed_once_for_all_its_requests_and_in_a_longer_one(fold
     assert values(answers) == pytest.approx(values(expected), abs=1e-4)
 
 
-def test_batches_are_cut_where_logits_or_keys_would_not_fit(folders, monkeypatch):
-    folder = folders["gpt_neox", 50304]
-    expected = values(language_model(folder).loglikelihood(instances(PAIRS)))
-    monkeypatch.setattr(prefixes, "MOST_LOGITS", 50304 * 12)
-    monkeypatch.setattr(prefixes, "MOST_CACHED", 1)
-    sizes, run = [], prefixes.Scorer._run
-    monkeypatch.setattr(
-        prefixes.Scorer,
-        "_run",
-        lambda self, rows, *given, **named: sizes.append(len(rows)) or run(self, rows, *given, **named),
-    )
-    answers = values(language_model(folder).loglikelihood(instances(PAIRS)))
-    assert answers == pytest.approx(expected, abs=1e-4) and max(sizes) == 1
+def test_batches_are_cut_where_logits_or_keys_would_not_fit(monkeypatch):
+    torch.manual_seed(0)
+    model, requests, run = MODELS["llama"]().eval(), questions(), prefixes.Scorer._run
+    sizes = []
+
+    def measured_run(self, rows, *given, **named):
+        if len(rows) > 1:
+            positions = len(rows) * (max(row.start for row in rows) + max(len(row.ids) for row in rows))
+            sizes.append((positions, sum(len({query.column for query in row.queries}) for row in rows)))
+        return run(self, rows, *given, **named)
+
+    monkeypatch.setattr(prefixes.Scorer, "_run", measured_run)
+    expected, _ = answers_of(scorer_of(model, batch_size=8), requests)
+    most_positions, most_scored = map(max, zip(*sizes))
+    assert most_positions > 150 and most_scored > 12
+    monkeypatch.setattr(prefixes, "MOST_LOGITS", ROWS * 12)
+    monkeypatch.setattr(prefixes, "MOST_CACHED", 150 * 2 * 2 * 16 * 4)  # keys and values of two layers, in float32
+    sizes.clear()
+    assert answers_of(scorer_of(model, batch_size=8), requests)[0] == pytest.approx(expected, abs=2e-5, rel=1e-6)
+    most_positions, most_scored = map(max, zip(*sizes))
+    assert 100 < most_positions <= 150 and 6 < most_scored <= 12
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared prefixes", "whole inputs"])
 def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkeypatch):
     folder = folders["gpt_neox", 50304]
     model = language_model(folder, shared_prefixes=shares, batch_size=64)
-    sizes, forward, fits = [], model.model.forward, 2
+    sizes, forward, fits, refused = [], model.model.forward, 2, []
 
     def forward_in_little_memory(input_ids, **arguments):
         if len(input_ids) > fits:
+            refused.append(len(input_ids))
             raise torch.OutOfMemoryError("CUDA out of memory.")
         sizes.append(len(input_ids))
         return forward(input_ids, **arguments)
@@ -181,7 +190,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(shares, folders, monkey
     monkeypatch.setattr(model.model, "forward", forward_in_little_memory)
     answers = model.loglikelihood(instances(PAIRS))
     assert values(answers) == pytest.approx(values([by_hand(folder, *pair) for pair in PAIRS]), abs=1e-4)
-    assert max(sizes) == 2
+    assert max(sizes) == 2 and len(refused) < 4  # later batches are no larger
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):  # nothing smaller is left to try
         model.loglikelihood(instances(PAIRS))
@@ -309,7 +318,11 @@ def test_answers_are_those_of_the_harness(kind, adds_bos, tmp_path):
         lengths = {("question", number): len(ours.tok_encode("".join(pair))) for number, pair in enumerate(pairs)}
         assert ours.truncated_documents == {pair for pair, length in lengths.items() if length > POSITIONS + 1}
         assert ours.cached_tokens > 0 and get_model("dcformer") is type(ours)
-        assert ours.generate_until(asked, disable_tqdm=True) == harness.generate_until(asked, disable_tqdm=True)
+        texts_after = ours.generate_until(asked, disable_tqdm=True)
+        assert texts_after == harness.generate_until(asked, disable_tqdm=True)
+        context, (first, *more) = next((t, a.split()) for (t, _), a in zip((r.args for r in asked), texts_after) if a)
+        greedy = [(context, f" {first} {' '.join(more)}".rstrip()), (context, f" {first} w3 w4")]
+        assert [flag for _, flag in ours.loglikelihood(instances(greedy))] == [True, False]
 
 
 HERE = {"tokenizer": None, "revision": "main", "dtype": "float32", "device": "cpu", "batch_size": 2, "max_length": 32}
@@ -344,6 +357,8 @@ def test_contexts_of_generations_obey_the_policy_too(kind, tmp_path):
         scorer = DCFormerLM(model.eval(), tokenizer=tokenizer, oov_policy="clamp", batch_size=2)
         answers.append(scorer.generate_until(requests, disable_tqdm=True))
     assert answers[0] == answers[1] and len(set(answers[0])) > 1
+    model.set_output_embeddings(torch.nn.Linear(1, 8))
+    assert prefixes.Scorer(model, shares=False).rows == 8  # what it can read and predict
     scorer.oov_policy = "error"
     with pytest.raises(ValueError, match=r"Token id 44 in a context has no row .* 9"):
         scorer.tok_batch_encode(["w3", "w44"])
@@ -416,11 +431,12 @@ def test_groups_hold_every_input_once_and_save_what_any_groups_can():
         inputs = []
         for _ in range(4):
             shared = [generator.randrange(3) for _ in range(generator.randrange(6, 14))]
-            inputs += [(*shared, *generator.choices(range(3), k=9)) for _ in range(2)]
+            inputs += [(*shared, *generator.choices(range(3), k=9)) for _ in range(3)]
         inputs = sorted(set(inputs))
         groups = group_by_prefix(inputs)
         assert sorted(index for group in groups for index in group.indices) == list(range(len(inputs)))
         saved = sum(group.length * (len(group.indices) - 1) for group in groups)
+        assert all(len({inputs[index][: group.length] for index in group.indices}) == 1 for group in groups)
 
         def best(start, inputs=inputs):
             """Over all ways to group the sorted inputs from one on."""
