@@ -77,6 +77,7 @@ def test_authors_keys_are_translated_and_only_ours_are_saved(tmp_path):
         ({"intermediate_size": None, "dim": 96, "mlp_type": "plain"}, "intermediate_size", 384),
         ({}, "eos_token_id", 0),
         ({"vocab_size": 152064}, "eos_token_id", 2),
+        ({"bos_token_id": 0}, "eos_token_id", 2),
         ({}, "sliding_window", 256),
         ({"window_type": None}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLGLGLG"]),
         ({"window_type": "LG"}, "layer_types", [LAYER_TYPES[letter] for letter in "LGLGLGLG"]),
@@ -111,7 +112,7 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"head_dim": 7}, ["even", "got 7", "head_dim 7"]),
         ({"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "(0, 1]", "got 1.5"]),
-        ({"rope_parameters": {"partial_rotary_factor": 0}}, ["partial_rotary_factor", "got 0"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0}}, ["(0, 1]", "got 0"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.1}}, ["at least 2", "got 0"]),
         ({"rope_base": "abc"}, ["rope_theta", "number", "'abc'"]),
         ({"rope_base": 1}, ["rope_theta", "above 1", "got 1"]),
@@ -230,6 +231,9 @@ def test_presets_have_the_published_shapes():
         for name in config_class.presets():
             config = config_class.from_preset(name)
             shapes[name] = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads)
+            details = (config.norm_eps, config.qk_norm_eps, config.compose_activation)
+            is_of_jax = name in ("dcformer-405m", "dcformer-834m", "dcformer-1.4b")
+            assert (details == (1e-5, 1e-5, "gelu_pytorch_tanh")) == is_of_jax
             config.layer_types.clear()
             assert config_class.from_preset(name, intermediate_size=88).intermediate_size == 88
     assert shapes == PAPER_SHAPES

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from reference import composed_attention_reference
 from safetensors import safe_open
@@ -74,7 +75,10 @@ def test_a_copy_of_a_vit_gives_its_outputs(switches):
     assert_close(outputs.logits, expected.logits, **CLOSE)
     assert_close(outputs.hidden_states, expected.hidden_states, **CLOSE)
     assert_close(outputs.attentions, expected.attentions, **CLOSE)
-    assert DCViTForImageClassification.from_vit(vit.to(torch.bfloat16)).dtype == torch.bfloat16
+    model.config.output_attentions = True
+    assert_close(model(images()).attentions, outputs.attentions)
+    narrow = DCViTForImageClassification.from_vit(vit.to(torch.bfloat16).train(), **switches)
+    assert narrow.training and narrow(images()).logits.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("pooler", [True, False])
@@ -90,6 +94,7 @@ def test_a_copy_masks_patches_and_takes_larger_images_as_its_vit_does(pooler):
 def test_the_folder_of_a_vit_loads_as_it_is(tmp_path):
     vit = tiny_vit()
     vit.save_pretrained(tmp_path / "vit")  # writes names older than those of its class
+    assert DCViTConfig.from_pretrained(tmp_path / "vit").architectures is None
     model = DCViTForImageClassification.from_pretrained(tmp_path / "vit")
     assert_close(model(images()).logits, vit(images()).logits, **CLOSE)
     model.save_pretrained(tmp_path / "dcvit")
@@ -116,6 +121,17 @@ def test_a_layer_computes_composed_attention():
     operands = (projection(x).unflatten(-1, (4, 8)).transpose(1, 2) for projection in projections)
     expected = composed_attention_reference(*operands, *attention.compose(x), is_causal=False)
     assert_close(attention(x)[0], attention.o_proj(expected.transpose(1, 2).flatten(2)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("switches", [{"compose_static": True}, PLAIN], ids=["composed", "plain"])
+def test_losses_reach_every_parameter_and_weights_are_dropped_in_training(switches):
+    model, labels = tiny_dcvit(attention_probs_dropout_prob=0.5, **switches), torch.tensor([4, 0, 2])
+    outputs = model(images(), labels=labels)
+    assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+    outputs.loss.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+    assert torch.equal(model(images()).logits, outputs.logits)
+    assert not torch.equal(model.train()(images()).logits, model(images()).logits)
 
 
 def test_implementations_give_the_same_and_attention_that_cannot_compose_is_refused():
@@ -172,5 +188,8 @@ def test_inputs_and_models_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             model(**inputs)
+    for name, value in (("num_attention_heads", 0), ("compose_groups", 3), ("compose_init", "'zero'")):
+        with pytest.raises(StrictDataclassError, match=f"{name} must .*got {value}"):
+            DCViTConfig(**TINY | {name: value.strip("'") if isinstance(value, str) else value})
     with pytest.raises(ValueError, match="made of a ViTForImageClassification, got a ViTModel"):
         DCViTForImageClassification.from_vit(tiny_vit(ViTModel))
