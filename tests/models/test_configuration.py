@@ -15,32 +15,16 @@ from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPyth
 
 CLASSES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
 
-AUTHORS_FILE = {
-    "architectures": ["DCFormer"],
+AUTHORS_FILE = {"architectures": ["DCFormer"], "model_type": "dcformer", "vocab_size": 50257, "torch_dtype": "float16"}
+AUTHORS_FILE |= {
     "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
-    "block_size": 2048,
     "bos_token_id": 1,
-    "dim": 64,
     "eos_token_id": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "is_training": False,
-    "model_type": "dcformer",
-    "n_head": 4,
-    "n_layer": 8,
-    "n_local_heads": 4,
-    "norm_eps": 1e-6,
-    "q_chunk_size": 128,
-    "query_wise": False,
-    "rope_base": 10000,
-    "torch_dtype": "float16",
-    "use_dcmha": True,
-    "use_gradient_checkpointing": False,
-    "use_qk_norm": True,
-    "vocab_size": 50257,
-    "window_size": 256,
-    "window_type": None,
 }
+AUTHORS_FILE |= {"dim": 64, "head_dim": 16, "intermediate_size": 96, "n_head": 4, "n_layer": 8, "n_local_heads": 4}
+AUTHORS_FILE |= {"block_size": 2048, "window_size": 256, "window_type": None, "q_chunk_size": 128, "rope_base": 10000}
+AUTHORS_FILE |= {"norm_eps": 1e-6, "use_qk_norm": True, "query_wise": False, "use_dcmha": True}
+AUTHORS_FILE |= {"is_training": False, "use_gradient_checkpointing": False}
 
 
 LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
@@ -252,23 +236,15 @@ def test_compose_parameters_of_a_preset_follow_equation_10(name):
     assert number == config.num_hidden_layers * per_layer
 
 
-@pytest.mark.parametrize(
-    ("variant", "changes", "channels"),
-    [
-        ("dcformer", {}, (8, 8)),  # of 2 x 2 + 1 numbers, for one query head of each key head
-        ("three_to_one", {}, (16, 16)),
-        ("three_to_one", {"compose_gate": False, "compose_rank": 3}, (24, 24)),
-        ("pre_only", {}, (8, 0)),
-        ("post_only", {}, (0, 8)),
-        ("query_wise", {}, (0, 0)),
-        ("gates_only", {"compose_gate": False}, None),
-        ("talking_heads", {"compose_low_rank": False, "compose_gate": False}, (0, 0)),
-    ],
-)
-def test_which_models_compose_and_what_their_rows_add(variant, changes, channels):
-    config = tiny_config(variant, **changes)
-    assert config.composes_heads == (channels is not None)
-    assert channels in (config.compose_cache_channels, None)
+def test_which_models_compose_and_what_their_rows_add():
+    channels = {"dcformer": (8, 8), "three_to_one": (16, 16), "pre_only": (8, 0), "post_only": (0, 8)}
+    channels |= {"query_wise": (0, 0), "talking_heads": (0, 0), "rank_4": (16, 16)}  # multiples of 8
+    for variant, expected in channels.items():
+        config = tiny_config(variant)
+        assert config.composes_heads and config.compose_cache_channels == expected, variant
+    assert tiny_config("three_to_one", compose_gate=False, compose_rank=3).compose_cache_channels == (24, 24)
+    assert not tiny_config("gates_only", compose_gate=False).composes_heads
+    assert tiny_config("talking_heads", compose_gate=False, compose_low_rank=False).composes_heads
 
 
 @pytest.mark.parametrize("variant, rotary", [("dcpythia", 0.25), ("dcformer", 1.0)])

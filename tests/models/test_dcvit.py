@@ -78,7 +78,7 @@ def test_a_copy_of_a_vit_gives_its_outputs(switches):
     model.config.output_attentions = True
     assert_close(model(images()).attentions, outputs.attentions)
     narrow = DCViTForImageClassification.from_vit(vit.to(torch.bfloat16).train(), **switches)
-    assert narrow.training and narrow(images()).logits.dtype == torch.bfloat16
+    assert (narrow.training, model.training) == (True, False) and narrow(images()).logits.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("pooler", [True, False])

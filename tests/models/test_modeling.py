@@ -244,9 +244,8 @@ def test_any_module_can_be_the_embedding(policy):
         assert torch.equal(model(tokens, use_cache=False).logits, expected)
         assert model.generate(tokens, max_new_tokens=2).shape == (2, 15)
         if policy == "error":
-            for outside in (67, -1):
-                with pytest.raises(ValueError, match=rf"Token id {outside} .* which has 67"):
-                    model(torch.tensor([[5, outside]]))
+            with pytest.raises(ValueError, match=r"Token id 67 .* which has 67"):
+                model(torch.tensor([[67]]))
         else:
             assert torch.equal(model(torch.tensor([[67, -1]])).logits, model(torch.tensor([[66, 0]])).logits)
     model.set_input_embeddings(nn.Sequential(nn.Embedding(90, 32)))  # with more rows than the configuration says
