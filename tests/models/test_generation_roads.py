@@ -146,6 +146,8 @@ def test_drafts_of_the_first_layers_change_nothing(variant):
         assert torch.equal(model.generate(tokens, assistant_early_exit=layers, **options), greedy)
         assert model.config.num_hidden_layers == 4
     assert torch.equal(model.generate(tokens, **options), greedy)
+    model.config.num_hidden_layers = 3
+    assert model.model.layers_here() == [0, 1, 2] and len(model(tokens, output_hidden_states=True).hidden_states) == 4
 
 
 @pytest.mark.parametrize("policy", ["error", "clamp"])

@@ -129,7 +129,9 @@ def test_labels_go_with_the_logits_that_are_kept():
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(tokens, labels=tokens, logits_to_keep=4)
     loss = model(tokens, labels=tokens[:, -4:], logits_to_keep=4).loss
-    logits = model(tokens).logits[:, -4:-1]
+    logits = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([0, 7, 11])).logits, logits[:, [0, 7, 11]])
+    logits = logits[:, -4:-1]
     right = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, -3:].flatten())
     torch.testing.assert_close(loss, right, atol=1e-6, rtol=0)
 

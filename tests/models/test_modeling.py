@@ -176,7 +176,9 @@ def test_a_model_without_composition_is_llama():
         else:
             weights[name] = weight
     llama.load_state_dict(weights)
-    torch.testing.assert_close(ours(tokens).logits, llama(tokens).logits, atol=1e-6, rtol=1e-5)
+    for implementation in ("sdpa", "eager"):
+        ours.set_attn_implementation(implementation)
+        torch.testing.assert_close(ours(tokens).logits, llama(tokens).logits, atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -186,6 +188,9 @@ def test_plain_models_run_through_sdpa_and_equal_eager(variant):
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
     assert model.config._attn_implementation == "sdpa"
+    windows = {"sliding_attention": TINY["sliding_window"], "full_attention": None}  # which FlashAttention asks for
+    layers = zip(model.model.layers, model.config.layer_types)
+    assert all(layer.self_attn.sliding_window == windows[kind] for layer, kind in layers)
     fast = model(tokens, attention_mask=mask).logits
     model.set_attn_implementation("eager")
     eager = model(tokens, attention_mask=mask, output_attentions=True)
