@@ -72,6 +72,9 @@ def write_metadata(folder, names, use_zarr3=False, stores_all=True):
             "key_metadata": [{"key": key, "key_type": 2} for key in path],
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
+    for kind in ("Dict", "None", "List", "Tuple"):  # empty ones, which are no arrays
+        keys, value = [{"key": "opt_state", "key_type": 2}, {"key": kind, "key_type": 2}], {"value_type": kind}
+        tree[f"('opt_state', '{kind}')"] = {"key_metadata": keys, "value_metadata": value | {"skip_deserialize": False}}
     values = {"tree_metadata": tree, "use_zarr3": use_zarr3} | (
         {"store_array_data_equal_to_fill_value": True} if stores_all else {}
     )

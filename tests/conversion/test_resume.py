@@ -132,11 +132,47 @@ def test_a_model_that_computes_infinity_leaves_nothing_behind(tmp_path):
     assert not partial_of(tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"verify": True}])
-def test_other_options_start_again(run, unfinished, options):
-    report = convert_maxtext(run, unfinished, **{**SHARDS, **options})
-    assert report.resumed_shards == 0
-    assert {record["dtype"] for record in report.tensors} <= {options.get("dtype", "float32"), "bfloat16"}
+@contextlib.contextmanager
+def killed_at(step):
+    """The block ends as if the process were killed at its n-th change of folders: none of its clean-up is done."""
+    done = []
+
+    def failing(function):
+        def call(*arguments, **options):
+            done.append(function)
+            if len(done) >= step:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for name in ("rename", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, failing(getattr(os, name)))
+        yield done
+
+
+def test_other_options_start_again_even_if_killed_while_they_do(run, unfinished):
+    assert convert_maxtext(run, unfinished, **{**SHARDS, "verify": True}).resumed_shards == 0
+    for step in range(1, 6):
+        shutil.rmtree(unfinished)
+        with interrupted(after=2):
+            convert_maxtext(run, unfinished, **SHARDS)
+        with killed_at(step):
+            convert_maxtext(run, unfinished, **SHARDS, dtype="bfloat16")
+        report = convert_maxtext(run, unfinished, **SHARDS, dtype="bfloat16")
+        assert {record["dtype"] for record in report.tensors} == {"bfloat16"}
+
+
+def test_what_is_put_at_the_destination_meanwhile_stays(model, tmp_path):
+    def put(total):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").write_text("mine")
+        return lambda nbytes: None
+
+    with pytest.raises(FileExistsError, match="exists already"):
+        convert_torch(model, tmp_path / "out", verify=False, progress=put)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_path):
@@ -214,26 +250,6 @@ def test_the_source_is_not_replaced(model, tmp_path):
         convert_torch(model, "gs://bucket/out")
 
 
-@contextlib.contextmanager
-def killed_at(step):
-    """The block ends as if the process were killed at its n-th change of folders: none of its clean-up is done."""
-    done = []
-
-    def failing(function):
-        def call(*arguments, **options):
-            done.append(function)
-            if len(done) >= step:
-                raise KeyboardInterrupt
-            return function(*arguments, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        for name in ("rename", "replace", "unlink", "rmdir"):
-            patch.setattr(os, name, failing(getattr(os, name)))
-        yield done
-
-
 @pytest.mark.parametrize("force", [False, True])
 def test_killed_at_each_step_the_same_command_completes_and_another_is_refused(tmp_path, force):
     for layers in (1, 2):
@@ -263,7 +279,12 @@ def test_killed_at_each_step_the_same_command_completes_and_another_is_refused(t
 
 
 def test_what_was_changed_after_the_renaming_is_not_called_complete(model, tmp_path):
-    for change in (lambda path: flip_bit(path / "config.json"), lambda path: (path / REPORT_FILE).unlink()):
+    convert_torch(model, tmp_path / "other", verify=False, dtype="bfloat16")
+    for change in (
+        lambda path: flip_bit(path / "config.json"),
+        lambda path: (path / REPORT_FILE).unlink(),
+        lambda path: (shutil.rmtree(path), shutil.copytree(tmp_path / "other", path)),
+    ):
         with interrupted(after=0, module=Destination, function="_remove_partial"):
             convert_torch(model, tmp_path / "out", verify=False)
         change(tmp_path / "out")

@@ -114,8 +114,10 @@ def test_attempts_before_the_newest_step_are_not_reported(make_run, item):
 
 
 def test_steps_from_before_orbax_wrote_that_it_was_done_are_whole(make_run):
-    run = make_run("100", "400", committed=("200", "300"))
+    run = make_run("100", "250", "400", committed=("200", "300"))
     assert open_orbax(run, 100).step == 100
+    with pytest.raises(FileNotFoundError, match="no complete step 250; there are: 100, 200, 300"):
+        open_orbax(run, 250)
     assert open_orbax(run).step == 300
 
 

@@ -157,6 +157,9 @@ def test_parts_of_the_disk_layout(tmp_path):
     assert (metadata["shape"], metadata["chunks"]) == ([32, 2, 4, 8], [32, 1, 4, 8])
     assert sorted(path.name for path in leaf.iterdir()) == [".zarray", "0.0.0.0", "0.1.0.0"]
     assert {values.dtype for values in read_params(tmp_path / "run").values()} == {torch.bfloat16}
+    (leaf / "0.1.0.0").unlink()
+    with pytest.raises(ValueError, match=r"Chunks of params\.decoder\.layers\.self_attention_1\.query\.kernel in"):
+        read_params(tmp_path / "run")
 
 
 def test_a_model_without_composition_gets_zeros(tmp_path):
