@@ -9,6 +9,7 @@ from test_upcycle import GROUPED, TOKENS, make_source
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from dcformer.conversion import upcycle
+from dcformer.conversion.gguf import generation_settings
 
 
 pytest.importorskip("gguf")
@@ -73,6 +74,7 @@ def test_settings_for_generate_and_the_licence_come_along(tmp_path):
         "min_p": 0.05,
     }
     assert settings.items() >= expected.items() and "repetition_penalty" not in settings
+    assert generation_settings({"general.sampling.temp": 0.0})["do_sample"] is False
     assert (tmp_path / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
     assert "license: apache-2.0" in (tmp_path / "model" / "README.md").read_text()
 

@@ -156,8 +156,8 @@ def test_other_options_start_again_even_if_killed_while_they_do(run, unfinished)
     assert convert_maxtext(run, unfinished, **{**SHARDS, "verify": True}).resumed_shards == 0
     for step in range(1, 6):
         shutil.rmtree(unfinished)
-        with interrupted(after=2):
-            convert_maxtext(run, unfinished, **SHARDS)
+        with interrupted(after=2):  # with shards of the same names
+            convert_maxtext(run, unfinished, **SHARDS, dtype="float16")
         with killed_at(step):
             convert_maxtext(run, unfinished, **SHARDS, dtype="bfloat16")
         report = convert_maxtext(run, unfinished, **SHARDS, dtype="bfloat16")
