@@ -34,11 +34,12 @@ EXTRAS = {
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pandas", "scipy", "matplotlib", "tensorboard"],
     "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
+    "export": ["onnx", "onnxruntime", "onnxscript"],
     "serve": ["transformers[serving]"],
     "vllm": ["vllm>=0.32,<0.34"],
     "docs": ["furo", "myst-parser", "sphinx>=8", "sphinx-copybutton"],
     "dev": [
-        "dcformer[convert,eval,demo,analysis,train,finetune,quantization,docs]",
+        "dcformer[convert,eval,demo,analysis,train,finetune,quantization,export,docs]",
         "hypothesis",
         "ipykernel",
         "mypy",

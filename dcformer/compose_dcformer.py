@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
-from .dcmha import ComposeSide, ComposeWeights
+from .dcmha import ComposeSide, ComposeWeights, is_exporting
 
 
 class DCFormerCompose(nn.Module):
@@ -77,8 +77,7 @@ class DCFormerCompose(nn.Module):
         if rank < 1:
             raise ValueError(f"rank must be at least 1, got {rank}; switch low_rank off for no low-rank maps.")
         if activation not in ACT2FN or not 0.0 <= norm_eps < 1.0:
-            given = f"{activation!r} and {norm_eps}"
-            raise ValueError(f"activation must be one of Transformers and norm_eps in [0, 1), got {given}.")
+            raise ValueError(f"activation must be in ACT2FN and norm_eps in [0, 1), got {activation!r} and {norm_eps}.")
         self.rank = rank
         self.groups = groups
         self.norm_eps = norm_eps
@@ -231,31 +230,18 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
     """The composition of a layer, or the part of it that one of `ranks` processes computes; None if it is off."""
     if not config.composes_heads:
         return None
-    return DCFormerCompose(
-        config.hidden_size,
-        config.num_attention_heads // ranks,
-        rank=config.compose_rank,
-        groups=config.compose_groups // ranks,
-        activation=config.compose_activation,
-        norm_eps=config.compose_norm_eps,
-        pre=config.compose_pre,
-        post=config.compose_post,
-        query_wise=config.compose_query,
-        key_wise=config.compose_key,
-        low_rank=config.compose_low_rank,
-        gate=config.compose_gate,
-        static=config.compose_static,
-    )
+    same = ("rank", "activation", "norm_eps", "pre", "post", "low_rank", "gate", "static")
+    options = {name: getattr(config, f"compose_{name}") for name in same}
+    options |= {"query_wise": config.compose_query, "key_wise": config.compose_key}
+    groups, heads = config.compose_groups // ranks, config.num_attention_heads // ranks
+    return DCFormerCompose(config.hidden_size, heads, groups=groups, **options)
 
 
 _FUSED: dict[str, Callable[..., Any]] = {}
 
 
 def register_fused(projection: Callable[..., Any], rotation: Callable[..., Any], factors: Callable[..., Any]) -> None:
-    """
-    Have a package of kernels compute what [`fused_projection`], [`fused_rotation`] and [`fused_factors`] return, from
-    the same arguments. Its functions return None for what they cannot compute.
-    """
+    """Have functions of kernels compute what those below return; they return None for what they cannot compute."""
     _FUSED.update(projection=projection, rotation=rotation, factors=factors)
 
 
@@ -263,11 +249,9 @@ def fused_projection(
     attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
     """
-    All projections of an attention layer at once, by a registered function, or None if the layer computes them itself.
-
-    Returns:
-        Queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
-        composition's slots, (slots, batch, heads, length, channels).
+    All projections of an attention layer at once, by a registered function, or None if the layer computes them itself:
+    queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
+    composition's slots, (slots, batch, heads, length, channels).
     """
     return _FUSED["projection"](attention, hidden_states, position_embeddings) if _FUSED else None
 
@@ -278,10 +262,7 @@ def fused_rotation(
     norms: tuple[nn.Module | None, nn.Module | None],
     position_embeddings: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """
-    Queries and keys, (batch, heads, length, channels), normalised by their norms, where there are any, and rotated by
-    cosine and sine, by a registered function, or None if the layer computes them itself.
-    """
+    """Queries and keys, normalised and rotated, by a registered function, or None if the layer computes them itself."""
     return _FUSED["rotation"](query, key, norms, position_embeddings) if _FUSED else None
 
 
@@ -294,23 +275,15 @@ def fused_factors(
     gate_weight: Tensor | None,
 ) -> Tensor | None:
     """
-    The factors of a composition from the hidden states, by a registered function, or None if torch is to compute them.
-    The weights are those of the slots in use, and None where a composition has none.
-
-    Args:
-        act_fn (`nn.Module`): The activation of the product with `hidden_weight`.
-        eps (`float`): Epsilon of the normalisation of w1.
-        states (`Tensor`): (batch, length, hidden).
-        hidden_weight (`Tensor`, *optional*): (hidden, groups, slots, K).
-        low_rank_weight (`Tensor`, *optional*): (groups, slots, K, 2 rank, heads per group); given together with
-            `hidden_weight`.
-        gate_weight (`Tensor`, *optional*): (hidden, groups, slots, heads per group).
+    The factors of a composition from the hidden states (batch, length, hidden), by a registered function, or None if
+    torch is to compute them. The weights are those of the slots in use, (hidden, groups, slots, K), (groups, slots, K,
+    2 rank, heads per group) and (hidden, groups, slots, heads per group), and None where a composition has none.
 
     Returns:
         (slots, batch, length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
     """
     call = act_fn, eps, states, hidden_weight, low_rank_weight, gate_weight
-    return _FUSED["factors"](*call) if _FUSED else None
+    return _FUSED["factors"](*call) if _FUSED and not is_exporting() else None
 
 
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:

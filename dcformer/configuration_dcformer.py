@@ -269,6 +269,18 @@ class DCFormerConfig(PreTrainedConfig):
         padded = -(-numbers // CACHE_ROW_ALIGNMENT) * CACHE_ROW_ALIGNMENT
         return padded * self.compose_pre, padded * self.compose_post
 
+    @PreTrainedConfig.per_layer_config.getter
+    def per_layer_config(self) -> Any:
+        """The configuration of each layer, by which Transformers allocates caches: `head_dim` is the width of a row."""
+        wide = copy.copy(self)
+        wide.head_dim += max(self.compose_cache_channels)
+        return super(DCFormerConfig, wide).per_layer_config
+
+    @property
+    def per_layer_attributes(self) -> set[str]:
+        """What older versions of Transformers look up there; newer ones look up all of it."""
+        return {"head_dim"}
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As the base class; `rope_theta` and `partial_rotary_factor` default to those of the file."""

@@ -132,9 +132,15 @@ def values_are_known(values: Any) -> bool:
     return not functorch.is_functorch_wrapped_tensor(values) or values_are_known(functorch.get_unwrapped(values))
 
 
+@torch.compiler.assume_constant_result  # Dynamo before torch 2.14 takes any compilation for an export
+def is_exporting() -> bool:
+    """Whether torch.export or TorchScript makes a graph for another runtime, which has no operators but torch's."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def is_number(length: int) -> bool:
-    """Whether a length is a number, and not a symbol in a graph that is traced for all lengths."""
-    return not torch.compiler.is_compiling() or has_static_value(length)
+    """Whether a length is a number, and not a symbol, or a tensor of TorchScript, in a graph for all lengths."""
+    return not isinstance(length, Tensor) and (not torch.compiler.is_compiling() or has_static_value(length))
 
 
 @dataclass(eq=False, repr=False)
@@ -398,24 +404,23 @@ def _attend_block(
 
 def _scaled_scores(query: Tensor, key: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Scores (batch, heads, query, key) in `dtype`; lines 43 and 44 of appendix D."""
-    batch, heads, queries, channels = query.shape
     product_dtype = torch.promote_types(query.dtype, key.dtype)
-    # The queries that share a key/value head are folded into one matrix, so that keys and values need not be repeated.
-    query = query.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
-    key = key.to(product_dtype).reshape(batch * key.shape[1], -1, channels)
     # In 16 bits a power of two scales the query exactly, and before the product, which could leave float16's range.
     factor = scaling if product_dtype == dtype else 2.0 ** (math.frexp(scaling)[1] - 1)
-    scores = torch.bmm(query * factor, key.mT).to(dtype)
-    scores = scores if factor == scaling else scores * (scaling / factor)
-    return scores.view(batch, heads, queries, -1)
+    query = _by_key_head(query.to(product_dtype) * factor, key.shape[1])
+    scores = torch.einsum("bkhtd,bksd->bkhts", query, key.to(product_dtype)).to(dtype)
+    return (scores if factor == scaling else scores * (scaling / factor)).flatten(1, 2)
 
 
 def _weighted_values(weights: Tensor, value: Tensor) -> Tensor:
     """Values summed by their weights, (batch, heads, query, value channels); line 48 of appendix D."""
-    batch, heads, queries, keys = weights.shape
-    grouped_weights = weights.to(value.dtype).reshape(batch * value.shape[1], -1, keys)
-    output = torch.bmm(grouped_weights, value.reshape(batch * value.shape[1], keys, -1))
-    return output.view(batch, heads, queries, -1)
+    weights = _by_key_head(weights.to(value.dtype), value.shape[1])
+    return torch.einsum("bkhts,bksd->bkhtd", weights, value).flatten(1, 2)
+
+
+def _by_key_head(tensor: Tensor, key_heads: int) -> Tensor:
+    """(batch, heads, ...) -> (batch, key/value head, head that shares it, ...), so that none has to be repeated."""
+    return tensor.unflatten(1, (key_heads, tensor.shape[1] // key_heads))
 
 
 @dataclass(frozen=True)
@@ -480,7 +485,7 @@ def explain_choice(
 
 def _tried(*arguments: Any, **options: Any) -> list[tuple[str, str | None]]:
     tried: list[tuple[str, str | None]] = []
-    for implementation in reversed(_TABLE.values()):
+    for implementation in [_TABLE["plain"]] if is_exporting() else reversed(_TABLE.values()):
         if implementation.automatic is not None:
             tried.append((implementation.name, implementation.automatic(*arguments, **options)))
             if tried[-1][1] is None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +146,6 @@ class ComposingModel(PreTrainedModel):
             super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
         finally:
             self._weight_conversions = read
-        set_usual_mode(*Path(args[0] if args else kwargs["save_directory"]).glob("model*.safetensors"))
 
     def freeze_all_but_composition(self) -> None:
         """Train the parameters of the composition only; ValueError if the model composes nothing."""
@@ -164,18 +162,11 @@ class ComposingModel(PreTrainedModel):
         weights = {name: values.detach().cpu() for name, values in self.named_parameters() if COMPOSITION.search(name)}
         if not weights:
             raise ValueError("There is no composition to save; of a PEFT model call merge_and_unload() first.")
-        values = self.config.to_dict()
-        fields = {name: values[name] for name in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
+        values = self.config.to_dict().items()
+        fields = {name: value for name, value in values if name in COMPOSED_SHAPE or name.startswith("compose_")}
         content = save(weights, {"composition": json.dumps(fields), "source": self.name_or_path})
         with open(path, "wb") as file:  # where save_file puts a file of its owner alone, also over a link or a device
             file.write(content)
-
-
-def set_usual_mode(*paths: str | os.PathLike) -> None:
-    """Give files the mode that `open` gives new ones: safetensors writes them for their owner alone."""
-    os.umask(mask := os.umask(0o077))
-    for path in paths:
-        os.chmod(path, 0o666 & ~mask)
 
 
 def register_model(model_class: Any) -> None:

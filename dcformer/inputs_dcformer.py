@@ -183,7 +183,9 @@ def _check_mask(attention_mask: Tensor, batch: int, length: int, total: int, tok
     if fits and is_dense:
         fits = attention_mask.shape[2] == length and covered == total
     elif fits and values_are_known(tokens):
-        fits = int(tokens) <= covered <= max(total, int(tokens))
+        # Numbers of symbols too, whose conversion would fix the length of a graph; a static cache counts on its device.
+        tokens = int(tokens) if isinstance(tokens, Tensor) else tokens
+        fits = tokens <= covered <= max(total, tokens)
     if not fits:
         raise ValueError(
             "attention_mask must be (batch, past + length) or (batch or 1, heads or 1, length, past + length) for a "

@@ -514,9 +514,9 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     def _get_static_cache_init_shape(self) -> Any:
         """Heads and channels of a static cache's rows, with room for the key-wise weights."""
         attention = next((part for part in self.modules() if isinstance(part, DCFormerAttention)), None)
-        if attention is None or (shape := super()._get_static_cache_init_shape()) is None:
+        if attention is None or super()._get_static_cache_init_shape() is None:
             return None
-        return attention.num_key_value_heads, shape[1] + max(self.config.compose_cache_channels)
+        return attention.num_key_value_heads, self.config.per_layer_config[0].head_dim
 
 
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):

@@ -64,6 +64,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def set_usual_mode(*paths: str | os.PathLike) -> None:
+    """Give files the mode that `open` gives new ones: safetensors writes them for their owner alone."""
+    os.umask(mask := os.umask(0o077))
+    for path in paths:
+        os.chmod(path, 0o666 & ~mask)
+
+
 def file_digest(path: Path, advance: Callable[[int], object] = lambda nbytes: None) -> str:
     """The SHA-256 of a file in hexadecimal digits; `advance` is called with the bytes of every part that is read."""
     digest = hashlib.sha256()

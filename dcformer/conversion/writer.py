@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..common.dtypes import dtype_name
-from ..common.files import json_digest
-from ..hub_dcformer import set_usual_mode
+from ..common.files import json_digest, set_usual_mode
 from .destination import Destination
 from .plan import UNUSED_FILE, Part, Plan, UnfitWeightsError
 

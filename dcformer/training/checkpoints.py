@@ -22,7 +22,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..common.files import find_damage, make_manifest, read_sealed, seal, write_atomically
+from ..common.files import find_damage, make_manifest, read_sealed, seal, set_usual_mode, write_atomically
 from ..common.optional import import_optional
 from .recipe import Recipe
 
@@ -99,6 +99,7 @@ def _is_entry(entry: Any) -> bool:
 
 def finish_checkpoint(written: Path, values: dict[str, Any]) -> Path:
     """Mark a checkpoint as complete, after all processes have written their files, and move it to its place."""
+    set_usual_mode(*written.glob("*.safetensors"))
     write_atomically(written / MARKER, seal({**values, "files": make_manifest(written)}))
     output = written.parent.parent
     checkpoint = written.rename(output / written.name)

@@ -54,7 +54,7 @@ def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy()
         "import contextlib, dcformer_command, io, sys\n"
         "dcformer_command.is_running = True\n"
         "from dcformer.cli import app\n"
-        f"for name in {list(commands())!r}:\n"
+        f"for name in {[name for name in commands() if name != ('lm-eval',)]!r}:\n"  # whose help is lm-eval's
         "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
         "        app([*name, '--help'], prog_name='dcformer')\n"
         "    assert '--help' in text.getvalue(), name\n"

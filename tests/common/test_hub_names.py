@@ -100,6 +100,7 @@ def commit_of(hub: Path, name: str, ref: str = "main") -> str:
 def test_every_command_takes_a_model_of_the_hub(name, hub, monkeypatch):
     served = []
     monkeypatch.setattr("os.execve", lambda *command: served.append(command))
+    monkeypatch.setattr("dcformer.serving.engines._SERVER_PACKAGES", ())  # which the tests do without
     monkeypatch.setattr("dcformer.analysis.analyse", lambda model, *_, **__: model.name_or_path)  # drawing takes long
     generate, other = "generate {} x --greedy --max-new-tokens 9", "verify {} acme/steps"
     commands = [generate, other, "verify {} acme/ours-1.0", "inspect {}", "analyse {} --text abc"]

@@ -2,35 +2,73 @@
 
 import pytest
 import torch
-from tiny_models import random_tokens, tiny_model
+from tiny_models import random_tokens, strengthened, tiny_config, tiny_model
 from transformers import GenerationConfig, StaticCache
 from transformers.integrations.executorch import convert_and_export_with_cache
+
+from dcformer import DCFormerForCausalLM, DCFormerForSequenceClassification
 
 
 def largest_difference(actual, expected):
     return (actual - expected).abs().max().item()
 
 
-def test_exported_once_it_runs_at_every_length_and_batch():
-    model = tiny_model(num_hidden_layers=1)
+def padded(batch, length, label_shape):
+    """Tokens with padding on the left, on the right and without any, as far as there are rows, and labels."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[:1, : length // 3], mask[1:2, length - length // 3 :] = 0, 0
+    labels = random_tokens(batch, length, 2, seed=2)
+    labels = labels if label_shape == 2 else labels[:, 0]
+    return {"input_ids": random_tokens(batch, length), "attention_mask": mask, "labels": labels, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "label_shape", "layers"),
+    [(DCFormerForCausalLM, 2, 2), (DCFormerForSequenceClassification, 1, 1)],
+)
+def test_exported_once_it_is_right_at_every_length_batch_and_padding_in_any_runtime(model_class, label_shape, layers):
+    config = tiny_config("grouped_query_attention", num_hidden_layers=layers, pad_token_id=0)
+    model = strengthened(model_class(config))
     batch, length = torch.export.Dim("batch", min=1, max=8), torch.export.Dim("length", min=2, max=64)
-    exported = torch.export.export(
-        model,
-        (),
-        {"input_ids": random_tokens(2, 13), "use_cache": False},
-        dynamic_shapes={"input_ids": {0: batch, 1: length}, "use_cache": None},
-    )
-    for tokens in (random_tokens(3, 2), random_tokens(1, 21), random_tokens(5, 40)):
-        logits = exported.module()(input_ids=tokens, use_cache=False).logits
-        assert largest_difference(logits, model(tokens, use_cache=False).logits) < 1e-5
+    free = {0: batch, 1: length}
+    shapes = {"input_ids": free, "attention_mask": free, "use_cache": None}
+    shapes["labels"] = free if label_shape == 2 else {0: batch}
+    exported = torch.export.export(model, (), padded(2, 13, label_shape), dynamic_shapes=shapes)
+    assert "dcformer." not in str(exported.graph)
+    for size in ((3, 2), (1, 21), (5, 40)):  # the window is 6
+        inputs = padded(*size, label_shape)
+        actual, expected = exported.module()(**inputs), model(**inputs)
+        assert largest_difference(actual.logits, expected.logits) < 2e-5
+        assert abs(actual.loss - expected.loss) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["grouped_query_attention", "pre_only"])
+def test_the_static_cache_of_an_exported_program_holds_the_key_wise_weights(variant, length=16):
+    model = tiny_model(variant)
+    cache = {"batch_size": 1, "max_cache_len": length, "device": "cpu"}
+    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    step = convert_and_export_with_cache(model, strict=False).module()
+    for seed in (1, 2):  # the second text finds the rows of the first
+        tokens = random_tokens(1, length, seed=seed)
+        steps = [step(input_ids=tokens[:, [i]], cache_position=torch.tensor([i])) for i in range(length)]
+        assert largest_difference(torch.cat(steps, dim=1), model(tokens, use_cache=False).logits) < 2e-5
 
 
 def test_a_static_cache_with_rows_that_a_graph_cannot_widen_is_refused():
-    model = tiny_model(num_hidden_layers=1, sliding_window=64)
-    cache = {"batch_size": 1, "max_cache_len": 16, "device": "cpu"}
-    model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
+    model = tiny_model(num_hidden_layers=1).requires_grad_(False)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache.early_initialization(1, 4, model.config.head_dim, torch.float32, torch.device("cpu"))
     with pytest.raises(ValueError, match="early_initialization with head_dim=16"):
-        convert_and_export_with_cache(model, strict=False)
+        torch.jit.trace(lambda tokens: model(tokens, cache=cache).logits, random_tokens(1, 1))
+
+
+def test_torchscript_of_a_text_of_several_chunks_knows_all_lengths():
+    model = tiny_model(num_hidden_layers=1, use_cache=False)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (random_tokens(1, 300),), check_trace=False, strict=False)
+    assert "dcformer::" not in str(traced.inlined_graph)
+    for tokens in (random_tokens(2, 40), random_tokens(1, 520)):
+        assert largest_difference(traced(tokens)["logits"], model(tokens).logits) < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["dcformer", "pre_only", "grouped_query_attention"])
