@@ -274,7 +274,7 @@ class DCFormerConfig(PreTrainedConfig):
         """The configuration of each layer, by which Transformers allocates caches: `head_dim` is the width of a row."""
         wide = copy.copy(self)
         wide.head_dim += max(self.compose_cache_channels)
-        return super(DCFormerConfig, wide).per_layer_config
+        return PreTrainedConfig.per_layer_config.fget(wide)  # Dynamo does not see properties through super()
 
     @property
     def per_layer_attributes(self) -> set[str]:
