@@ -67,15 +67,15 @@ class BuildLibraries(build_ext):
     """
 
     def build_extension(self, extension: Extension) -> None:
-        kernels = ROOT / "dcformer" / "kernels"
-        spec = importlib.util.spec_from_file_location("build_native", kernels / "build_native.py")
-        build_native = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(build_native)
+        cpu = ROOT / "dcformer" / "kernels" / "cpu"
+        spec = importlib.util.spec_from_file_location("build", cpu / "build.py")
+        build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(build)
         is_in_place = self.inplace or self.editable_mode
-        folder = kernels / "native" if is_in_place else Path(self.get_ext_fullpath(extension.name)).parent
+        folder = cpu / "csrc" if is_in_place else Path(self.get_ext_fullpath(extension.name)).parent
         try:
-            for instruction_set in build_native.instruction_sets():
-                build_native.compile_library(instruction_set, folder)
+            for instruction_set in build.instruction_sets():
+                build.compile_library(instruction_set, folder)
         except OSError as error:
             raise CompileError(str(error)) from error
 
@@ -122,13 +122,13 @@ setup(
     py_modules=["dcformer_command"],
     package_data={
         "dcformer": ["py.typed"],
-        "dcformer.kernels": ["native/*.cpp", "native/*.h"],
+        "dcformer.kernels.cpu": ["csrc/*.cpp", "csrc/*.h"],
         "dcformer.pretrained": ["*/*"],
         "dcformer.head_tasks": ["vocabulary.json", "authors_facts.bin"],
         "dcformer.training": ["recipes/*.yaml"],
         "dcformer.eval": ["tasks/*.yaml", "tasks/CHANGELOG.md", "published/*.json"],
     },
-    ext_modules=[Extension("dcformer.kernels.native.library", sources=[], optional=True)],
+    ext_modules=[Extension("dcformer.kernels.cpu.csrc.library", sources=[], optional=True)],
     cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     entry_points={
         "console_scripts": ["dcformer = dcformer_command:main"],

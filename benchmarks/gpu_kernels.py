@@ -26,9 +26,15 @@ from dcformer.bench.attention import Shape
 from dcformer.bench.candidates import relative_error
 from dcformer.bench.operands import Operands, prompt_operands, step_operands
 from dcformer.dcmha import Visibility
-from dcformer.kernels import backward, composing, decode, forward, ops, plan
 from dcformer.kernels.call import Call
+from dcformer.kernels.triton import attention_backward as backward
+from dcformer.kernels.triton import attention_decode as decode
+from dcformer.kernels.triton import attention_forward as forward
+from dcformer.kernels.triton import backend as ops
+from dcformer.kernels.triton import composing
+from dcformer.kernels.triton import layout as plan
 from dcformer.training import visible_pairs
+from dcformer.types_dcformer import AttentionInputs
 
 
 class Setting(NamedTuple):
@@ -67,7 +73,7 @@ WORKSPACES = ops.FORWARD_BYTES, ops.BACKWARD_BYTES
 def calls(of: Operands, window: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The forward pass and the backward pass alone, without autograd."""
     mask = Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
-    call = Call.of(*of, mask, of.query.shape[3] ** -0.5).with_channels_last()
+    call = Call.of(AttentionInputs(*of, of.query.shape[3] ** -0.5, mask)).with_channels_last()
     upstream = torch.randn_like(of.query)
     _, log_sums = forward.composed_forward(call, WORKSPACES[0])
     return (
@@ -174,7 +180,7 @@ def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], 
     for shape in shapes[:2]:
         of = step_operands(*shape[:2], min(shape.length, 1040), device, number_type(device))
         mask = Visibility(1, of.key.shape[2], sliding_window=shape.window)
-        call = Call.of(*of, mask, shape.channels**-0.5)
+        call = Call.of(AttentionInputs(*of, shape.channels**-0.5, mask))
         for kernel, spent in kernel_times(lambda call=call: decode.composed_decode(call), device).items():
             yield {"shape": shape._asdict(), "setting": None, "pass": "decode", "kernel": kernel, "microseconds": spent}
 

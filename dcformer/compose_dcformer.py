@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import CACHE_ROW_ALIGNMENT, DCFormerConfig
-from .dcmha import ComposeSide, ComposeWeights, is_exporting
+from .dcmha import compute_fused
+from .types_dcformer import ComposeSide, ComposeWeights
 
 
 class DCFormerCompose(nn.Module):
@@ -158,17 +159,20 @@ class DCFormerCompose(nn.Module):
         if key_states is None and self.needs_key_states:
             raise ValueError("key_states must be given, since key_size differs from hidden_size.")
         if key_states is None:
-            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, self.slots, fused)
+            factors = self._factors(hidden_states, self.hidden_weight, self.gate_weight, self.slots, fused)
         else:
             key_hidden_weight = self.hidden_weight if self.key_hidden_weight is None else self.key_hidden_weight
             key_gate_weight = self.gate_weight if self.key_gate_weight is None else self.key_gate_weight
             query_slots, key_slots = ([slot for slot in self.slots if slot % 2 == side] for side in (0, 1))
-            sides = self._sides(hidden_states, self.hidden_weight, self.gate_weight, query_slots, fused)
-            sides |= self._sides(key_states, key_hidden_weight, key_gate_weight, key_slots, fused)
-        return self.stages_of(sides)
+            factors = self._factors(hidden_states, self.hidden_weight, self.gate_weight, query_slots, fused)
+            factors |= self._factors(key_states, key_hidden_weight, key_gate_weight, key_slots, fused)
+        return self.weights_of(factors)
 
-    def stages_of(self, sides: dict[int, ComposeSide]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
-        """The weights before and after the softmax, from the factors of each slot."""
+    def weights_of(self, factors: dict[int, Tensor]) -> tuple[ComposeWeights | None, ComposeWeights | None]:
+        """The weights before and after the softmax, from factors (batch, heads, length, channels) by slot."""
+        sides: dict[int, ComposeSide] = {}
+        for slot, of_slot in factors.items():
+            sides[slot] = ComposeSide(factors=of_slot)
         stages: list[ComposeWeights | None] = [None, None]
         maps: Tensor | None = self.static_weight
         if maps is not None and not torch.is_grad_enabled():
@@ -178,9 +182,9 @@ class DCFormerCompose(nn.Module):
             stages[stage] = ComposeWeights(sides.get(2 * stage), sides.get(2 * stage + 1), static, self.groups)
         return stages[0], stages[1]
 
-    def _sides(
+    def _factors(
         self, states: Tensor, hidden_weight: Tensor | None, gate_weight: Tensor | None, slots: list[int], fused: bool
-    ) -> dict[int, ComposeSide]:
+    ) -> dict[int, Tensor]:
         """The factors of these slots, from one sequence."""
         if not slots or hidden_weight is gate_weight is None:
             return {}
@@ -192,12 +196,11 @@ class DCFormerCompose(nn.Module):
         if gate_weight is not None:
             gate_weight = gate_weight.unflatten(2, (4, self.heads))[:, :, these]
         call = self.act_fn, self.norm_eps, states, hidden_weight, low_rank_weight, gate_weight
-        factors = fused_factors(*call) if fused else None
+        factors = compute_fused("factors", states.device, *call) if fused else None
         if factors is None:
             hidden, gates = product(states, hidden_weight), product(states, gate_weight)
             factors = plain_factors(self.act_fn, self.norm_eps, hidden, low_rank_weight, gates)
-        rows = factors.permute(0, 1, 4, 2, 3).unbind(0)
-        return {slot: ComposeSide(factors=each) for slot, each in zip(slots, rows)}
+        return dict(zip(slots, factors.permute(0, 1, 4, 2, 3).unbind(0)))
 
 
 def product(states: Tensor, weight: Tensor | None) -> Tensor | None:
@@ -209,7 +212,7 @@ def plain_factors(
     act_fn: Callable[[Tensor], Tensor], eps: float, hidden: Tensor | None, weight: Tensor | None, gates: Tensor | None
 ) -> Tensor:
     """
-    What [`fused_factors`] returns, in torch's operators, from the products of the states with `hidden_weight` and
+    What [`Backend.factors`] returns, in torch's operators, from the products of the states with `hidden_weight` and
     `gate_weight`, (batch, length, groups, slots, K or heads per group), and `low_rank_weight`.
     """
     parts: list[Tensor] = []  # (group, slot, batch, length, channels, heads per group) each
@@ -235,55 +238,6 @@ def make_compose(config: Any, ranks: int = 1) -> DCFormerCompose | None:
     options |= {"query_wise": config.compose_query, "key_wise": config.compose_key}
     groups, heads = config.compose_groups // ranks, config.num_attention_heads // ranks
     return DCFormerCompose(config.hidden_size, heads, groups=groups, **options)
-
-
-_FUSED: dict[str, Callable[..., Any]] = {}
-
-
-def register_fused(projection: Callable[..., Any], rotation: Callable[..., Any], factors: Callable[..., Any]) -> None:
-    """Have functions of kernels compute what those below return; they return None for what they cannot compute."""
-    _FUSED.update(projection=projection, rotation=rotation, factors=factors)
-
-
-def fused_projection(
-    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor] | None:
-    """
-    All projections of an attention layer at once, by a registered function, or None if the layer computes them itself:
-    queries, keys and values, normalised and rotated, (batch, length, all heads x channels), and the factors of the
-    composition's slots, (slots, batch, heads, length, channels).
-    """
-    return _FUSED["projection"](attention, hidden_states, position_embeddings) if _FUSED else None
-
-
-def fused_rotation(
-    query: Tensor,
-    key: Tensor,
-    norms: tuple[nn.Module | None, nn.Module | None],
-    position_embeddings: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys, normalised and rotated, by a registered function, or None if the layer computes them itself."""
-    return _FUSED["rotation"](query, key, norms, position_embeddings) if _FUSED else None
-
-
-def fused_factors(
-    act_fn: nn.Module,
-    eps: float,
-    states: Tensor,
-    hidden_weight: Tensor | None,
-    low_rank_weight: Tensor | None,
-    gate_weight: Tensor | None,
-) -> Tensor | None:
-    """
-    The factors of a composition from the hidden states (batch, length, hidden), by a registered function, or None if
-    torch is to compute them. The weights are those of the slots in use, (hidden, groups, slots, K), (groups, slots, K,
-    2 rank, heads per group) and (hidden, groups, slots, heads per group), and None where a composition has none.
-
-    Returns:
-        (slots, batch, length, channels, heads): w1, normalised over the heads of a group, w2, and tanh of the gates.
-    """
-    call = act_fn, eps, states, hidden_weight, low_rank_weight, gate_weight
-    return _FUSED["factors"](*call) if _FUSED and not is_exporting() else None
 
 
 def cache_bytes_per_token(config: DCFormerConfig, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -329,11 +283,33 @@ def unpack(packed: Tensor, channels: int, like: ComposeSide | None, heads: int) 
     """Undo `pack`: states of this number of channels, and the key-wise weights of all keys, of the layout of `like`."""
     if like is None:
         return packed[..., :channels], None
-    kv_groups = heads // packed.shape[1]
-    factors = packed[..., channels : channels + kv_groups * like.factors.shape[-1]]
-    if kv_groups > 1:
-        factors = factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2)
-    return packed[..., :channels], ComposeSide(factors=factors)
+    return packed[..., :channels], ComposeSide(factors=_packed_factors(packed, channels, like, heads))
+
+
+def _packed_factors(packed: Tensor, channels: int, like: ComposeSide, heads: int | None = None) -> Tensor:
+    """The factors (batch, heads, key, factors) that rows hold after so many channels, for as many heads as `like`."""
+    number, kv_groups = like.factors.shape[-1], (heads or like.factors.shape[1]) // packed.shape[1]
+    factors = packed[..., channels : channels + kv_groups * number]
+    return factors.unflatten(3, (kv_groups, -1)).transpose(2, 3).flatten(1, 2) if kv_groups > 1 else factors
+
+
+def update_cache(
+    cache: Any, layer_idx: int, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
+) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
+    """
+    Store keys and values (batch, key/value heads, new, head_dim) in a Transformers cache with their key-wise weights;
+    return keys, values and weights of all cached tokens.
+    """
+    channels, (key_width, value_width) = key.shape[-1], allocated_widths(cache, layer_idx)
+    pre_side, post_side = None if pre is None else pre.key, None if post is None else post.key
+    key, value = cache.update(pack(key, pre_side, key_width), pack(value, post_side, value_width), layer_idx)
+    pre_factors = None if pre_side is None else _packed_factors(key, channels, pre_side)
+    post_factors = None if post_side is None else _packed_factors(value, channels, post_side)
+    if pre is not None and pre_factors is not None:
+        pre = pre._replace(key=ComposeSide(factors=pre_factors))
+    if post is not None and post_factors is not None:
+        post = post._replace(key=ComposeSide(factors=post_factors))
+    return key[..., :channels], value[..., :channels], pre, post
 
 
 def allocated_widths(cache: Any, layer_idx: int) -> tuple[int, int]:
@@ -352,25 +328,29 @@ def widen_cache_rows(cache: Cache, config: DCFormerConfig) -> None:
     Raises:
         ValueError: for rows of any other width, which another model has cached.
     """
-    extra = dict(zip(("keys", "values"), config.compose_cache_channels))
-    widest = config.head_dim + max(extra.values())
+    if not config.composes_heads:
+        return
+    head_dim, extra = config.head_dim, tuple(zip(("keys", "values"), config.compose_cache_channels))
+    widest = head_dim + max(config.compose_cache_channels)
     for layer_idx, layer in enumerate(cache.layers):
-        if not config.composes_layer(layer_idx) or not layer.is_initialized or layer.keys.dim() != 4:
+        if not layer.is_initialized or layer.keys.dim() != 4:
             continue
-        for name, channels in extra.items():
+        for name, channels in extra:
             rows = getattr(layer, name)  # (batch, key/value heads, key, channels)
-            if channels > 0 and rows.shape[-1] == config.head_dim:
-                if is_tracing(rows):
-                    raise ValueError(
-                        f"The cache was allocated with rows of head_dim={config.head_dim} channels, which no "
-                        f"graph can widen; call early_initialization with head_dim={widest}."
-                    )
-                rows = functional.pad(rows, (0, channels))
-                if getattr(layer, "is_compileable", False):
-                    torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
-                setattr(layer, name, rows)
-            elif rows.shape[-1] not in (config.head_dim + channels, widest):
+            width = rows.shape[-1]
+            if width in (head_dim + channels, widest) or not config.composes_layer(layer_idx):
+                continue
+            if width != head_dim:
                 raise ValueError(
-                    f"The cache holds {name} of {rows.shape[-1]} channels, but this model's have "
-                    f"{config.head_dim + channels}; it is that of another model."
+                    f"The cache holds {name} of {width} channels, but this model's have {head_dim + channels}; it is "
+                    "that of another model."
                 )
+            if is_tracing(rows):
+                raise ValueError(
+                    f"The cache was allocated with rows of head_dim={head_dim} channels, which no graph can widen; "
+                    f"call early_initialization with head_dim={widest}."
+                )
+            rows = functional.pad(rows, (0, channels))
+            if getattr(layer, "is_compileable", False):
+                torch._dynamo.mark_static_address(rows)  # as Transformers does for static caches
+            setattr(layer, name, rows)

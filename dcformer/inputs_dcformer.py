@@ -13,7 +13,8 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_dcformer import DCFormerConfig
-from .dcmha import Visibility, checked_implementation, values_are_known
+from .dcmha import checked_implementation
+from .visibility_dcformer import Visibility, values_are_known
 
 
 logger = logging.get_logger(__name__)
@@ -114,8 +115,9 @@ def make_masks(
         cache_here = copy.copy(cache)  # Transformers looks at its first layers, which another stage fills
         cache_here.layers = [cache.layers[i] for i in layer_ids if i < len(cache.layers)]
 
-    masks: dict[str, Any] = dict.fromkeys(config.layer_types)
-    for layer_type, layer_idx in {config.layer_types[i]: i for i in reversed(layer_ids)}.items():
+    layer_types = config.layer_types
+    masks: dict[str, Any] = dict.fromkeys(layer_types)
+    for layer_type, layer_idx in {layer_types[i]: i for i in reversed(layer_ids)}.items():
         past_length, key_length, key_offset = 0, length, 0  # the keys are those of the tokens from key_offset on
         if cache is not None:
             past_length = cache.get_seq_length(layer_idx)

@@ -29,20 +29,24 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from . import compose_dcformer
-from .compose_dcformer import DCFormerCompose, allocated_widths, make_compose, pack, unpack, widen_cache_rows
+from .compose_dcformer import DCFormerCompose, make_compose, update_cache, widen_cache_rows
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
-from .dcmha import PREFIX, ComposeSide, ComposeWeights, Visibility, composed_attention_forward
+from .dcmha import PREFIX, composed_attention_forward, compute_fused
 from .hub_dcformer import AUTHORS_BUFFERS, ComposingModel, register_model
 from .inputs_dcformer import CACHE_NAME, check_inputs, checked_ids, checked_labels, make_masks, takes_older_cache_name
+from .types_dcformer import ComposeWeights
+from .visibility_dcformer import Visibility
 
 
 class DCFormerRMSNorm(nn.RMSNorm):
     """In the wider type of input and weight, which differ under autocast."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        return functional.rms_norm(hidden_states.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype:
+            dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        return functional.rms_norm(hidden_states, self.normalized_shape, weight, self.eps)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -108,11 +112,14 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 def apply_rotary_pos_emb(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first channels of (batch, heads, length, channels), as many as cos and sin have; keep the rest."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (batch, 1, length, rotary size)
-    rotated, rest = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
-    rotated = (rotated * cos + rotate_half(rotated) * sin).to(states.dtype)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] > 0 else rotated
+    """
+    Rotate the first channels of (batch, heads, length, channels), as many as (batch, 1, length, rotary size) of cos and
+    sin; keep the rest.
+    """
+    if cos.shape[-1] < states.shape[-1]:
+        rotary, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+        return torch.cat((apply_rotary_pos_emb(rotary, cos, sin), rest), dim=-1)
+    return (states * cos + rotate_half(states) * sin).to(states.dtype)
 
 
 def eager_attention_forward(
@@ -140,14 +147,6 @@ def eager_attention_forward(
 
 # Attention maps of a layer, (batch, heads, query, key): scores are scaled but not masked, weights are masked.
 ATTENTION_MAPS = ("scores", "composed_scores", "weights", "composed_weights")
-
-
-def is_hooked(module: nn.Module | None) -> bool:
-    """Whether a module has hooks, forward or backward; asked several times by every layer of a decoding step."""
-    if module is None:
-        return False
-    before, after = module._forward_pre_hooks or module._backward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_hooks)
 
 
 def hooked_attention_forward(
@@ -193,6 +192,7 @@ class DCFormerAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
             self.k_norm = DCFormerRMSNorm(self.head_dim, config.qk_norm_eps)
+        self.composes_heads = config.composes_heads  # in this layer or another, as the masks are made for
         self.compose = make_compose(config) if config.composes_layer(layer_idx) else None
         # To be hooked or replaced: from then on the layer computes its maps and passes them through all of them.
         for name in ATTENTION_MAPS:
@@ -207,18 +207,19 @@ class DCFormerAttention(nn.Module):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        query, key, value, pre, post = self.project(hidden_states, position_embeddings)  # (batch, heads, length, ...)
-        if cache is not None:
-            key, value, pre, post = self.update_cache(cache, key, value, pre, post)
-
-        eager: Callable = eager_attention_forward
-        if self.config.composes_heads:  # as the masks are made for, also in a layer without composition
-            eager = composed_attention_forward
-            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
-            kwargs.update(pre=pre, post=post)
-        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
-        if any(is_hooked(part) or not isinstance(part, nn.Identity) for part in map(self._modules.get, ATTENTION_MAPS)):
+        implementation = self.config._attn_implementation
+        eager: Callable = composed_attention_forward if self.composes_heads else eager_attention_forward
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+        if self.has_observers():
             attention_interface = hooked_attention_forward
+        # (batch, heads, length, channels) each
+        query, key, value, pre, post = self.project(hidden_states, position_embeddings, implementation)
+        if cache is not None and self.composes_heads:
+            key, value, pre, post = update_cache(cache, self.layer_idx, key, value, pre, post)
+        elif cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        if self.composes_heads:
+            kwargs.update(pre=pre, post=post)
         output, weights = attention_interface(
             self,
             query,
@@ -232,53 +233,55 @@ class DCFormerAttention(nn.Module):
         )
         return self.o_proj(output.flatten(2)), weights  # (batch, length, hidden)
 
+    def has_observers(self) -> bool:
+        """Whether somebody hooks or has replaced one of the modules that stand for the attention maps."""
+        for name in ATTENTION_MAPS:
+            part: Any = self._modules.get(name)
+            if not isinstance(part, nn.Identity) or part._forward_hooks or part._forward_pre_hooks:
+                return True
+            if part._backward_hooks or part._backward_pre_hooks:
+                return True
+        return False
+
     def project(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        implementation: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
         """Queries, keys and values, (batch, heads, length, channels), and the weights that compose their heads."""
         pre = post = fused = rotated = None
-        # Packages of kernels compute all of it at once, or parts, where they can.
-        if uses_kernels := self.config._attn_implementation != f"{PREFIX}plain":
-            fused = compose_dcformer.fused_projection(self, hidden_states, position_embeddings)
+        compose, device = self.compose, hidden_states.device
+        # Backends compute all of it at once, or parts, where they can.
+        uses_kernels = (implementation or self.config._attn_implementation) != f"{PREFIX}plain"
+        if uses_kernels and compose is not None:
+            fused = compute_fused("projection", device, self, hidden_states, position_embeddings)
         projected = self.qkv_proj(hidden_states) if fused is None else fused[0]
-        query, key, value = (
-            states.view(*hidden_states.shape[:-1], -1, self.head_dim).transpose(1, 2)
-            for states in projected.split(self.qkv_sizes, dim=-1)
-        )
-        if self.compose is not None and fused is not None:
-            sides = {slot: ComposeSide(factors=factors) for slot, factors in zip(self.compose.slots, fused[1])}
-            return query, key, value, *self.compose.stages_of(sides)
+        projected = projected.view(*hidden_states.shape[:-1], -1, self.head_dim)  # (batch, length, all heads, channels)
+        numbers = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
+        query, key, value = projected.split_with_sizes(numbers, dim=2)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if compose is not None and fused is not None:
+            return query, key, value, *compose.weights_of(dict(zip(compose.slots, fused[1].unbind(0))))
         if uses_kernels:
-            rotated = compose_dcformer.fused_rotation(query, key, (self.q_norm, self.k_norm), position_embeddings)
+            norms = self.q_norm, self.k_norm
+            rotated = compute_fused("rotation", device, query, key, norms, position_embeddings)
         query, key = self.rotate(query, key, position_embeddings) if rotated is None else rotated
-        if self.compose is not None:
-            pre, post = self.compose(hidden_states, fused=uses_kernels)
+        if compose is not None:
+            pre, post = compose(hidden_states, fused=uses_kernels)
         return query, key, value, pre, post
 
     def rotate(self, query: Tensor, key: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor]:
         """Queries and keys, (batch, heads, length, channels), normalised if the layer has norms, and rotated."""
-        dtype = query.dtype
-        if self.q_norm is not None and self.k_norm is not None:  # of rows as they lie in memory
-            query = self.q_norm(query.transpose(1, 2)).transpose(1, 2)
-            key = self.k_norm(key.transpose(1, 2)).transpose(1, 2)
+        dtype, q_norm, k_norm = query.dtype, self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:  # of rows as they lie in memory
+            query = q_norm(query.transpose(1, 2)).transpose(1, 2)
+            key = k_norm(key.transpose(1, 2)).transpose(1, 2)
         if position_embeddings is not None:
-            query, key = (apply_rotary_pos_emb(states, *position_embeddings) for states in (query, key))
-        # Under autocast these give float32, and implementations take one type.
+            cos, sin = (each.unsqueeze(1) for each in position_embeddings)  # (batch, 1, length, rotary size)
+            query, key = apply_rotary_pos_emb(query, cos, sin), apply_rotary_pos_emb(key, cos, sin)
+        # Under autocast these give float32, and backends take one type.
         return query.to(dtype), key.to(dtype)
-
-    def update_cache(
-        self, cache: Cache, key: Tensor, value: Tensor, pre: ComposeWeights | None, post: ComposeWeights | None
-    ) -> tuple[Tensor, Tensor, ComposeWeights | None, ComposeWeights | None]:
-        """Store keys and values with their key-wise weights; return keys, values and weights of all cached tokens."""
-        pre_side, post_side = (None if stage is None else stage.key for stage in (pre, post))
-        key_width, value_width = allocated_widths(cache, self.layer_idx)
-        key, value = pack(key, pre_side, key_width), pack(value, post_side, value_width)
-        key, value = cache.update(key, value, self.layer_idx)
-        key, pre_side = unpack(key, self.head_dim, pre_side, self.num_heads)
-        value, post_side = unpack(value, self.head_dim, post_side, self.num_heads)
-        pre = None if pre is None else pre._replace(key=pre_side)
-        post = None if post is None else post._replace(key=post_side)
-        return key, value, pre, post
 
 
 class DCFormerMLP(nn.Module):
@@ -410,6 +413,8 @@ class DCFormerModel(DCFormerPreTrainedModel):
             widen_cache_rows(cache, self.config)
         check_inputs(self.config, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
 
+        if self.config.composes_heads:  # else no layer knows the argument
+            kwargs["output_attentions"] = kwargs.get("output_attentions") or self.config.output_attentions
         layer_ids = self.layers_here()
         if not isinstance(masks := attention_mask, dict):
             masks = make_masks(self.config, layer_ids, inputs_embeds, attention_mask, cache, position_ids)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .compose_dcformer import DCFormerCompose
-from .dcmha import Visibility, composed_attention
+from .dcmha import composed_attention
+from .visibility_dcformer import Visibility
 
 
 class DCMultiheadAttention(nn.Module):

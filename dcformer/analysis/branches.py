@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..common.optional import import_optional
 from ..compose_dcformer import DCFormerCompose
-from ..dcmha import ComposeWeights, Weights, compose, map_tensors
+from ..plain_dcformer import compose
+from ..types_dcformer import ComposeWeights, Weights, map_tensors
 from .recording import attention_layers, chosen, for_layers, forwards, in_float64
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dcmha import ComposeWeights, compose, map_tensors
 from ..modeling_dcformer import at_least_float32
+from ..plain_dcformer import compose
+from ..types_dcformer import ComposeWeights, map_tensors
 from .branches import compose_layers
 from .recording import for_layers
 

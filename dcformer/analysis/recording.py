@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dcmha import map_tensors
 from ..modeling_dcformer import ATTENTION_MAPS, DCFormerAttention
+from ..types_dcformer import map_tensors
 
 
 MAPS = (*ATTENTION_MAPS, "factors")

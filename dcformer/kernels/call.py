@@ -6,28 +6,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from ..common.dtypes import dtype_name
 from ..compose_dcformer import DCFormerCompose
-from ..dcmha import ComposeWeights, Visibility, Weights
-from ..modeling_dcformer import DCFormerRMSNorm, is_hooked
+from ..modeling_dcformer import DCFormerRMSNorm
+from ..types_dcformer import AttentionInputs
 
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_RANK = 8
-# What code that is fused stands for, and others replace, with an emulated precision for example.
-_STANDS_FOR = [
-    (functional, "linear", torch._C._nn.linear),
-    (functional, "gelu", torch._C._nn.gelu),
-    *((torch, name, getattr(torch._C._VariableFunctions, name)) for name in ("bmm", "tanh")),
-    (functional, "rms_norm", functional.rms_norm),
-    *((kind, "forward", kind.forward) for kind in (nn.Linear, DCFormerRMSNorm, DCFormerCompose)),
-    (nn.Module, "__call__", nn.Module.__call__),
-    (Tensor, "__matmul__", Tensor.__matmul__),
-]
+_ORIGINALS = (
+    *(torch._C._nn.linear, torch._C._nn.gelu, torch._C._VariableFunctions.bmm, torch._C._VariableFunctions.tanh),
+    *(functional.rms_norm, nn.Linear.forward, DCFormerRMSNorm.forward, DCFormerCompose.forward),
+    *(nn.Module.__call__, Tensor.__matmul__),
+)
 DIFFERENTIABLE, TENSORS = 9, 12  # of a call's fields, the first that may have gradients, and all that are no numbers
 
 
@@ -54,14 +50,20 @@ class Call(NamedTuple):
     scaling: float
 
     @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, pre: Weights, post: Weights, mask: Visibility, scaling: float
-    ) -> "Call":
-        """The call with these arguments; pre and post have the same groups."""
-        groups = (*groups_of(pre, post), 1)[0]
-        masks = (mask.padding, mask.sequence_ids, mask.dense)
-        band = (mask.is_causal, mask.sliding_window, mask.query_offset)
-        return cls(query, key, value, *_tensors(pre), *_tensors(post), *masks, groups, *band, scaling)
+    def of(cls, inputs: AttentionInputs) -> "Call":
+        """The call with these arguments, whose compositions have the same groups."""
+        tensors, groups = list(inputs[:3]), 1
+        for weights in (inputs.pre, inputs.post):
+            if weights is None:
+                tensors += (None, None, None)
+                continue
+            query, key, static, groups_here = weights
+            tensors += (None if query is None else query.factors, None if key is None else key.factors, static)
+            if not (query is key is static is None):
+                groups = groups_here
+        mask = inputs.mask
+        tensors += (mask.padding, mask.sequence_ids, mask.dense)
+        return cls(*tensors, groups, mask.is_causal, mask.sliding_window, mask.query_offset, inputs.scaling)
 
     def with_channels_last(self) -> "Call":
         """The same with the channels of query, key and value side by side in memory, as the kernels read them."""
@@ -69,8 +71,11 @@ class Call(NamedTuple):
 
     def needs_gradient(self) -> bool:  # no property: older Dynamos stop at one of a named tuple
         """Whether it will be differentiated, as far as can be known."""
-        given = [tensor for tensor in self[:DIFFERENTIABLE] if tensor is not None]
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if torch.is_grad_enabled():
+            for tensor in self[:DIFFERENTIABLE]:
+                if tensor is not None and tensor.requires_grad:
+                    return True
+        return False
 
     def rank(self) -> int:
         """The largest of any side."""
@@ -89,32 +94,42 @@ class Call(NamedTuple):
         return gradients
 
 
-def groups_of(*stages: Weights) -> list[int]:
+def groups_of(inputs: AttentionInputs) -> list[int]:
     """Groups of heads of each composition that changes something."""
-    return [each.groups for each in stages if each and not (each.query is each.key is each.static is None)]
+    groups = []
+    for weights in (inputs.pre, inputs.post):
+        if weights is not None and not (weights.query is weights.key is weights.static is None):
+            groups.append(weights.groups)
+    return groups
 
 
-def why_no_kernel(*inputs: Any, mask: Visibility, dropout: float = 0.0) -> str | None:
+def why_no_kernel(inputs: AttentionInputs) -> str | None:
     """Why no kernel of this folder computes a call, as the end of a sentence; None if nothing here forbids it."""
-    call = Call.of(*inputs, mask, 1.0)
-    for tensor in call[:DIFFERENTIABLE]:
-        if tensor is not None and tensor.dtype not in DTYPES:
+    dense, tensors = inputs.mask.dense, list(inputs[:3])
+    for weights in (inputs.pre, inputs.post):
+        for side in () if weights is None else (weights.query, weights.key):
+            if side is not None:
+                tensors.append(side.factors)
+                if side.factors.shape[3] // 2 > MOST_RANK:
+                    return f"it takes low-rank maps of rank {MOST_RANK} at most, not {side.rank}"
+        if weights is not None and weights.static is not None:
+            tensors.append(weights.static)
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
             return f"it takes float32, bfloat16 and float16, not {dtype_name(tensor.dtype)}"
-    if (rank := call.rank()) > MOST_RANK:
-        return f"it takes low-rank maps of rank {MOST_RANK} at most, not {rank}"
-    if any(groups != call.groups for groups in groups_of(*inputs[3:])):
+    if len(set(groups_of(inputs))) > 1:
         return "there are different groups of heads before and after the softmax"
-    if dropout > 0.0:
+    if inputs.dropout > 0.0:
         return "it has no dropout"
-    if mask.dense is not None and mask.dense.requires_grad:
+    if dense is not None and dense.requires_grad:
         return "the mask has a gradient"
-    if mask.dense is not None and mask.dense.shape[1] > 1:
+    if dense is not None and dense.shape[1] > 1:
         return "the mask differs between heads"
     return why_transformed()
 
 
 def why_transformed() -> str | None:
-    """Likewise, where torch.func or derivatives in forward mode are at work."""
+    """Why kernels cannot be used under a transform of torch.func or in forward-mode derivatives; None elsewhere."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return "torch.func does not see through it"
     return "it has no derivatives in forward mode" if torch.autograd.forward_ad._current_level >= 0 else None
@@ -126,12 +141,31 @@ def is_traced() -> bool:
         return True
     if torch._C._len_torch_function_stack() > 0:  # a default device is such a mode too, which changes nothing here
         return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-    return any(getattr(owner, name) is not function for owner, name, function in _STANDS_FOR)
+    # What fused code stands for, which others may replace, by an emulated precision for example.
+    functions = (functional.linear, functional.gelu, torch.bmm, torch.tanh, functional.rms_norm)
+    methods = (nn.Linear.forward, DCFormerRMSNorm.forward, DCFormerCompose.forward)
+    return (*functions, *methods, nn.Module.__call__, Tensor.__matmul__) != _ORIGINALS
 
 
-def is_changed(module: nn.Module) -> bool:
-    """Whether a module has hooks or a forward pass of its own."""
-    return is_hooked(module) or "forward" in module.__dict__
+def are_replaced(*expected: tuple[nn.Module | None, type | None]) -> bool:
+    """
+    Whether one of these modules is not of the expected class (None: of any), or has hooks or a forward pass of its own,
+    or hooks for all modules or transforms of torch.func are at work.
+    """
+    for module, kind in expected:
+        if module is not None:
+            if type(module) is not (kind or type(module)) or "forward" in module.__dict__:
+                return True
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+                return True
+            if module._backward_pre_hooks:
+                return True
+    return _has_any_global_hook() or why_transformed() is not None
+
+
+def must_run_modules(*expected: tuple[nn.Module | None, type | None]) -> bool:
+    """Whether a layer must run its modules one by one: they are replaced, or torch records or replaces functions."""
+    return is_traced() or are_replaced(*expected)
 
 
 def cdiv(number: int, divisor: int) -> int:
@@ -162,9 +196,3 @@ def readable_mask(dense: Tensor) -> Tensor:
     if not dense.dtype.is_floating_point:
         return dense.to(torch.bool)
     return dense.float().masked_fill(dense <= torch.finfo(dense.dtype).min / 2, -torch.inf)
-
-
-def _tensors(weights: Weights) -> tuple[Tensor | None, ...]:
-    """The factors of the queries and of the keys, and the static map."""
-    query, key, static, _ = weights or ComposeWeights()
-    return *(None if side is None else side.factors for side in (query, key)), static

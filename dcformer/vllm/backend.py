@@ -27,10 +27,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ..compose_dcformer import DCFormerCompose, unpack
-from ..dcmha import ComposeSide, ComposeWeights, Visibility, composed_attention
+from ..dcmha import BACKENDS, composed_attention
 from ..kernels.call import Call
-from ..kernels.ops import decode_op
-from ..kernels.triton_form import MOST_DECODE_QUERIES, why_not_automatic
+from ..kernels.triton.backend import MOST_DECODE_QUERIES, decode_op
+from ..types_dcformer import AttentionInputs, ComposeSide, ComposeWeights
+from ..visibility_dcformer import Visibility
 
 
 # The cost of the operator calls of one more batch, in scores.
@@ -275,13 +276,15 @@ class ComposedAttentionImpl(AttentionImpl[ComposedAttentionMetadata]):
         if queries not in self._chosen:
             operands = self._operands(query[:1], cache[:1], key_width)
             mask = Visibility(queries, cache.shape[2], sliding_window=self.sliding_window)
-            self._chosen[queries] = why_not_automatic(*operands, mask=mask) is None
+            inputs = AttentionInputs(*operands, self.scale, mask)
+            self._chosen[queries] = BACKENDS["triton"].why_not_automatic(inputs) is None
         return self._chosen[queries]
 
     def _attend_in_blocks(self, query: Tensor, cache: Tensor, key_width: int, batch: PaddedBatch) -> Tensor:
         """(sequences, heads, queries, head_dim), from keys and values that stay in the cache."""
         mask = Visibility(batch.queries, cache.shape[2], sliding_window=self.sliding_window, query_offset=0)
-        call = Call.of(*self._operands(query, cache, key_width, in_blocks=True), mask, self.scale)
+        operands = self._operands(query, cache, key_width, in_blocks=True)
+        call = Call.of(AttentionInputs(*operands, self.scale, mask))
         return decode_op(*call, key_lengths=batch.lengths, block_table=batch.block_table, ring_size=None)
 
 

@@ -14,7 +14,6 @@ from dcformer import analysis
 from dcformer.analysis import ablated, record
 from dcformer.analysis.diversity import projections
 from dcformer.analysis.recording import attention_layers
-from dcformer.modeling_dcformer import is_hooked
 
 
 LENGTH = 21
@@ -45,7 +44,7 @@ def test_a_recording_holds_the_chosen_layers_and_heads():
     assert part.tokens[1][2] == str(int(ids[1, 2]))
     for layer, weights in enumerate(model(ids, output_attentions=True, use_cache=False).attentions):
         torch.testing.assert_close(whole["composed_weights"][layer], weights)
-    assert not any(is_hooked(module) for layer in model.model.layers for module in layer.self_attn.children())
+    assert not any(layer.self_attn.has_observers() for layer in model.model.layers)
 
 
 @pytest.mark.parametrize("family", OTHERS)

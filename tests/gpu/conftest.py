@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from dcformer.kernels import backward, decode, forward, triton_form
+from dcformer.kernels.triton import attention_backward as backward
+from dcformer.kernels.triton import attention_decode as decode
+from dcformer.kernels.triton import attention_forward as forward
+from dcformer.kernels.triton import backend as triton_form
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def launched(monkeypatch) -> set[str]:
         return watched
 
     for module in (forward, backward, decode):
-        name = f"composed_{module.__name__.rpartition('.')[2]}"
+        name = f"composed_{module.__name__.rpartition('_')[2]}"
         monkeypatch.setattr(module, name, watch(name, getattr(module, name)))
     monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
     # Graphs of other tests have another choice in them, and compiling is given up after a few of one function.

@@ -7,8 +7,8 @@ import torch
 from operator_inputs import hold_errors_to_those_of_pytorch, make_inputs
 from tiny_models import random_tokens, tiny_model
 
-from dcformer.compose_dcformer import DCFormerCompose, fused_rotation
-from dcformer.dcmha import composed_attention, explain_choice
+from dcformer.compose_dcformer import DCFormerCompose
+from dcformer.dcmha import composed_attention, compute_fused, explain_choice
 
 
 pytestmark = pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_rotated_queries_and_keys_err_at_most_twice_as_much_as_pytorch(variant, 
     layer = model.model.layers[0].self_attn
     query, key = torch.randn(2, 2, 300, 4, 80, device=device, dtype=torch.bfloat16).transpose(2, 3)
     positions = model.model.rotary_emb(query, torch.arange(300, device=device)[None])
-    fused = fused_rotation(query, key, (layer.q_norm, layer.k_norm), positions)
+    fused = compute_fused("rotation", query.device, query, key, (layer.q_norm, layer.k_norm), positions)
     torch_alone = layer.rotate(query, key, positions)
     exact = layer.double().rotate(query.double(), key.double(), [each.double() for each in positions])
     for one, other, exactly in zip(fused, torch_alone, exact):

@@ -25,12 +25,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
-from dcformer.kernels import plan
-from dcformer.kernels.backward import composed_backward
 from dcformer.kernels.call import Call
-from dcformer.kernels.composing import _compositions_kernel, _weights_kernel
-from dcformer.kernels.decode import composed_decode
-from dcformer.kernels.forward import composed_forward
+from dcformer.kernels.triton import layout as plan
+from dcformer.kernels.triton.attention_backward import composed_backward
+from dcformer.kernels.triton.attention_decode import composed_decode
+from dcformer.kernels.triton.attention_forward import composed_forward
+from dcformer.kernels.triton.composing import _compositions_kernel, _weights_kernel
 
 
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}

@@ -25,9 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
 from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
-from dcformer.kernels import plan, products
-from dcformer.kernels.backward import composed_backward
-from dcformer.kernels.forward import composed_forward
+from dcformer.dcmha import AttentionInputs
+from dcformer.kernels.triton import layout as plan
+from dcformer.kernels.triton import products
+from dcformer.kernels.triton.attention_backward import composed_backward
+from dcformer.kernels.triton.attention_forward import composed_forward
 
 
 def document_around_a_block(batch: int, heads: int, queries: int, keys: int) -> Visibility:
@@ -230,7 +232,7 @@ def test_the_workspace_is_bounded():
         with pytest.raises(ValueError, match=f"at least 1, got {wrong};"):
             set_workspace_bytes(wrong)
     inputs = make_inputs(batch=3, queries=4096, heads=4, channels=16).to(torch.float32)
-    call = plan.Call.of(*inputs, Visibility(4096, 4096), 1.0)
+    call = plan.Call.of(AttentionInputs(*inputs, 1.0, Visibility(4096, 4096)))
     sizes, bytes_per_column = plan.Sizes.of(call, is_forward=False), 4 * 4
     chunks = list(plan.plan_chunks(call, sizes, bytes_per_column, 2**24))
     assert max(chunk.number * chunk.rows * chunk.columns * bytes_per_column for chunk in chunks) <= 2**24
@@ -259,7 +261,7 @@ def test_chunks_take_turns_in_the_workspace(batch, queries, monkeypatch):
     monkeypatch.setattr(plan.Work, "launch", lambda *call: None)
     inputs = make_inputs(batch=batch, queries=queries, heads=4, channels=16)
     inputs = inputs.map(lambda tensor: tensor.to("meta", torch.float16))
-    call = plan.Call.of(*inputs, Visibility(queries, queries), 1.0)
+    call = plan.Call.of(AttentionInputs(*inputs, 1.0, Visibility(queries, queries)))
     log_sums = inputs.query[..., 0].float()
     with LargestMemory() as memory:
         composed_forward(call, 2**23)

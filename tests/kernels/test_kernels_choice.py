@@ -15,10 +15,13 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from dcformer import ComposeWeights, Visibility, composed_attention
-from dcformer.dcmha import plain_attention
-from dcformer.kernels import decode, forward, native, triton_form
+from dcformer.dcmha import AttentionInputs, plain_attention
 from dcformer.kernels.call import Call
-from dcformer.kernels.ops import decode_op, forward_op
+from dcformer.kernels.cpu import backend as native
+from dcformer.kernels.triton import attention_decode as decode
+from dcformer.kernels.triton import attention_forward as forward
+from dcformer.kernels.triton import backend as triton_form
+from dcformer.kernels.triton.backend import decode_op, forward_op
 
 
 triton = functools.partial(composed_attention, implementation="triton")
@@ -34,7 +37,7 @@ def inputs_of(queries, keys=None, dtype=torch.float32, **changes):
 def call_of(queries, keys=None, leaves=False, **changes):
     inputs = inputs_of(queries, keys, **changes)
     inputs = inputs.leaves() if leaves else inputs
-    return Call.of(*inputs, Visibility(queries, keys or queries, sliding_window=5), 0.3)
+    return Call.of(AttentionInputs(*inputs, 0.3, Visibility(queries, keys or queries, sliding_window=5)))
 
 
 def test_the_operators_pass_torchs_own_check():
@@ -61,8 +64,8 @@ def test_the_operators_count_flops_as_plain_pytorch_does(case):
     inputs = inputs.map(lambda tensor: tensor.to("meta", torch.float32)).leaves()
     band = options.get("is_causal", True), options.get("sliding_window")
     mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band).to("meta")
-    call = Call.of(*inputs, mask, 1.0)
-    plain = functools.partial(plain_attention, *inputs, scaling=1.0, mask=mask)
+    arguments = AttentionInputs(*inputs, 1.0, mask)
+    call, plain = Call.of(arguments), functools.partial(plain_attention, arguments)
     counts = []
     for attend in (plain, lambda: native.forward_op(*call)[0], lambda: forward_op(*call)[0]):
         with FlopCounterMode(display=False) as forwards:
@@ -197,7 +200,7 @@ def test_models_generate_the_same_by_name():
 @pytest.fixture
 def unasked(monkeypatch):
     """A CPU stands for a CUDA device, where the kernels are selected automatically."""
-    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
+    monkeypatch.setattr(triton_form.TritonBackend, "device_type", DEVICE)
     monkeypatch.setattr(triton_form, "FEWEST_SCORES_IN_A_GRAPH", 0)
     torch._dynamo.reset()
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from dcformer.compose_dcformer import pack, unpack
-from dcformer.dcmha import Visibility
-from dcformer.kernels import decode as decode_module
+from dcformer.dcmha import AttentionInputs, Visibility
 from dcformer.kernels.call import Call
-from dcformer.kernels.decode import composed_decode
+from dcformer.kernels.triton import attention_decode as decode_module
+from dcformer.kernels.triton.attention_decode import composed_decode
 
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -62,7 +62,7 @@ def inputs_of(shape: dict[str, Any], dtype: torch.dtype = torch.float32) -> Inpu
 
 def decode(inputs: Inputs, mask: Visibility | None = None, **options: Any) -> Tensor:
     mask = mask or Visibility(inputs.query.shape[2], inputs.key.shape[2])
-    call = Call.of(*inputs, mask.to(DEVICE), inputs.query.shape[3] ** -0.5)
+    call = Call.of(AttentionInputs(*inputs, inputs.query.shape[3] ** -0.5, mask.to(DEVICE)))
     return composed_decode(call, **{name: on_device(option) for name, option in options.items()})
 
 
@@ -219,7 +219,7 @@ def test_shuffled_blocks_equal_the_reference(heads, key_value_heads, queries, wi
             here = slice(stretch * block_size, min(length, (stretch + 1) * block_size))
             blocks[table[row, stretch], :, : here.stop - here.start] = rows[row, :, here]
     width, extra = key_rows.shape[3], heads // key_value_heads * 5
-    call = Call.of(*inputs, Visibility(queries, 37, sliding_window=window), 24**-0.5)._replace(
+    call = Call.of(AttentionInputs(*inputs, 24**-0.5, Visibility(queries, 37, sliding_window=window)))._replace(
         key=blocks[..., :24],
         value=blocks[..., width : width + 24],
         pre_key=blocks[..., 24 : 24 + extra],

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import logging
 import shutil
+import struct
 import sys
 from unittest import mock
 
@@ -28,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from dcformer import compose_dcformer
-from dcformer.dcmha import Visibility, composed_attention
-from dcformer.kernels import build_native, native
+from dcformer.dcmha import AttentionInputs, Visibility, composed_attention
 from dcformer.kernels.call import Call
+from dcformer.kernels.cpu import backend as native
+from dcformer.kernels.cpu import build
 
 
 native_form = functools.partial(attend, "native")
@@ -161,7 +162,7 @@ def test_compiled_graphs_hold_it_as_one_operator():
 
 def test_its_operators_keep_the_rules_of_torch():
     inputs = make_inputs(queries=10, keys=12).to(torch.float32)
-    call = Call.of(*inputs, Visibility(10, 12), 0.5)
+    call = Call.of(AttentionInputs(*inputs, 0.5, Visibility(10, 12)))
     leaves = [tensor.detach().requires_grad_() if isinstance(tensor, torch.Tensor) else tensor for tensor in call]
     rules = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(native.forward_op, tuple(leaves), test_utils=rules)
@@ -171,7 +172,7 @@ def test_its_operators_keep_the_rules_of_torch():
 def calls(monkeypatch):
     """The names of the C++ functions that are called."""
     names, run = [], native._run
-    monkeypatch.setattr(native, "_run", lambda name, call: (names.append(name), run(name, call)))
+    monkeypatch.setattr(native, "_run", lambda name, *call: (names.append(name), run(name, *call)))
     return names
 
 
@@ -200,7 +201,7 @@ def test_the_projection_of_a_few_tokens_is_that_of_the_modules(monkeypatch, call
                 norm.eps = eps
     with torch.no_grad():
         logits = model.to(dtype)(ids).logits
-        monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *arguments: None)
+        monkeypatch.setattr(native.CPUBackend, "projection", lambda *arguments: None)
         of_modules = model(ids).logits
         exact = model.double()(ids).logits  # of the same, rounded weights
     assert calls.count("dcformer_project") == model.config.num_hidden_layers
@@ -337,14 +338,14 @@ def not_yet_loaded(monkeypatch):
 @pytest.fixture
 def not_installed(not_yet_loaded, monkeypatch, tmp_path):
     """The folder of an installation without the library, and its cache; compiling takes a third of the time."""
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "native")
     monkeypatch.setenv("DCFORMER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build_native, "FLAGS", ("-O0", *build_native.FLAGS[1:]))
+    monkeypatch.setattr(build, "FLAGS", ("-O0", *build.FLAGS[1:]))
     return tmp_path
 
 
 def test_structures_of_another_size_are_refused(not_yet_loaded, monkeypatch):
-    monkeypatch.setattr(native, "_Call", native._structure((native._Call, "call"), (ctypes.c_int64, "more")))
+    monkeypatch.setattr(native, "_CALL", struct.Struct(native._CALL.format + "q"))
     with pytest.raises(ValueError, match="bytes, those of"):
         native._library()
 
@@ -363,12 +364,12 @@ static int64_t shortens(int64_t number) { return arrays++ == chosen && number > 
 
 def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monkeypatch):
     """The bounds of one array after the other are one element too tight, in every function of the library."""
-    sources = shutil.copytree(build_native.SOURCES, not_installed / "sources", ignore=shutil.ignore_patterns("*.so"))
+    sources = shutil.copytree(build.SOURCES, not_installed / "sources", ignore=shutil.ignore_patterns("*.so"))
     before, after = (sources / "vectors.h").read_text().split("\nnamespace {\n", 1)
     assert after.count(": size(number)") == 1
     after = after.replace(": size(number)", ": size(number - shortens(number))")
     (sources / "vectors.h").write_text(f"{before}{COUNTER}namespace {{\n{after}")
-    monkeypatch.setattr(build_native, "SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
     monkeypatch.setattr(native, "has_bfloat16_products", lambda: True)
     names = ("arrays", "chosen", "shortened")
     arrays, chosen, shortened = (ctypes.c_int64.in_dll(native._library(), name) for name in names)
@@ -399,7 +400,7 @@ def test_every_array_that_is_too_small_is_an_error(not_installed, threads, monke
 def test_it_is_compiled_once_into_the_cache(not_installed, instruction_set, monkeypatch):
     assert native._why_no_library() is None
     (library,) = (not_installed / "cache").iterdir()
-    assert library == build_native.find_library(instruction_set, not_installed / "cache")
+    assert library == build.find_library(instruction_set, not_installed / "cache")
     native._library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert native._why_no_library() is None
@@ -416,9 +417,9 @@ DAMAGES = {
 
 @pytest.fixture(scope="module")
 def whole_library(instruction_set, tmp_path_factory):
-    installed = build_native.find_library(instruction_set, build_native.SOURCES)
+    installed = build.find_library(instruction_set, build.SOURCES)
     # It is not there where the package was installed without a compiler.
-    return installed or build_native.compile_library(instruction_set, tmp_path_factory.mktemp("native"))
+    return installed or build.compile_library(instruction_set, tmp_path_factory.mktemp("native"))
 
 
 @pytest.mark.parametrize("folder", ["native", "cache"])
@@ -450,7 +451,7 @@ def homeless(monkeypatch):
 def test_without_a_home_an_installed_library_is_used_or_one_warning_says_why_not(monkeypatch, tmp_path, caplog):
     tokens, model = random_tokens(1, 9), tiny_model(num_hidden_layers=1)
     expected = model(tokens).logits
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "native")
     native._library.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING):

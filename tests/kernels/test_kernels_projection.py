@@ -20,7 +20,9 @@ from transformers.utils import import_utils
 
 from dcformer import DCMultiheadAttention, compose_dcformer
 from dcformer.compose_dcformer import DCFormerCompose
-from dcformer.kernels import projection, triton_form
+from dcformer.kernels.cpu import backend as cpu_backend
+from dcformer.kernels.triton import backend as triton_form
+from dcformer.kernels.triton import compose_weights as projection
 from dcformer.modeling_dcformer import DCFormerRMSNorm
 from dcformer.parallel_dcformer import DIMENSION_OF_GROUPS
 
@@ -41,7 +43,7 @@ CASES = {
 
 def watch(monkeypatch, name):
     """The shapes of the last arguments of the calls of this function."""
-    from dcformer.kernels import projection_kernel
+    from dcformer.kernels.triton import compose_weights_kernels as projection_kernel
 
     found, launch = [], getattr(projection_kernel, name)
 
@@ -56,7 +58,7 @@ def watch(monkeypatch, name):
 @pytest.fixture
 def launched(monkeypatch):
     """The shapes of the factors that the kernel was launched for, with a CPU in place of a CUDA device."""
-    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
+    monkeypatch.setattr(triton_form.TritonBackend, "device_type", DEVICE)
     torch._dynamo.reset()
     return watch(monkeypatch, "launch_factors")
 
@@ -70,7 +72,7 @@ def differentiated(monkeypatch):
 @pytest.fixture
 def multiplied(launched, monkeypatch):
     """The shapes of the states that the kernel of the wide products was launched for."""
-    from dcformer.kernels import projection_kernel
+    from dcformer.kernels.triton import compose_weights_kernels as projection_kernel
 
     found, launch = [], projection_kernel.launch_partial_products
 
@@ -145,7 +147,7 @@ def test_factors_and_gradients_are_as_exact_as_those_of_torch(name, dtype, launc
     assert all(each.dtype == dtype and each.stride(1) == 1 for each in found)  # heads side by side
     strides = [parameter.stride() for parameter in compose.parameters()]
     assert [each.stride() for each in gradients[1:]] == strides  # as DDP asks for
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     of_torch, gradients_of_torch = factors_and_gradients(compose, states)
     triples = zip(found + gradients, of_torch + gradients_of_torch, expected + expected_gradients)
     for one, other, exactly in triples:
@@ -168,7 +170,7 @@ def test_few_tokens_are_as_exact_as_those_of_torch_and_the_same_bits_alone(name,
     alone = factors_of(compose, states[1:, 2:])
     assert_close(alone, [each[1:, :, 2:] for each in found], rtol=0, atol=0)
     assert multiplied == [(2, 3, hidden_size), (1, 1, hidden_size)]
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     both = [torch.cat([x.permute(0, 2, 3, 1).flatten(0, 1) for x in y]) for y in (found, factors_of(compose, states))]
     assert error_of(both[0], expected) <= 1.5 * error_of(both[1], expected)
 
@@ -311,7 +313,7 @@ def test_gradients_have_gradients(launched, differentiated, monkeypatch):
         return torch.autograd.grad(sum(each.square().sum() for each in first), tensors)
 
     found = second()
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     assert_close(found, second(), rtol=1e-4, atol=1e-4 * float(found[0].abs().max()))
     assert len(launched) == 1 and len(differentiated) == 1  # for the gradient's gradient alone
 
@@ -321,11 +323,11 @@ def test_gradients_have_gradients(launched, differentiated, monkeypatch):
 def test_models_compute_the_same(variant, launched, monkeypatch):
     model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
     model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
-    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+    monkeypatch.setattr(cpu_backend.CPUBackend, "projection", lambda *operands: None)
     found = model(tokens).logits
     composing = [layer.self_attn.compose for layer in model.model.layers]
     assert len(launched) == sum(compose is not None and len(compose.slots) > 0 for compose in composing)
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -348,7 +350,7 @@ def test_training_steps_are_the_same(way, launched, monkeypatch):
 
     found = gradients()
     assert len(launched) == (2 if "checkpoints" in way else 1)
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     torch._dynamo.reset()
     tolerance = 2e-2 if "autocast" in way else 1e-5
     for name, expected in gradients().items():
@@ -393,7 +395,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(change, launched, monkey
     change(compose)
     states = torch.randn(*TOKENS, HIDDEN, device=DEVICE)
     found = factors_of(compose, states)
-    monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+    monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
     assert_close(found, factors_of(compose, states), rtol=0, atol=0)
     assert launched == []
 
@@ -430,7 +432,7 @@ def test_keys_of_another_sequence_have_their_own_tokens(launched, monkeypatch):
         attention.compose.low_rank_weight.normal_()
         found = attention(query, key, key)
         assert launched == [(2, 2, 3, 5, 4), (2, 2, 5, 5, 4)]
-        monkeypatch.setattr(compose_dcformer, "fused_factors", lambda *operands: None)
+        monkeypatch.setattr(triton_form.TritonBackend, "factors", lambda *operands: None)
         assert_close(found, attention(query, key, key), rtol=1e-5, atol=1e-5)
 
 
@@ -452,8 +454,8 @@ def test_the_shares_of_two_processes_are_the_halves_of_the_whole(launched):
 COMPILE = """
 import json, torch
 from compile_all import GPUTarget, launches, states, usage
-from dcformer.kernels.projection import _factors, _factors_of_few, _gradients
-from dcformer.kernels.rotation_kernel import Heads, launch_rotation
+from dcformer.kernels.triton.compose_weights import _factors, _factors_of_few, _gradients
+from dcformer.kernels.triton.rotation import Heads, launch_rotation
 
 found = []
 for capability, heads, rank, tokens, dtype, of_weight in (
@@ -495,9 +497,9 @@ def test_they_compile_without_spilled_registers():
 @pytest.fixture
 def rotated(monkeypatch):
     """The arguments of each launch of the kernel that normalises and rotates."""
-    from dcformer.kernels import rotation_kernel
+    from dcformer.kernels.triton import rotation as rotation_kernel
 
-    monkeypatch.setattr(triton_form, "_AUTOMATIC_ON", DEVICE)
+    monkeypatch.setattr(triton_form.TritonBackend, "device_type", DEVICE)
     found, launch = [], rotation_kernel.launch_rotation
     monkeypatch.setattr(rotation_kernel, "launch_rotation", lambda *call: (found.append(call), launch(*call)))
     return found
@@ -518,7 +520,7 @@ def test_queries_and_keys_are_normalised_and_rotated_as_complex_numbers(rotary, 
         positions = tuple(torch.cat((part, part), dim=2).float() for part in (2 * angles.cos(), 2 * angles.sin()))
     for norm in norms if has_norms else ():
         norm.weight.copy_(0.5 + torch.rand(12, generator=generator))
-    found = projection.triton_rotation(query, key, norms, positions)
+    found = triton_form.TritonBackend().rotation(query, key, norms, positions)
     for states, norm, result in zip((query, key), norms, found):
         exact = states.double()
         if norm is not None:
@@ -535,7 +537,7 @@ def test_queries_and_keys_are_normalised_and_rotated_as_complex_numbers(rotary, 
 def test_layers_normalise_and_rotate_in_one_launch_where_nothing_forbids_it(variant, rotated, monkeypatch):
     model, tokens = tiny_model(variant).to(DEVICE), random_tokens(2, 3).to(DEVICE)
     model.set_attn_implementation(NAMED if model.config.composes_heads else "sdpa")
-    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+    monkeypatch.setattr(cpu_backend.CPUBackend, "projection", lambda *operands: None)
     layers = model.config.num_hidden_layers
     found = model(tokens).logits
     assert len(rotated) == layers
@@ -564,11 +566,12 @@ def test_what_the_kernel_would_misread_is_left_to_pytorch(rotated):
     angles, of_column = torch.randn(2, 5, 8, device=DEVICE), copy.deepcopy(norm)
     of_column.weight = torch.nn.Parameter(torch.randn(8, 2, device=DEVICE)[:, 0])
     for wrong in (angles[:, :1], angles[:, :, :1].expand(-1, -1, 12), angles.double(), torch.cat((angles, angles))):
-        assert projection.triton_rotation(states, states, (norm, norm), (wrong, wrong)) is None
-    assert projection.triton_rotation(states, states, (of_column, norm), (angles, angles)) is None
-    assert projection.triton_rotation(states, states, (norm, None), None) is None and rotated == []
+        assert triton_form.TritonBackend().rotation(states, states, (norm, norm), (wrong, wrong)) is None
+    assert triton_form.TritonBackend().rotation(states, states, (of_column, norm), (angles, angles)) is None
+    assert triton_form.TritonBackend().rotation(states, states, (norm, None), None) is None and rotated == []
     found = [
-        projection.triton_rotation(states, states, norms, (angles, angles))[0] for norms in ((norm, None), (None,) * 2)
+        triton_form.TritonBackend().rotation(states, states, norms, (angles, angles))[0]
+        for norms in ((norm, None), (None,) * 2)
     ]
     assert torch.equal(*found)  # a layer with one norm applies none
 
@@ -578,7 +581,7 @@ def test_cuda_graphs_record_the_kernel_and_tracers_pytorch(rotated, launched, mo
     layer = tiny_model(num_hidden_layers=1).to(DEVICE).requires_grad_(False).model.layers[0].self_attn
     states, other = torch.randn(2, 2, 9, 32, device=DEVICE)
     angles = torch.randn(1, 9, 8, device=DEVICE)
-    monkeypatch.setattr(compose_dcformer, "fused_projection", lambda *operands: None)
+    monkeypatch.setattr(cpu_backend.CPUBackend, "projection", lambda *operands: None)
 
     def project(states):
         query, key, _, pre, post = layer.project(states, (angles, angles))

@@ -102,9 +102,9 @@ def heads(root):
     return outputs
 
 
-def test_six_files_travel_with_a_checkpoint(root):
+def test_nine_files_travel_with_a_checkpoint(root):
     reached = {Path(file).name for file in get_relative_import_files(PACKAGE / "modeling_dcformer.py")}
-    names = ("compose", "configuration", "hub", "inputs", "modeling")
+    names = ("compose", "configuration", "hub", "inputs", "modeling", "plain", "types", "visibility")
     files = {"dcmha.py", *(f"{name}_dcformer.py" for name in names)}
     assert reached | {"modeling_dcformer.py"} == files
     assert {file.name for file in (root / "shared").glob("*.py")} == files

@@ -11,23 +11,16 @@ import torch
 from reference import as_visibility, composed_attention_reference
 from torch import Tensor
 
-from dcformer.dcmha import (
-    ComposeSide,
-    ComposeWeights,
-    Visibility,
-    compose,
-    composed_attention,
-    implementations,
-    map_tensors,
-)
-from dcformer.kernels import build_native, native
+from dcformer.dcmha import BACKENDS, compose, composed_attention
+from dcformer.kernels.cpu import backend as native
+from dcformer.kernels.cpu import build
+from dcformer.types_dcformer import AttentionInputs, ComposeSide, ComposeWeights, map_tensors
+from dcformer.visibility_dcformer import Visibility
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the C++ code, those that this CPU executes; the widest comes first.
-INSTRUCTION_SETS = [
-    *itertools.dropwhile(lambda name: name != native._instruction_set(), build_native.instruction_sets())
-]
+INSTRUCTION_SETS = [*itertools.dropwhile(lambda name: name != native._instruction_set(), build.instruction_sets())]
 # The implementations for every device, each with the number types in which it is held to the reference.
 FORMS = {
     "plain": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -279,7 +272,7 @@ def supports(form: str, case: Case) -> bool:
     inputs = inputs.map(lambda tensor: tensor.to(DEVICE if form == "triton" else "cpu", dtype))
     band = (options.get("is_causal", True), options.get("sliding_window"))
     mask = as_visibility(options.get("attention_mask"), inputs.query.shape[2], inputs.key.shape[2], *band)
-    return implementations()[form].supports(*inputs, mask=mask, dropout=0.0) is None
+    return BACKENDS[form].why_not(AttentionInputs(*inputs, 1.0, mask)) is None
 
 
 def largest_error(actual: Tensor, expected: Tensor) -> float:

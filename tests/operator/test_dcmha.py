@@ -415,7 +415,7 @@ def not_beyond_30_keys(query, key, value, pre, post, *, mask, dropout):
 @pytest.fixture
 def table(monkeypatch):
     """The table of implementations, as it was again afterwards."""
-    monkeypatch.setattr(dcmha, "_TABLE", dict(dcmha._TABLE))
+    monkeypatch.setattr(dcmha, "BACKENDS", dict(dcmha.BACKENDS))
 
 
 @pytest.mark.usefixtures("table")

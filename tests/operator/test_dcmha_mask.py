@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from operator_inputs import make_inputs, make_weights
 from reference import hidden_pairs
 
-import dcformer
+from dcformer import visibility_dcformer
 from dcformer.dcmha import ComposeSide, Visibility, composed_attention
 
 
@@ -187,14 +187,7 @@ def test_masks_and_options_that_do_not_fit_are_refused(options, got):
 
 
 def test_masks_of_a_copy_of_the_code_are_taken():
-    """The code that comes with a checkpoint is such a copy, and the attention functions of Transformers are shared."""
-    inputs, table = make_inputs(batch=1, heads=2, queries=7), dict(dcformer.implementations())
-    copy = runpy.run_path(dcformer.dcmha.__file__)
-    try:
-        expected = composed_attention(*inputs, sliding_window=3)
-        actual = composed_attention(*inputs, attention_mask=copy["Visibility"](7, 7, sliding_window=3))
-        torch.testing.assert_close(actual, expected)
-    finally:
-        dcformer.register_implementation("plain", table["plain"].forward, automatic=table["plain"].automatic)
-        for name in [name for name in table if name != "plain"]:
-            dcformer.register_implementation(name, table[name].forward, table[name].supports, table[name].automatic)
+    """The code that comes with a checkpoint is such a copy; the attention functions of Transformers are shared."""
+    inputs, copy = make_inputs(batch=1, heads=2, queries=7), runpy.run_path(visibility_dcformer.__file__)
+    actual = composed_attention(*inputs, attention_mask=copy["Visibility"](7, 7, sliding_window=3))
+    torch.testing.assert_close(actual, composed_attention(*inputs, sliding_window=3))

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import cdiv, next_power_of_2
-from .plan import Sizes, States, Work
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, offsets_of, rows_in_sight
+from ..call import cdiv, next_power_of_2
+from .blocks import blocks_in_sight, columns_in_sight, first_key_of_block, offsets_of, rows_in_sight
+from .layout import Sizes, States, Work
 
 
 # Blocks of keys that a program multiplies its queries with, which it reads once, while the next keys are on their way;

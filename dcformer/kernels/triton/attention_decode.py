@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call, cdiv, new_output, next_power_of_2
-from .plan import Mask, Stage, States, constant, odd
-from .tiles import load_factors, offsets_of
+from ..call import LOG2_E, Call, cdiv, new_output, next_power_of_2
+from .blocks import load_factors, offsets_of
+from .layout import Mask, Stage, States, constant, odd
 
 
 # Programs of a kernel, if there are keys for them: about one per multiprocessor of a device, and at most.

@@ -10,9 +10,9 @@ log2(e) in the factor of the scores.
 import triton
 import triton.language as tl
 
-from .plan import PART
+from .blocks import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, load_factors, rows_in_sight
+from .layout import PART
 from .products import load_scale
-from .tiles import blocks_in_sight, columns_in_sight, first_key_of_block, key_ranges, load_factors, rows_in_sight
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 
-SOURCES = Path(__file__).with_name("native")
+SOURCES = Path(__file__).with_name("csrc")
 FLAGS = ("-O2", "-ftree-vectorize", "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-math-errno")
 INSTRUCTION_SETS = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),

@@ -14,9 +14,9 @@ pass over the keys can do all. Instead a chunk of queries at a time has its scor
 import torch
 from torch import Tensor
 
-from .call import LOG2_E, Call, cdiv, new_output
+from ..call import LOG2_E, Call, cdiv, new_output
 from .composing import _join_over_keys_kernel, _matrices_kernel, _weights_kernel
-from .plan import JOINING, PART, Chunk, Mask, Sizes, Stage, Work, plan_chunks
+from .layout import JOINING, PART, Chunk, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_output, launch_products
 
 

@@ -1,4 +1,4 @@
-// One call as Python describes it, and how its tensors are read into tiles. kernels/native.py has the same structures,
+// One call as Python describes it, and how its tensors are read into tiles. kernels/cpu/backend.py has the same structures,
 // and compares their sizes when it loads the library.
 #pragma once
 #include <atomic>

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .call import LOG2_E, Call, cdiv, next_power_of_2, readable_mask
+from ..call import LOG2_E, Call, cdiv, next_power_of_2, readable_mask
 
 
 # Programs along the third axis of a grid, and elements that an index of 32 bits reaches.

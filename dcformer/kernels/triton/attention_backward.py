@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import LOG2_E, Call, cdiv
+from ..call import LOG2_E, Call, cdiv
+from .attention_forward import SCORE_TYPES, compose_weights, join_over_keys, partial_sums, query_matrices
 from .composing import _compositions_kernel, _join_over_queries_kernel, _matrix_gradients_kernel
-from .forward import SCORE_TYPES, compose_weights, join_over_keys, partial_sums, query_matrices
-from .plan import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
+from .layout import JOINING, PART, Mask, Sizes, Stage, Work, plan_chunks
 from .products import launch_key_products, launch_output, launch_products
 
 

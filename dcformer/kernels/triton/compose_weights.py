@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation, GELUTanh
 
-from ..compose_dcformer import plain_factors, product
-from ..dcmha import is_number
-from ..modeling_dcformer import DCFormerRMSNorm
-from . import triton_form
-from .call import DTYPES, is_changed, is_traced, next_power_of_2, why_transformed
-from .ops import register_op
+from ...compose_dcformer import plain_factors, product
+from ...visibility_dcformer import is_number
+from ..call import DTYPES, are_replaced, is_traced, next_power_of_2
+from ..operators import register_op
 
 
 _APPROXIMATIONS = {GELUActivation: "none", GELUTanh: "tanh"}  # as `functional.gelu` names them
@@ -27,14 +24,12 @@ MOST_COLUMNS = 512  # 2 rank x heads of a group, as the powers of two that a pro
 MOST_FEW_TOKENS = 16  # which one matrix product takes
 
 
-def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
-    """As [`compose_dcformer.fused_factors`], where the kernels of attention are selected automatically too."""
+def compute_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tensor | None) -> Tensor | None:
+    """As [`Backend.factors`], on a device that runs the kernels."""
     given = [tensor for tensor in (states, *weights) if tensor is not None]
     hidden_weight, weight, gate_weight = weights
     device, approximate = states.device, _APPROXIMATIONS.get(type(act_fn))
-    if device.type != triton_form._AUTOMATIC_ON or triton_form._why_not_here(device.type, device.index):
-        return None
-    if approximate is None or is_changed(act_fn) or _has_any_global_hook() or why_transformed():
+    if approximate is None or are_replaced((act_fn, None)):
         return None
     if any(type(each) not in (Tensor, nn.Parameter) or each.dtype not in DTYPES for each in given):
         return None
@@ -52,39 +47,6 @@ def triton_factors(act_fn: nn.Module, eps: float, states: Tensor, *weights: Tens
     return compute(approximate, eps, _products(states, hidden_weight, gate_weight), weight)
 
 
-def triton_rotation(
-    query: Tensor, key: Tensor, norms: tuple[nn.Module | None, ...], position_embeddings: tuple[Tensor, ...] | None
-) -> tuple[Tensor, Tensor] | None:
-    """As [`compose_dcformer.fused_rotation`], without gradients; in a graph of its own Inductor fuses it as well."""
-    device, dtype, positions = query.device, query.dtype, position_embeddings or ()
-    if device.type != triton_form._AUTOMATIC_ON or torch.is_grad_enabled() or is_traced():
-        return None
-    if triton_form._why_not_here(device.type, device.index) or torch.is_autocast_enabled(device.type):
-        return None
-    norms = () if None in norms else norms  # as the layer takes them
-    if dtype not in DTYPES or _has_any_global_hook() or why_transformed() or not (positions or norms):
-        return None
-    if any(type(norm) is not DCFormerRMSNorm or is_changed(norm) for norm in norms):
-        return None
-    weights = [norm.weight for norm in norms]
-    given = [
-        *((tensor, dtype) for tensor in (query, key, *weights)),
-        *((tensor, torch.float32) for tensor in positions),
-    ]
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != kind for tensor, kind in given):
-        return None
-    batch, _, length, channels = query.shape
-    shapes = [(rows, length, min(tensor.shape[-1], channels)) for tensor in positions for rows in (1, batch)]
-    if any(tensor.shape not in shapes for tensor in positions) or not all(map(Tensor.is_contiguous, weights)):
-        return None
-    from .rotation_kernel import Heads, launch_rotation
-
-    options = [(norm.weight, norm.eps) for norm in norms] or 2 * [(None, 0.0)]
-    heads = [Heads.of(states, *of_norm) for states, of_norm in zip((query, key), options)]
-    launch_rotation(*heads, *(positions or (None, None)))
-    return heads[0].result, heads[1].result
-
-
 def _products(states: Tensor, *weights: Tensor | None) -> Any:
     wide = [weight for weight in weights if weight is not None]
     # Copying the weights takes less time than reading the states twice and adding two gradients of them.
@@ -92,7 +54,7 @@ def _products(states: Tensor, *weights: Tensor | None) -> Any:
 
 
 def _factors_of_few(approximate: str, eps: float, states: Tensor, hidden: Any, weight: Any, gates: Any) -> Tensor:
-    from .projection_kernel import launch_partial_products
+    from .compose_weights_kernels import launch_partial_products
 
     with torch.cuda.device_of(states):
         return _factors(approximate, eps, launch_partial_products(states, hidden, gates), weight, states.dtype)
@@ -103,7 +65,7 @@ def _new_factors_of_few(approximate: str, eps: float, states: Tensor, hidden: An
 
 
 def _factors(approximate: str, eps: float, products: Tensor, weight: Any, dtype: torch.dtype | None = None) -> Tensor:
-    from .projection_kernel import launch_factors
+    from .compose_weights_kernels import launch_factors
 
     factors = _new_factors(approximate, eps, products, weight, dtype)
     with torch.cuda.device_of(factors):
@@ -121,7 +83,7 @@ def _gradients(
     approximate: str, eps: float, gradient: Tensor, products: Tensor, weight: Any, needs_weight: bool
 ) -> list[Tensor]:
     """That of the products, and that of the weight if it is needed."""
-    from .projection_kernel import launch_gradients
+    from .compose_weights_kernels import launch_gradients
 
     of_products = torch.empty_like(products)
     with torch.cuda.device_of(products):

@@ -1,68 +1,27 @@
 """Kernels as operators of torch, under `torch.ops.dcformer`: opaque to `torch.compile`, with gradients.
 
-An operator of torch takes tensors and numbers side by side, which is how a [`Call`] lays them out. Those of Triton
-stand here, and import it when the first of them runs; those of C++ are in `native`.
+An operator of torch takes tensors and numbers side by side, which is how a [`Call`] lays them out. The backends
+register theirs with what stands here.
 """
 
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..dcmha import Visibility, plain_blocks
-from .call import DIFFERENTIABLE, TENSORS, Call, channels_last, new_output
+from ..plain_dcformer import plain_blocks
+from ..visibility_dcformer import Visibility
+from .call import DIFFERENTIABLE, TENSORS, Call, new_output
 
 
-# What holds 2,048 queries and keys of 32 heads at once.
-FORWARD_BYTES, BACKWARD_BYTES = 2**29, 3 * 2**29
-_workspace_bytes: int | None = None
-
-
-def set_workspace_bytes(number: int | None) -> None:
-    """
-    Set how much memory the Triton kernels may use beside inputs and outputs; see `docs/gpu.md`.
-
-    Args:
-        number (`int`, *optional*): Bytes, at least 1; one block of queries is computed at once whatever it takes. None:
-            512 MB in a forward pass and 1.5 GB in a backward pass.
-    """
-    global _workspace_bytes
-    if number is not None and not (isinstance(number, int) and number >= 1):
-        raise ValueError(f"The workspace must have whole bytes, at least 1, got {number}; None is the default.")
-    _workspace_bytes = number
-
-
-_KINDS = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "SymInt", int | None: "SymInt?"}
-_KINDS[float] = "float"
-ARGUMENTS = ", ".join(f"{_KINDS[kind]} {name}" for name, kind in get_type_hints(Call).items())
-
-
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from .forward import composed_forward
-
-    call = Call(*arguments).with_channels_last()
-    with torch.cuda.device_of(call.query):  # where Triton launches kernels
-        return composed_forward(call, _workspace_bytes or FORWARD_BYTES)
-
-
-def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
-    from .backward import composed_backward
-
-    call, log_sums = Call(*arguments[:-1]).with_channels_last(), arguments[-1]
-    workspace_bytes = _workspace_bytes or BACKWARD_BYTES
-    with torch.cuda.device_of(call.query):
-        gradients = composed_backward(channels_last(output_gradient), call, log_sums, workspace_bytes)
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def _decode(*arguments: Any) -> Tensor:
-    from .decode import composed_decode
-
-    call, of_cache = Call(*arguments[:-3]).with_channels_last(), arguments[-3:]
-    with torch.cuda.device_of(call.query):
-        return composed_decode(call, *of_cache)
+# The fields of a `Call`.
+ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? pre_query, Tensor? pre_key, Tensor? pre_static, "
+    "Tensor? post_query, Tensor? post_key, Tensor? post_static, Tensor? padding, Tensor? sequence_ids, Tensor? dense, "
+    "SymInt groups, bool is_causal, SymInt? sliding_window, SymInt query_offset, float scaling"
+)
 
 
 def register_op(
@@ -147,8 +106,3 @@ def differentiable_op(
     forward_op.register_autograd(gradients, setup_context=save_for_backward)
     backward_op.register_autograd(refuse_second_derivatives)
     return forward_op
-
-
-forward_op = differentiable_op("composed", _forward, _backward, "Triton")
-_OF_CACHE = "Tensor? key_lengths, Tensor? block_table, SymInt? ring_size"
-decode_op = register_op("composed_decode", f"({ARGUMENTS}, {_OF_CACHE}) -> Tensor", _decode, attention_flops)

@@ -1,0 +1,278 @@
+"""Composed attention on CPUs by C++ (`csrc/`), as a backend and as operators of torch.
+
+The C++ code takes structures of numbers, pointers and strides, and runs its loops on torch's threads. Where nothing is
+traced or differentiated, it is called directly; else through `torch.ops.dcformer.native_attention` and its like.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh
+
+from ...compose_dcformer import DCFormerCompose
+from ...dcmha import Backend
+from ...modeling_dcformer import DCFormerRMSNorm
+from ...types_dcformer import AttentionInputs
+from ...visibility_dcformer import Visibility
+from ..call import (
+    DIFFERENTIABLE,
+    MOST_RANK,
+    TENSORS,
+    Call,
+    channels_last,
+    is_traced,
+    must_run_modules,
+    readable_mask,
+    why_no_kernel,
+)
+from ..operators import ARGUMENTS, attention_flops, differentiable_op, register_op
+from .build import SOURCES, compile_library, find_library, instruction_sets
+
+
+logger = logging.getLogger(__name__)
+
+FEW_TOKENS = 8  # which do not fill the tiles of a product: their projection is bound by reading the weights
+_QUERIES_PER_BLOCK = 256  # of a product in bfloat16 by torch; between two of them the scores are in memory
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.bool: 3, torch.int64: 4}
+_ACTIVATIONS = {GELUActivation: 0, GELUTanh: 1}
+
+# The structures of `csrc/call.h` and `csrc/factors.h`: numbers, then views of tensors, each of 7 numbers.
+_NO_VIEW = (0,) * 7
+_STAGES = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("query", "key", "static")]
+_CALL_VIEWS = [
+    *("padding", "sequence_ids", "dense", "query", "key", "value", "output", "scores", "log_sums"),
+    *("output_gradient", "query_gradient", "key_gradient", "value_gradient"),
+    *(*_STAGES[:3], *(f"{name}_gradient" for name in _STAGES[:3])),
+    *(*_STAGES[3:], *(f"{name}_gradient" for name in _STAGES[3:])),
+]
+_CALL = struct.Struct(f"13q d {7 * len(_CALL_VIEWS)}q")
+_PROJECTION = struct.Struct(f"12q 3d {7 * 12}q")
+
+
+class CPUBackend(Backend):
+    """C++ for CPUs with AVX2, AVX-512 or NEON: attention with gradients, and the projections of a few tokens."""
+
+    name, device_type = "native", "cpu"
+
+    def why_not(self, inputs: AttentionInputs) -> str | None:
+        if inputs.query.device.type != "cpu":
+            return f"the tensors are on {inputs.query.device.type}"
+        return _why_no_library() or why_no_kernel(inputs)
+
+    def attention(self, inputs: AttentionInputs) -> Tensor:
+        call = Call.of(inputs)
+        if call.needs_gradient():
+            return forward_op(*call)[0]
+        # Classes of tensors define operators, and may have no memory of their own.
+        if is_traced() or not set(map(type, call[:TENSORS])) <= {Tensor, type(None)}:
+            return attention_op(*call)
+        return _forward(call)[0]
+
+    def projection(self, layer: Any, hidden_states: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor] | None:
+        """As [`Backend.projection`], for a few tokens; their weights are read once."""
+        (batch, length, _), compose, linear = hidden_states.shape, layer.compose, layer.qkv_proj
+        if torch.is_grad_enabled() or not 0 < batch * length <= FEW_TOKENS or torch.is_autocast_enabled("cpu"):
+            return None
+        if type(compose) is not DCFormerCompose:
+            return None
+        activation, query_norm, key_norm = _ACTIVATIONS.get(type(compose.act_fn)), layer.q_norm, layer.k_norm
+        expected = ((compose, None), (linear, nn.Linear), (compose.act_fn, None))
+        if must_run_modules(*expected, (query_norm, DCFormerRMSNorm), (key_norm, DCFormerRMSNorm)):
+            return None
+        if activation is None or compose.rank > MOST_RANK or not compose.slots or _why_no_library():
+            return None
+        cosine, sine = position_embeddings or (None, None)
+        if cosine is not None and cosine.dtype != torch.float32:
+            return None
+        # The look-up of attributes takes ten times as long.
+        parameters, slots = compose._parameters, compose.slots
+        hidden, gate = parameters.get("hidden_weight"), parameters.get("gate_weight")
+        weights = [hidden, parameters.get("low_rank_weight"), gate]
+        weights += [linear._parameters["weight"], linear._parameters["bias"]]
+        eps = [compose.norm_eps]
+        for norm in (query_norm, key_norm):
+            weights.append(None if norm is None else norm._parameters["weight"])
+            eps.append(0.0 if norm is None else norm.eps)
+        for tensor in (hidden_states, *weights):
+            is_known = tensor is None or (type(tensor) in (Tensor, nn.Parameter) and tensor.dtype in _TYPES)
+            if not is_known or not (tensor is None or tensor.is_contiguous()):
+                return None
+        if hidden is gate is None:
+            return None
+        channels = 2 * compose.rank * (hidden is not None) + (gate is not None)
+        factors = hidden_states.new_empty(len(slots), batch, length, compose.groups * compose.heads, channels)
+        factors = factors.transpose(2, 3)  # (slots, batch, heads, length, channels)
+        projected = hidden_states.new_empty(batch, length, linear.out_features)
+        views = _views(hidden_states, *weights[:3], factors[0], *weights[3:], cosine, sine, projected)
+        branches = sum(map((1).__lshift__, slots))
+        numbers = batch, length, compose.groups, compose.heads, activation, branches, factors.stride(0)
+        heads = layer.head_dim, layer.num_heads, layer.num_key_value_heads
+        _run("dcformer_project", _PROJECTION, *numbers, *heads, *eps, *views)
+        return projected, factors
+
+
+def _forward(given: Call, log_sums: Tensor | None = None) -> tuple[Tensor, Any]:
+    """The output and, written to, the `log_sums` that a backward pass needs."""
+    call = _readable_call(given)
+    (batch, heads, queries, _), channels = call.query.shape, call.value.shape[3]
+    # In memory (batch, query, heads, channels), as models go on with it.
+    output = call.query.new_empty(batch, queries, heads, channels).transpose(1, 2)
+    in_16_bits = call.query.dtype == call.key.dtype == call.value.dtype == torch.bfloat16
+    if log_sums is None and call.query.shape[2] > FEW_TOKENS and in_16_bits and has_bfloat16_products():
+        _forward_in_bfloat16(call, output)
+    else:
+        _run_attention("dcformer_forward", call, output=output, log_sums=log_sums)
+    return output.to(given.query.dtype), log_sums
+
+
+def _forward_in_bfloat16(call: Call, output: Tensor) -> None:
+    """Where the CPU has products in bfloat16, torch makes both of them and the code composes between them."""
+    query, key, value = call[:3]
+    (batch, heads, queries, channels), key_heads = query.shape, key.shape[1]
+    # A power of two scales exactly; the rest follows in float32.
+    rest, exponent = math.frexp(call.scaling)
+    call = call._replace(scaling=rest)
+    masks = ("is_causal", "sliding_window", "query_offset", "sequence_ids")
+    mask = Visibility(queries, key.shape[2], **{name: getattr(call, name) for name in masks})
+    for start in range(0, queries, _QUERIES_PER_BLOCK):
+        stop = min(start + _QUERIES_PER_BLOCK, queries)
+        first, last = mask.key_range(start, stop)
+        rows = (query[:, :, start:stop] * 2.0**exponent).reshape(batch * key_heads, -1, channels)
+        keys, values = (states[:, :, first:last].flatten(0, 1) for states in (key, value))
+        scores = torch.bmm(rows, keys.mT)  # (batch x key/value heads, heads that share one x query, key)
+        composed = scores.view(batch, heads, stop - start, last - first)  # in place
+        _run_attention("dcformer_forward", call, (start, stop, first, last), scores=composed)
+        output[:, :, start:stop] = torch.bmm(scores, values).view(batch, heads, stop - start, -1)
+
+
+def _forward_for_gradients(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _forward(Call(query, *others), query.new_empty(query.shape[:3], dtype=torch.float32))
+
+
+def _backward(output_gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    given, log_sums = Call(*arguments[:-1]), arguments[-1]
+    call = _readable_call(given)
+    gradients = given.new_gradients("")  # all in float32
+    output_gradient = channels_last(_readable(output_gradient))  # alive until the code has read it
+    tensors = {f"{name}_gradient": gradient for name, gradient in zip(call._fields, gradients)}
+    _run_attention("dcformer_backward", call, output_gradient=output_gradient, log_sums=log_sums, **tensors)
+    return [gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, given) if gradient is not None]
+
+
+forward_op = differentiable_op("native", _forward_for_gradients, _backward, "C++")
+attention_op = register_op(
+    "native_attention", f"({ARGUMENTS}) -> Tensor", lambda *call: _forward(Call(*call))[0], attention_flops
+)
+
+
+def _readable_call(call: Call) -> Call:
+    """The same in types and strides that the C++ code knows; as a rule nothing is copied."""
+    readable: list[Any] = []
+    for number, tensor in enumerate(call[:DIFFERENTIABLE]):
+        if tensor is not None and (tensor.dtype not in _TYPES or tensor.dim() == 3):
+            tensor = _readable(tensor)
+        if number < 3 and tensor.stride(3) != 1:
+            tensor = channels_last(tensor)
+        readable.append(tensor)
+    dense = call.dense if call.dense is None or call.dense.dtype == torch.float32 else readable_mask(call.dense)
+    return Call(*readable, *call[DIFFERENTIABLE:11], dense, *call[TENSORS:])
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 3:  # a static map
+        return tensor.float().contiguous()
+    return tensor if tensor.dtype in _TYPES else tensor.float()
+
+
+def _views(*tensors: Tensor | None) -> list[int]:
+    """
+    Tensors as the code's `View`s: (batch, heads, length, channels), or without heads, as masks also without channels.
+    """
+    views: list[int] = []
+    for tensor in tensors:
+        if tensor is None:
+            views += _NO_VIEW
+            continue
+        strides, shape = tensor.stride(), tensor.shape
+        views += (tensor.data_ptr(), _TYPES[tensor.dtype], shape[-1])
+        if len(strides) < 4:  # one row may be for all of a batch
+            strides = (strides[0] if shape[0] > 1 else 0, 0, *strides[1:], *(0,) * (3 - len(strides)))
+        views += strides[:4]
+    return views
+
+
+def _run_attention(
+    function: str, call: Call, block: tuple[int, int, int, int] | None = None, **tensors: Tensor | None
+) -> None:
+    """Call a function that takes a call, of some queries and keys only if `scores` are given, and further tensors."""
+    query, key = call.query, call.key
+    given = {**call._asdict(), **tensors}
+    given["dense"] = None if call.dense is None else call.dense.expand(*query.shape[:2], -1, -1)
+    values: list[Any] = [*query.shape[:2], key.shape[1], call.groups, call.is_causal, call.sliding_window or 0]
+    values += [call.query_offset, *(block or (0, query.shape[2], 0, key.shape[2])), call.scaling]
+    _run(function, _CALL, *values, *_views(*map(given.get, _CALL_VIEWS)))
+
+
+def _run(function: str, structure: struct.Struct, *values: Any) -> None:
+    """Call a function of the library, which runs its loops on torch's threads."""
+    library = _library()
+    packed = structure.pack(library.parallel_for, torch.get_num_threads(), *values)
+    if failure := getattr(library, function)(packed):
+        raise RuntimeError(f"The C++ code of composed attention failed: {failure.decode()}.")
+
+
+@torch.compiler.assume_constant_result
+def _why_no_library() -> str | None:
+    library = _library()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def _library() -> Any:
+    """The library for this CPU, from beside this file or the user's cache, or compiled into it; else why not."""
+    if os.environ.get("DCFORMER_NATIVE") == "0":
+        return "it is switched off by DCFORMER_NATIVE=0"
+    instruction_set = _instruction_set()
+    if instruction_set is None:
+        return "it is made for CPUs with AVX2, AVX-512 or NEON"
+    try:
+        path = find_library(instruction_set, SOURCES)
+        if path is None:
+            cache = Path(os.environ.get("DCFORMER_CACHE") or "~/.cache/dcformer").expanduser()
+            path = find_library(instruction_set, cache) or compile_library(instruction_set, cache)
+        library: Any = ctypes.CDLL(str(path))
+        for function in (library.dcformer_forward, library.dcformer_backward, library.dcformer_project):
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
+        torch_parallel_for = ctypes.CDLL(torch._C.__file__).torch_parallel_for  # which torch exports for extensions
+        library.parallel_for = ctypes.cast(torch_parallel_for, ctypes.c_void_p).value
+        sizes = [*(ctypes.c_int64 * 2).in_dll(library, "dcformer_sizes")]
+        if sizes != [_CALL.size, _PROJECTION.size]:
+            raise ValueError(f"The structures of {path} have {sizes} bytes, those of {__file__} have others.")
+        return library
+    except (OSError, AttributeError, RuntimeError) as error:  # the last of a user without a home directory
+        reason = f"it could not be compiled or loaded ({error})"
+        logger.warning(
+            "Composed attention runs in plain torch, which takes several times as long: %s. It needs torch 2.10, a C++ "
+            "compiler and a folder to write to (DCFORMER_CACHE, by default ~/.cache/dcformer), or DCFORMER_NATIVE=0.",
+            reason,
+        )
+        return reason
+
+
+def _instruction_set() -> str | None:
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return next((name for name in instruction_sets() if name in ("neon", capability)), None)
+
+
+@functools.cache
+def has_bfloat16_products() -> bool:
+    """Whether this CPU multiplies in bfloat16, which others do by way of float32, many times slower."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
