@@ -90,7 +90,7 @@ def eval_command(
 def report_command(
     output: Annotated[str, typer.Argument(metavar="RESULTS", help="The folder that `dcformer eval` wrote.")],
     layout: Annotated[
-        Literal["terminal", "markdown", "csv", "json", "html"], typer.Option("--format", help="Format of the tables.")
+        Literal["terminal", "markdown", "json"], typer.Option("--format", help="Format of the tables.")
     ] = "terminal",
     plot: Annotated[
         str | None, typer.Option(help="File for a plot of every task's difference from the baseline.")

@@ -1,13 +1,12 @@
 """From results on disk to the paper's tables: numbers compared with a baseline, the paper and published Pythia scores.
 
 The report's frame holds one number per row at full precision; the tables are made from it. Accuracies are fractions in
-the frame, in CSV and JSON, and percent in the tables.
+the frame and in JSON, and percent in the tables.
 """
 
 from __future__ import annotations
 
 import functools
-import html
 import itertools
 import json
 import math
@@ -104,22 +103,8 @@ class Report:
         banners = [f"> **{_escaped(text)}**\n" for text in self.banners]
         return "\n".join([*banners, *tables, "".join(f"- {_escaped(note)}\n" for note in self.notes)])
 
-    def to_html(self) -> str:
-        """All tables as one HTML page without other files."""
-        parts = [f"<p><strong>{html.escape(text)}</strong></p>" for text in self.banners]
-        parts += [
-            f"<h2>{html.escape(title)}</h2>\n{table.to_html(index=False)}" for title, table in self.tables().items()
-        ]
-        parts += ["<ul>", *(f"<li>{html.escape(note)}</li>" for note in self.notes), "</ul>\n"]
-        head = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>DCFormer evaluation</title>'
-        return "\n".join([head, *parts])
-
-    def to_csv(self) -> str:
-        """One row per number at full precision."""
-        return self.frame.to_csv(index=False, lineterminator="\n")
-
     def to_json(self) -> str:
-        """An object with the sentences, the numbers as in CSV, and the breakdown of head tasks."""
+        """An object with the sentences, the numbers at full precision, and the breakdown of head tasks."""
         content = {
             **{name: getattr(self, name) for name in ("banners", "notes", "baseline", "correction")},
             "numbers": json.loads(self.frame.to_json(orient="records", double_precision=15)),
