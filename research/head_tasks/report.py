@@ -1,13 +1,14 @@
 """Print the tables of the study from its recorded results, and draw its figures.
 
-python -m research.head_tasks.report                # figures and claim.csv go to results/
+python -m research.head_tasks.report                # figures go to results/
 """
 
 from __future__ import annotations
 
-import csv
+import functools
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,6 +211,28 @@ def ablation_table(results: Mapping[str, Any]) -> str:
     return table([*columns, "corrected p", "perplexity in Table 9"], rows)
 
 
+def seeds_table(results: Mapping[str, Any]) -> str:
+    """Right answers of the models of seeds.yaml after training, by questions: means and 95 % intervals."""
+    questions = {
+        "held-out questions without an example before": ("held_out", "by_shots", "0"),
+        "of these about persons": ("held_out", "by_subject", "persons", "by_shots", "0"),
+        "of these about lists": ("held_out", "by_subject", "lists", "by_shots", "0"),
+        "with seven examples before": ("held_out", "by_shots", "7"),
+        "held-out tasks, none to seven examples": ("held_out",),
+        "the authors' 888 texts, two to seven examples": ("authors",),
+    }
+    names, rows = ("dcformer", "transformer"), []
+    for title, keys in questions.items():
+        row = [title]
+        for name in names:
+            runs = [run["evaluation"] for run in results["runs"] if run["variant"] == name]
+            shares = [100 * functools.reduce(operator.getitem, keys, run)["accuracy"] for run in runs]
+            mean, half = seed_interval(shares)
+            row.append(f"{mean:.1f} % ({mean - half:.1f} to {min(100.0, mean + half):.1f})")
+        rows.append(row)
+    return table(["", *names], rows)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
@@ -228,16 +251,6 @@ def _joined(values: Iterable[float | None], scale: float, digits: str) -> str:
     return ", ".join("-" if value is None else format(scale * value, digits) for value in values)
 
 
-def write_costs(costs: Iterable[Costs], path: Path) -> None:
-    """Write a row for every pair, loss, axis and seed; cells are empty if the loss was not reached."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["model", "baseline", "goal", "axis", "seed", "model_cost", "baseline_cost"])
-        for cost in costs:
-            for seed, pair in cost.by_seed.items():
-                writer.writerow([*cost[:4], seed, *("" if spent is None else f"{spent:.6g}" for spent in pair)])
-
-
 def plot_final(results: Mapping[str, Any], path: Path) -> None:
     """Final loss and accuracy of every variant: the seeds as circles, means with 95 % intervals."""
     curves = curves_of(results)
@@ -248,7 +261,8 @@ def plot_final(results: Mapping[str, Any], path: Path) -> None:
             for row, name in enumerate(names):
                 values = _final(curves[name], quantity)
                 mean, half_width = seed_interval(values)
-                axis.plot(values, [row] * len(values), "o", color="0.45", markerfacecolor="none", markersize=4)
+                style = {"color": "0.45", "markerfacecolor": "none", "markersize": 4}
+                axis.plot(values, [row] * len(values), "o", gid=f"data.{quantity}.{name}", **style)
                 axis.errorbar(mean, row, xerr=half_width, fmt="D", color="black", markersize=4)
             axis.set_xlabel("evaluation loss (nats per token)" if quantity == "loss" else "share of right answers")
 
@@ -268,7 +282,8 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
                         for key in (axis, quantity)
                     )
                     style = {"color": COLOURS[kind], "linestyle": styles[int(name.split("_")[1])]}
-                    panel.plot(spent, values, label=name.replace("_", " "), **style)
+                    gid = f"data.{quantity}_by_{axis}.{name}"
+                    panel.plot(spent, values, label=name.replace("_", " "), gid=gid, **style)
                 for rule in REFERENCES:
                     if quantity in references[rule]:
                         panel.axhline(references[rule][quantity], color="0.35", linewidth=1.0, linestyle="-.")
@@ -291,13 +306,12 @@ def plot_seeds(results: Mapping[str, Any], path: Path) -> None:
         for name, by_seed in curves_of(results).items():
             colour = COLOURS.get(name, COLOURS["2e-2"])
             for seed, curve in by_seed.items():
-                axis.plot(
-                    curve["flops"], curve["accuracy"], color=colour, alpha=0.35, linewidth=1, gid=f"{name}-{seed}"
-                )
+                style = {"color": colour, "alpha": 0.35, "linewidth": 1, "gid": f"data.accuracy.{name}-{seed}"}
+                axis.plot(curve["flops"], curve["accuracy"], **style)
             # All seeds are evaluated after the same steps, and so after the same FLOPs.
             means = [_mean(shares) for shares in zip(*(curve["accuracy"] for curve in by_seed.values()))]
             label = f"{name}, {100 * means[-1]:.1f} % at the end"
-            axis.plot(curve["flops"], means, color=colour, linewidth=3, label=label, gid=f"{name}-mean")
+            axis.plot(curve["flops"], means, color=colour, linewidth=3, label=label, gid=f"data.accuracy.{name}-mean")
         for rule, title in REFERENCES.items():
             share = references[rule]["accuracy"]
             axis.axhline(share, color="0.35", linewidth=1.0, linestyle="-.", gid=rule)
@@ -312,15 +326,18 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def draw_figures(folder: Path) -> None:
+    """Draw every figure of the page from the recorded results."""
+    plot_final(read_results("ablation"), folder / "ablation.svg")
+    plot_curves(read_results("claim"), folder / "claim_curves.svg")
+    plot_seeds(read_results("seeds"), folder / "head_tasks.svg")
+
+
 def main() -> None:
-    rates, claim, ablation = (read_results(name) for name in ("rates", "claim", "ablation"))
-    print(*claim_tables(claim), rates_table(rates), ablation_table(ablation), sep="\n\n")
-    blind_loss = claim["references"]["evaluation"]["blind_choice"]["loss"]
-    write_costs(costs_of(curves_of(claim), blind_loss), RESULTS / "claim.csv")
-    for name, results in (("rates", rates), ("claim", claim), ("ablation", ablation)):
-        plot_final(results, RESULTS / f"{name}.png")
-    plot_curves(claim, RESULTS / "claim_curves.png")
-    plot_seeds(read_results("seeds"), RESULTS / "head_tasks.svg")
+    rates, claim, ablation, seeds = (read_results(name) for name in ("rates", "claim", "ablation", "seeds"))
+    tables = [*claim_tables(claim), rates_table(rates), ablation_table(ablation), seeds_table(seeds)]
+    print(*tables, sep="\n\n")
+    draw_figures(RESULTS)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def read_folder(folder: Path, suffixes: tuple[str, ...], key: Callable[[Path], A
 
 def read_hub(kind: str) -> Iterator[str]:
     """The documents of a data set; WikiText has a row per paragraph, and a title begins an article."""
-    from datasets import load_dataset  # which a machine that only reads packed text need not have
+    from datasets import load_dataset  # not needed for files of one's own
 
     name, configuration, column = HUB[kind]
     article = ""

@@ -38,15 +38,14 @@ _RESAMPLES = 10_000
 
 def read_pairs(folder: Path) -> pd.DataFrame:
     """
-    A row per finished run in `<text>.json` and `<text>-*.json`: `text`, `model`, `size`, `seed`, its costs, losses,
-    `curve` and `test`. Seconds follow from `speed.json`; those of a variant that it has not are what the run took.
+    A row per run in `<text>.json`: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`. Seconds
+    follow from `speed.json`; those of a variant that it has not are what the run took.
     """
     rows = []
     speed = folder / "speed.json"
     step_seconds = json.loads(speed.read_text(encoding="utf-8"))["seconds"] if speed.is_file() else {}
     for text in MARKERS:
-        files = (folder / f"{text}.json", *sorted(folder.glob(f"{text}-*.json")))
-        for run in (run for file in files for run in recorded(file)["runs"] if "test" in run):
+        for run in recorded(folder / f"{text}.json")["runs"]:
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
@@ -113,8 +112,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def complete(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose seed both models of a size have, trained on as many tokens."""
-    return pairs[pairs.groupby(["text", "size", "seed", "tokens"])["model"].transform("nunique") == len(MODELS)]
+    """The rows whose seed both models of a size have."""
+    return pairs[pairs.groupby(["text", "size", "seed"])["model"].transform("nunique") == len(MODELS)]
 
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:
@@ -173,28 +172,6 @@ def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
             cells = {axis: _ratio(*ratios.loc[size]) for axis, ratios in found.items()}
             rows.append({"text": text, "at the cost of": size} | cells)
     return pd.DataFrame(rows).rename(columns={"flops": "FLOPs"})
-
-
-def length_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """
-    How many times the FLOPs of DCFormer++ the baseline of its size needs for the same loss if it reads more tokens.
-
-    A line through the baseline's lengths, logarithm of the loss on that of the FLOPs, is read at the loss of
-    DCFormer++. Other lengths of a size have its name with a hyphen and more behind it, such as `11m-half`.
-    """
-    runs = runs.assign(size=runs["size"].str.partition("-")[0])
-    rows = []
-    for (text, size), group in runs.groupby(["text", "size"], sort=False):
-        ratios = {}
-        for seed, of_seed in group.groupby("seed"):
-            own, base = (of_seed[of_seed["model"] == model] for model in ("dcformer", "transformer"))
-            if len(own) == 1 and base["tokens"].nunique() > 1:
-                slope, level = np.polyfit(np.log(base["flops"]), np.log(base["loss"]), 1)
-                cost = np.exp((np.log(own["loss"].item()) - level) / slope)
-                ratios[seed] = cost / own["flops"].item()
-        if ratios:
-            rows.append({"text": text, "size": size, "seeds": len(ratios), "FLOPs": with_interval([*ratios.values()])})
-    return pd.DataFrame(rows)
 
 
 def _ratio(ratio: float, low: float, high: float) -> str:
@@ -263,8 +240,9 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
                 )
                 costs = np.geomspace(pairs["flops"].min() / 1.2, pairs["flops"].max() * 1.2)
                 style = {"color": COLOURS[model], "label": MODELS[model]}
-                panel.plot(costs, np.exp(intercept + slope * np.log(costs)), linewidth=1.2, **style)
-                panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4)
+                gid = f"data.{text}.{model}"
+                panel.plot(costs, np.exp(intercept + slope * np.log(costs)), linewidth=1.2, gid=f"{gid}-line", **style)
+                panel.plot(rows["flops"], rows["loss"], "o", color=COLOURS[model], markersize=4, gid=f"{gid}-seeds")
             _scale_costs(panel)
             panel.set_title(f"English {text}" if text == "prose" else text.capitalize(), fontsize=10)
             panel.set_xlabel("FLOPs of training")
@@ -276,7 +254,8 @@ def plot_scaling(pairs: pd.DataFrame, path: Path) -> None:
         ratios = pd.concat(found).drop(index="all", level=1)
         places = range(len(ratios))
         spread = (ratios["ratio"] - ratios["low"], ratios["high"] - ratios["ratio"])
-        last.errorbar(ratios["ratio"], places, xerr=spread, fmt="D", color=COLOURS["dcformer"], capsize=3)
+        style = {"color": COLOURS["dcformer"], "capsize": 3, "gid": "data.ratios.all"}
+        last.errorbar(ratios["ratio"], places, xerr=spread, fmt="D", **style)
         for place, ratio in zip(places, ratios["ratio"]):
             last.annotate(f"{ratio:.2f}", (ratio, place), (0, 8), textcoords="offset points", ha="center")
         last.axvline(1, color="black", linewidth=0.8)
@@ -309,7 +288,8 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
                     spent, losses = mean_curve(group, axis), mean_curve(group, "loss")
                     label = f"{MODELS[model]}, {size}"
                     halfway.append(losses[len(losses) // 2])
-                    panel.plot(spent, losses, color=COLOURS[model], linestyle=sizes[size], label=label)
+                    style = {"color": COLOURS[model], "linestyle": sizes[size], "gid": f"data.{text}_{axis}.{label}"}
+                    panel.plot(spent, losses, label=label, **style)
                 _scale_costs(panel)
                 panel.set_xlabel(title)
                 draw_grid(panel)
@@ -319,34 +299,55 @@ def plot_curves(pairs: pd.DataFrame, path: Path) -> None:
         figure.legend(*handles, loc="outside lower center", ncols=len(sizes), frameon=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the recorded results")
-    folder = parser.parse_args().results
-    runs = read_pairs(folder)
-    pairs = complete(runs)
+def rates_table(folder: Path) -> pd.DataFrame:
+    """Losses by learning rate, of the seeds in the order of their numbers."""
+    rows = []
+    for text, file in (("code", "rates.json"), ("prose", "rates_prose.json")):
+        for variant, by_seed in losses_of(recorded(folder / file)).items():
+            losses = ", ".join(f"{by_seed[seed]:.3f}" for seed in sorted(by_seed))
+            rows.append({"text": text, "model, rate": variant.replace("_", " "), "loss": losses})
+    return pd.DataFrame(rows)
+
+
+def ablation_table(folder: Path) -> pd.DataFrame:
+    """Rows of Table 9; the pair of the small size is recorded with the others."""
+    ablation, code = (losses_of(recorded(folder / file)) for file in ("ablation.json", "code.json"))
+    if not ablation:
+        return pd.DataFrame()
+    losses = ablation | {row: code[variant] for row, variant in OF_CODE.items() if variant in code}
+    return rows_table(losses, load_recipe(PUBLISHED).sweep["published"], ROWS_OF_TABLE_9, "none")
+
+
+def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
+    """Title -> every table that the results of a folder have."""
+    pairs = complete(read_pairs(folder))
     tables = {
         "Pairs": pairs_table(pairs),
         "Difference while training": training_table(pairs),
         "Cost of equal loss": ratios_table(pairs),
-        "Cost of equal loss by more tokens": length_table(runs),
     }
     for size in dict.fromkeys(pairs["size"]):
-        parts = [part for part in ("classes", "positions") if part in pairs[pairs["size"] == size].iloc[0]["test"]]
-        for part in parts:
+        for part in ("classes", "positions"):
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
-    if (ablation := recorded(folder / "ablation.json"))["runs"]:
-        code = losses_of(recorded(folder / "code.json"))
-        losses = losses_of(ablation) | {row: code[variant] for row, variant in OF_CODE.items() if variant in code}
-        published = load_recipe(PUBLISHED).sweep["published"]
-        tables["Ablation"] = rows_table(losses, published, ROWS_OF_TABLE_9, "none")
-    for title, table in tables.items():
-        if len(table) == 0:  # as the fit over sizes is with one size
-            continue
-        print(f"## {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n")
-    plot_curves(pairs, folder / "curves.png")
+    tables |= {"Ablation": ablation_table(folder), "Learning rates": rates_table(folder)}
+    return {title: table for title, table in tables.items() if len(table)}  # the fit over sizes needs two
+
+
+def draw_figures(results: Path, folder: Path) -> None:
+    """Draw every figure of the page from the results of one folder into another."""
+    pairs = complete(read_pairs(results))
+    plot_curves(pairs, folder / "curves.svg")
     if pairs.groupby("text")["size"].nunique().max() > 1:
-        plot_scaling(pairs, folder / "scaling.png")
+        plot_scaling(pairs, folder / "scaling.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the recorded results")
+    folder = parser.parse_args().results
+    for title, table in tables_of(folder).items():
+        print(f"## {title}\n\n{table.to_markdown(index=False, disable_numparse=True)}\n")
+    draw_figures(folder, folder)
 
 
 if __name__ == "__main__":

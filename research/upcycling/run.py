@@ -105,9 +105,8 @@ def table(results: list[dict[str, Any]], before: list[float]) -> pd.DataFrame:
         row["test perplexity by seed"] = ", ".join(f"{math.exp(pd.Series(run['test']).mean()):.3f}" for run in runs)
         for name, other in (("the untouched model", pd.Series(before)), ("LoRA", means["LoRA"])):
             mean, half = seed_interval(list(means[method] - other))
-            row[f"loss over {name}"] = (
-                "" if method == name else f"{mean:+.4f} ({mean - half:+.4f} to {mean + half:+.4f})"
-            )
+            of_blocks = f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+            row[f"loss over {name}"] = "" if method == name else of_blocks
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -4,18 +4,14 @@ import re
 import runpy
 import shlex
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
 import dcformer
 from dcformer import cache_bytes_per_token, cli
-from dcformer.head_tasks import REFERENCES
-from research.head_tasks import report as head_tasks
 
 
 ROOT = Path(__file__).parents[2]
@@ -122,30 +118,6 @@ def test_values_that_the_page_on_configuration_shows_make_a_configuration():
 def test_the_picture_of_the_cache_is_drawn_from_the_shapes():
     drawing = runpy.run_path(str(DOCS / "images/draw_cache.py"))
     assert drawing["FILE"].read_text(encoding="utf-8") == drawing["draw"]()
-
-
-def test_the_picture_of_the_head_tasks_shows_the_recorded_runs(tmp_path):
-    recorded = head_tasks.read_results("seeds")
-    head_tasks.plot_seeds(recorded, tmp_path / "drawn.svg")
-    for file in (head_tasks.RESULTS / "head_tasks.svg", tmp_path / "drawn.svg"):
-        root, drawn, data = ElementTree.parse(file).getroot(), {}, []
-        for name in ("transformer", "dcformer"):
-            for key in (0, 1, 2, 3, "mean"):
-                (path,) = root.findall(f".//*[@id='{name}-{key}']/{{*}}path")
-                drawn[name, key] = np.array(re.findall(r"[ML] (\S+) (\S+)", path.get("d")), float)
-        for run in recorded["runs"]:
-            data.append(np.transpose([run["curve"]["flops"], run["curve"]["accuracy"]]))
-        runs = np.stack([drawn[run["variant"], run["seed"]] for run in recorded["runs"]])  # (run, evaluation, axis)
-        for axis in (0, 1):
-            _, (residual,), *_ = np.polyfit(np.stack(data)[..., axis].ravel(), runs[..., axis].ravel(), 1, full=True)
-            assert residual < 1e-3  # a straight line from the recorded numbers to the points of the picture
-        text = " ".join(root.itertext())
-        for name in ("transformer", "dcformer"):
-            np.testing.assert_allclose(drawn[name, "mean"], np.mean([drawn[name, seed] for seed in range(4)], axis=0))
-            ends = [run["curve"]["accuracy"][-1] for run in recorded["runs"] if run["variant"] == name]
-            assert f"{name}, {100 * np.mean(ends):.1f} % at the end" in text
-        for rule, label in REFERENCES.items():
-            assert f"{label}, {100 * recorded['references']['evaluation'][rule]['accuracy']:.1f} %" in text
 
 
 def test_the_citation_is_the_same_in_both_places():
