@@ -18,7 +18,7 @@ from .running import running_quietly, status
 
 
 if TYPE_CHECKING:
-    from ..generation import Generated, TextGenerator, VLLMGenerator
+    from ..generation import Generated, TextGenerator
 
 _OF_GENERATE = ["max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"]
 _CONFIG = "generation_config.json"
@@ -27,8 +27,6 @@ _ONLY_WITH = {
     "prompts": "--output",
     **dict.fromkeys(["output", "field", "batch_size"], "--prompts"),
     "chat_template": "--chat",
-    **dict.fromkeys(["chat", "device", "attn_implementation", "oov_policy"], "--engine transformers"),
-    **dict.fromkeys(["num_beams", "cache_implementation", "assistant_model"], "--engine transformers"),
 }
 
 
@@ -60,10 +58,7 @@ def generate_command(
     prompts: Annotated[Path | None, typer.Option(metavar="FILE", help="Answer prompts: lines, or JSONL.")] = None,
     field: Annotated[str | None, typer.Option(help="JSONL field: text or token ids.", show_default="prompt")] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL of answers; repeat to resume.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts per batch.", show_default="8; vllm 1024")
-    ] = None,
-    engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="What runs the model.")] = "transformers",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts per batch.", show_default="8")] = None,
     dtype: Dtype = None,
     device: Device = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Such as dcmha_plain.", show_default="auto")] = None,
@@ -90,7 +85,6 @@ def generate_command(
         if prompts is not None and (chat or prompt is not None):
             raise ValueError("--prompts replaces PROMPT and --chat; leave one of them out.")
         others = {"--prompts": prompts, "--output": output, "--chat": chat}
-        others["--engine transformers"] = engine == "transformers"
         for name, other in _ONLY_WITH.items():
             if given[name] is not None and not others[other]:
                 raise ValueError(f"{name}={given[name]} goes only with {other}; add that, or leave it out.")
@@ -104,13 +98,8 @@ def generate_command(
         else:
             is_given = prompt not in (None, "-")
             text = _as_utf8(str(prompt) if is_given else sys.stdin.read().removesuffix("\n").removeprefix("\ufeff"))
-            generator: Any = _load_vllm(given) if engine == "vllm" else _load(given)
-            ids = generator.encode(text, "The prompt" if is_given else "The standard input")
-            if engine == "vllm":
-                (answer,) = generator.generate([ids], seed)
-                print(answer.removesuffix("\n"), flush=True)
-            else:
-                _print(generator.stream(ids))
+            generator = _load(given)
+            _print(generator.stream(generator.encode(text, "The prompt" if is_given else "The standard input")))
 
 
 def _as_utf8(text: str) -> str:
@@ -190,13 +179,11 @@ def _answer_file(given: dict[str, Any]) -> None:
 
     seed, field = given["seed"], "prompt" if given["field"] is None else given["field"]
     records = read_prompts(given["prompts"], field)
-    generator: Any = _load_vllm(given) if given["engine"] == "vllm" else _load(given)
+    generator = _load(given)
     where = f"of {str(given['prompts'])!r}"
     prompts = [generator.encode(record[field], f"Line {line} {where}") for line, record in enumerate(records, start=1)]
 
     def answer(start: int, end: int) -> list[str]:
-        if given["engine"] == "vllm":
-            return generator.generate(prompts[start:end], None if seed is None else seed + start)
         if seed is not None:  # so that a resumed run samples what an uninterrupted one does
             set_seed(seed + start)
         return [answer.text for answer in generator.generate(prompts[start:end])]
@@ -210,34 +197,23 @@ def _answer_file(given: dict[str, Any]) -> None:
         if given[name] and not looks_like_path(find_folder(given[name])):
             settings[name] = [given[name], find_commit(given[name], revision)]
     if given["tokenizer"]:
-        owner = generator.model if given["engine"] == "vllm" else generator.loaded
-        settings["tokenizer"] = fingerprint_tokenizer(owner.tokenizer)
+        settings["tokenizer"] = fingerprint_tokenizer(generator.loaded.tokenizer)
     for file in [file for folder in folders for file in (folder, *folder.glob("*")) if file.is_file()]:
         if file.suffix not in (".lock", ".partial", ".unfinished"):  # of answers that are written there
             settings[str(file)] = [
                 file.stat().st_size,
                 file.stat().st_ctime_ns,
             ]  # a copy may keep the modification time
-    size = given["batch_size"] or (8 if given["engine"] == "transformers" else 1024)
     with progress_bar(MofNCompleteColumn(), TimeRemainingColumn()) as (bar, _):
         row = bar.add_task("Answering", total=len(records))
         write_answers(
             records,
             answer,
             given["output"],
-            batch_size=size,
+            batch_size=given["batch_size"] or 8,
             settings=settings,
             on_progress=lambda done: bar.update(row, completed=done),
         )
-
-
-def _load_vllm(given: dict[str, Any]) -> VLLMGenerator:
-    from ..generation import VLLMGenerator
-    from ..loading import find_model
-
-    model = find_model(given["model"], tokenizer=given["tokenizer"], revision=given["revision"])
-    options = {name: given[name] for name in (*_OF_GENERATE, "dtype", "tokenizer")}
-    return VLLMGenerator(model, stop_strings=given["stop"] or (), **options)
 
 
 def _print(pieces: Generator[str, None, Generated]) -> Generated:

@@ -1,4 +1,4 @@
-"""Text generation by Transformers' generate(), streamed or in batches, or by vLLM."""
+"""Text generation by Transformers' generate(), streamed or in batches."""
 
 import contextvars
 import copy
@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from ..common.contexts import encode_context, refuse_surrogates
-from ..common.dtypes import dtype_name
-from ..common.optional import import_vllm
-from ..loading import FoundModel, LoadedModel, find_folder
+from ..loading import LoadedModel
 
 
 _NEW_TOKENS = 256
@@ -89,7 +87,14 @@ class TextGenerator:
         Raises:
             ValueError: if it is empty or not UTF-8, or an id has no embedding and `oov_policy` does not clamp it.
         """
-        ids, config = _encode(self.loaded.tokenizer, prompt, what, add_special_tokens), self.loaded.model.config
+        tokenizer, config = self.loaded.tokenizer, self.loaded.model.config
+        if isinstance(prompt, str):
+            refuse_surrogates(prompt, what)
+            ids = [] if prompt.isspace() else encode_context(tokenizer, prompt, add_special_tokens=add_special_tokens)
+        else:
+            ids = [int(number) for number in prompt]
+        if not prompt or not ids:
+            raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
         vocab_size = config.get_text_config().vocab_size  # of an embedding that someone has wrapped or replaced
         rows = getattr(self.loaded.model.get_input_embeddings(), "num_embeddings", vocab_size)
         if max(ids) >= rows and getattr(config, "oov_policy", None) != "clamp":
@@ -184,96 +189,6 @@ class TextGenerator:
             text = "".join(text_before(self.stop_strings, [tokenizer.decode(new, skip_special_tokens=True)]))
             answers.append(Generated(new, text, [*prompt, *new]))
         return answers
-
-
-# Options that are passed to vLLM, or that change no text.
-_READ_BY_VLLM = {"bos_token_id", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length", "do_sample"}
-_READ_BY_VLLM |= {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "use_cache", "cache_implementation"}
-_READ_BY_VLLM |= {"transformers_version", "_from_model_config", "output_scores", "output_logits", *_UNUSED}
-_NEUTRAL = (None, False, 1, [], {})  # values of other fields without effect, such as one beam; False equals 0
-
-
-class VLLMGenerator:
-    """
-    Generates texts with vLLM and options of generate().
-
-    Args:
-        model: From [`dcformer.loading.find_model`].
-        stop_strings, options: As of [`TextGenerator`], without beams and drafts.
-        dtype (*optional*): Such as `"bfloat16"`; `None`: that in which the weights are stored.
-        tokenizer (*optional*): Bundled model, folder or name on the Hub, instead of the model's.
-
-    Raises:
-        ImportError: without vLLM.
-        ValueError: if an option, also one of generation_config.json, is not passed to vLLM.
-    """
-
-    def __init__(
-        self,
-        model: FoundModel,
-        *,
-        stop_strings: Sequence[str] = (),
-        dtype: str | None = None,
-        tokenizer: str | None = None,
-        **options: Any,
-    ):
-        # On a CPU the cache would take nine tenths of the memory; this is in GiB.
-        settings = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_LOGGING_LEVEL": "WARNING"}
-        self._vllm: Any = import_vllm("--engine vllm", **settings)
-        try:
-            config = GenerationConfig.from_pretrained(model.path, revision=model.revision)
-        except OSError:  # a model without the file
-            config = GenerationConfig.from_model_config(model.config)
-        self.model, self.config = model, _merged(config, _sampling_options(options), model.name)
-        self.stop_strings = _stop_strings(stop_strings, self.config)
-        for name, value in self.config.to_diff_dict().items():
-            if name not in _READ_BY_VLLM and value not in _NEUTRAL:
-                raise ValueError(
-                    f"generation_config.json of {model.name!r} has {name}={value!r}, which --engine vllm ignores; "
-                    "remove it there, or use --engine transformers."
-                )
-        stored = model.config.get_text_config().dtype  # by default vLLM rounds float32 weights to 16 bits
-        dtype = dtype or ("auto" if stored is None else dtype_name(stored))
-        tokenizer = tokenizer and find_folder(tokenizer)
-        self._llm = self._vllm.LLM(model.path, dtype=dtype, tokenizer=tokenizer, revision=model.revision)
-
-    def encode(self, prompt: str | Sequence[int], what: str = "The prompt") -> list[int]:
-        """Token ids of a prompt; vLLM refuses those without an embedding."""
-        return _encode(self.model.tokenizer, prompt, what)
-
-    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[str]:
-        """The texts that continue prompts, which are token ids; `seed` makes sampling repeatable."""
-        given = self.config.to_dict()
-        defaults = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if given.get("do_sample") else {}
-        values = {"temperature": 0.0, "repetition_penalty": 1.0, **defaults}
-        values |= {name: given[name] for name in ("repetition_penalty", *defaults) if given.get(name) is not None}
-        params = [
-            self._vllm.SamplingParams(
-                **values,
-                max_tokens=_new_tokens(self.config, self.model.config, len(ids)),
-                seed=None if seed is None else seed + index,
-                stop=list(self.stop_strings),
-                stop_token_ids=_eos_token_ids(self.config, self.model.tokenizer),
-            )
-            for index, ids in enumerate(prompts)
-        ]
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        # The text of vLLM lacks the token that ended it, which generate() keeps.
-        rows = [output.outputs[0].token_ids for output in outputs]
-        texts = self.model.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        return ["".join(text_before(self.stop_strings, [text])) for text in texts]
-
-
-def _encode(tokenizer: Any, prompt: str | Sequence[int], what: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a prompt; ValueError if there are none, or a text is not UTF-8."""
-    if isinstance(prompt, str):
-        refuse_surrogates(prompt, what)
-        ids = [] if prompt.isspace() else encode_context(tokenizer, prompt, add_special_tokens=add_special_tokens)
-    else:
-        ids = [int(number) for number in prompt]
-    if not prompt or not ids:
-        raise ValueError(f"{what} must hold text to continue, got {prompt!r}.")
-    return ids
 
 
 def _merged(config: GenerationConfig, options: dict[str, Any], name: str) -> GenerationConfig:

@@ -247,9 +247,6 @@ WRONG = {
     "field of no file": (["dcformer-tiny", "--chat", "--field", "text"], "field=text goes only with --prompts"),
     "template": (["dcformer-tiny", "x", "--chat-template", "f"], "chat_template=f goes only with --chat"),
     "no chat in a file": (["dcformer-tiny", "--prompts", "f", "--output", "o", "--chat-template", "f"], "--chat"),
-    "chat with vLLM": (["dcformer-tiny", "--chat", "--engine", "vllm"], "chat=True goes only with --engine transf"),
-    "beams with vLLM": (["dcformer-tiny", "x", "--engine", "vllm", "--num-beams", "2"], "num_beams=2"),
-    "vLLM alone": (["dcformer-tiny", "x", "--engine", "vllm"], "needs vllm: pip install"),
     "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
@@ -267,7 +264,6 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
     arguments, words, *given = WRONG[case]
-    monkeypatch.setitem(sys.modules, "vllm", None)  # not installed
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{\n')
     Path("blank.txt").write_text("a\n \n")

@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from contextvars import ContextVar
-from types import SimpleNamespace
 
 import pytest
 from tiny_models import tiny_model
@@ -14,7 +13,7 @@ from tokenizers import processors
 from transformers import GenerationConfig
 
 from dcformer.common.contexts import encode_context
-from dcformer.generation import TextGenerator, VLLMGenerator, read_prompts, write_answers
+from dcformer.generation import TextGenerator, read_prompts, write_answers
 from dcformer.generation.generator import text_before
 from dcformer.head_tasks import build_tokenizer
 from dcformer.loading import LoadedModel, load_model
@@ -134,33 +133,7 @@ def test_a_prompt_is_continued_although_its_tokenizer_ends_texts(loaded):
     prompts = ["Paris", "Who likes Mumbai, Ruth has Paris"]
     assert ending.generate(prompts) == plain.generate(prompts)
     assert finish(ending.stream(prompts[0])) == finish(plain.stream(prompts[0]))
-    by_vllm = VLLMGenerator.__new__(VLLMGenerator)
-    by_vllm.model = SimpleNamespace(tokenizer=tokenizer)
-    assert [by_vllm.encode(prompt) for prompt in (*prompts, [5, 1])] == [*map(plain.encode, prompts), [5, 1]]
-
-
-def test_vllm_gets_what_a_model_and_a_prompt_ask_for_or_refuses_it(loaded, tmp_path, monkeypatch):
-    called, prompts = [], [[5, 6, 7], [5, 6], [5] * 5]
-
-    def generate(prompts, params, use_tqdm):
-        called[:] = params
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7])]) for _ in prompts]
-
-    fake = SimpleNamespace(SamplingParams=dict, LLM=lambda *_, **options: SimpleNamespace(generate=generate))
-    monkeypatch.setattr("dcformer.generation.generator.import_vllm", lambda *_, **environment: fake)
-    found = {"name": "m", "path": tmp_path, "revision": "main", "tokenizer": loaded.tokenizer}
-    model, first = SimpleNamespace(config=loaded.model.config, **found), loaded.tokenizer.decode([5])
-    fields = {"max_length": 9, "stop_strings": "x", "return_dict_in_generate": True, "output_scores": True, "top_k": 7}
-    GenerationConfig(eos_token_id=[3, 4], do_sample=True, **fields).save_pretrained(tmp_path)
-    assert VLLMGenerator(model).generate(prompts, seed=10) == [loaded.tokenizer.decode([5, 6, 7])] * 3
-    same = {"stop": ["x"], "stop_token_ids": [3, 4], "top_k": 7, "temperature": 1.0, "repetition_penalty": 1.0}
-    changing = [{"max_tokens": limit, "seed": seed} for limit, seed in ((6, 10), (7, 11), (4, 12))]
-    assert called == [{**same, **params, "top_p": 1.0, "min_p": 0.0} for params in changing]
-    generator = VLLMGenerator(model, max_new_tokens=2, stop_strings=[loaded.tokenizer.decode([6])], do_sample=False)
-    assert [text.strip() for text in generator.generate([[5]])] == [first] and called[0]["temperature"] == 0
-    for field, value in (("num_return_sequences", 2), ("num_beams", 3), ("no_repeat_ngram_size", 2)):
-        with pytest.raises(ValueError, match=f"{field}={value}"):
-            VLLMGenerator(model, **{field: value})
+    assert ending.encode([5, 1]) == [5, 1]
 
 
 DAMAGES = {
