@@ -36,7 +36,7 @@ def summarise(results: Mapping[str, Any]) -> pandas.DataFrame:
     table = groups["parameters"].first().to_frame()
     table.insert(0, "seeds", groups.size())
     for metric in _metrics(frame):
-        intervals = {name: seed_interval(values) for name, values in groups[metric] if values.notna().all()}
+        intervals = {name: seed_interval(values) for name, values in groups[metric]}
         table[metric] = {name: mean for name, (mean, _) in intervals.items()}
         table[f"{metric} ±"] = {name: half for name, (_, half) in intervals.items()}
     return table

@@ -19,7 +19,15 @@ from typer.testing import CliRunner
 
 import dcformer.eval
 from dcformer.cli import app
-from dcformer.experiments import compare_variants, plan_sweep, plot_sweep, print_report, run_sweep, summarise
+from dcformer.experiments import (
+    compare_variants,
+    finish_run,
+    plan_sweep,
+    plot_sweep,
+    print_report,
+    run_sweep,
+    summarise,
+)
 from dcformer.head_tasks import build_tokenizer
 from dcformer.training import Recipe
 from dcformer.training.trainer import RecipeTrainer
@@ -75,14 +83,20 @@ def timeless(results):
 
 
 def test_a_run_is_the_recipe_with_the_variant_and_the_seed(tmp_path):
-    recipe = sweep_recipe(tmp_path)
-    _, runs = plan_sweep(recipe)
+    both = {"model": {"compose_pre": False}, "training": {"learning_rate": 0.5}}
+    training = {"compile_mode": "reduce-overhead"}
+    recipe = sweep_recipe(tmp_path, training, variants={**VARIANTS, "both": both}, only=["both", "plain"])
+    sweep, runs = plan_sweep(recipe)
     # Seeds are the outer loop, so that a sweep which is stopped has comparable runs.
-    assert [run.name for run in runs] == ["plain, seed 0", "composed, seed 0", "plain, seed 1", "composed, seed 1"]
-    run = runs[2].recipe
-    assert run.model == {**recipe.model, **PLAIN["model"]}
-    assert (run.seed, run.sweep, run.output) == (1, None, str(tmp_path / "plain" / "seed-1"))
-    assert (run.data, run.training) == (recipe.data, recipe.training)
+    names = [f"{name}, seed {seed}" for seed in (0, 1) for name in ("plain", "composed", "both")]
+    assert [run.name for run in runs] == names
+    assert [run.variant for run in sweep.chosen(runs)] == ["plain", "both"] * 2
+    for run, variant, seed in zip(runs, ("plain", "composed", "both") * 2, (0, 0, 0, 1, 1, 1)):
+        change = sweep.variants[variant] or {}
+        assert (run.recipe.seed, run.recipe.sweep, run.folder) == (seed, None, tmp_path / variant / f"seed-{seed}")
+        assert run.recipe.model == {**recipe.model, **change.get("model", {})}
+        assert run.recipe.training == replace(recipe.training, **change.get("training", {}))
+        assert run.recipe.data == recipe.data and run.recipe.training.compile_mode == "reduce-overhead"
 
 
 def test_results_hold_every_run_in_order(finished):
@@ -101,9 +115,13 @@ def test_results_hold_every_run_in_order(finished):
 
 
 def test_finished_runs_are_reused_and_scored_when_tasks_come(copied, scored, monkeypatch):
-    before = read(copied)
-    assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
     monkeypatch.setattr(RecipeTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+    before = read(copied)
+    assert (
+        run_sweep(sweep_recipe(copied, {"compile_mode": "reduce-overhead"}), on_progress=ignore)["runs"]
+        == before["runs"]
+    )
+    assert run_sweep(sweep_recipe(copied), on_progress=ignore) == before
     results = run_sweep(sweep_recipe(copied, tasks=["piqa"], only=["composed"]), on_progress=ignore)
     assert list(map(str, scored)) == ["composed/seed-0", "composed/seed-1"]
     assert [run["variant"] for run in results["runs"]] == ["composed", "composed"]
@@ -111,6 +129,29 @@ def test_finished_runs_are_reused_and_scored_when_tasks_come(copied, scored, mon
     assert len(scored) == 4
     assert [run["evaluation"]["piqa"]["acc"] for run in results["runs"]] == [0.25, 0.25, 0.75, 0.75]
     assert summarise(results).loc["composed", "piqa acc"] == 0.75
+
+
+def test_results_are_written_after_every_run_and_a_run_is_started_over_when_asked_for(copied):
+    before, seen = read(copied), []
+
+    def watch(name, step, total, record):
+        seen.append((name, step, len(read(copied)["runs"]), (copied / "composed/seed-0/result.json").exists()))
+
+    sweep, runs = plan_sweep(sweep_recipe(copied))
+    assert finish_run(runs[1], sweep, on_progress=watch) == before["runs"][2] and seen == []
+    again = finish_run(runs[1], sweep, resume=False, on_progress=watch)
+    assert timeless({"runs": [again]}) == timeless(before)[2:3]
+    assert {step for _, step, *_ in seen} == {0, 1, 2, 3} and not seen[-1][-1]
+    seen.clear()
+    shutil.rmtree(copied / "composed")
+    assert timeless(run_sweep(sweep_recipe(copied), on_progress=watch)) == timeless(before)
+    assert [(name, count) for name, step, count, _ in seen if step == 0] == [
+        ("composed, seed 0", 2),
+        ("composed, seed 1", 3),
+    ]
+    seen.clear()
+    run_sweep(sweep_recipe(copied, only=["plain"], seeds=[1]), resume=False, on_progress=watch)
+    assert {step for _, step, *_ in seen} == {0, 1, 2, 3}
 
 
 def test_a_result_of_another_recipe_is_refused(copied):
@@ -219,11 +260,12 @@ def test_a_signal_ends_the_command_and_the_same_command_resumes(finished, copied
         ({"seeds": [1, 1]}, r"\[1, 1\]"),
         ({"seeds": []}, "sweep.seeds"),
         ({"variants": {"../a": {}}}, "'../a'"),
-        ({"variants": {"a": {"data": {}}}}, "'data'"),
+        ({"variants": {"a b": {}}}, "'a b'"),
+        ({"variants": {"a": {"model": {}, "data": {}}}}, "'data'"),
         ({"variants": {"a": 3}}, r"sweep.variants.a .*, got 3"),
         ({"variants": {"a": {"training": 3}}}, "training must be a mapping .*, got 3"),
         ({"variants": {"a": {"model": {"compose_rnk": 1}}}}, "compose_rnk"),
-        ({"only": ["b"]}, "'b'"),
+        ({"only": ["plain", "b"]}, "'b'"),
         ({"published": {"b": 1}}, "'b'"),
         ({"task": ["piqa"]}, "task"),
     ],
@@ -233,34 +275,68 @@ def test_a_wrong_sweep_is_refused(tmp_path, values, words):
         plan_sweep(sweep_recipe(tmp_path, **values))
 
 
-def results_of(losses):
-    """Results of variants with these evaluation losses by seed."""
+def test_a_sweep_with_nothing_to_compare_is_refused(tmp_path):
+    recipe = sweep_recipe(tmp_path)
+    unseen = replace(recipe, data=replace(recipe.data, evaluation=None))
+    with pytest.raises(ValueError, match=r"needs data.evaluation or sweep.tasks"):
+        plan_sweep(unseen)
+    plan_sweep(replace(unseen, sweep={**recipe.sweep, "tasks": ["piqa"]}))
+    with pytest.raises(ValueError, match="'tiny' has no sweep"):
+        plan_sweep(replace(recipe, sweep=None))
+
+
+def results_of(losses, accuracies):
+    """Results of variants with these evaluation losses, and accuracies in a task, by seed."""
     runs = [
         {"variant": name, "seed": seed, "training": {"evaluation_loss": loss, "evaluation_accuracy": None}}
-        | {"parameters": 10, "evaluation": None}
+        | {"parameters": 10, "evaluation": {"piqa": {"acc": accuracies[name][seed]}} if name in accuracies else None}
         for name, values in losses.items()
-        for seed, loss in enumerate(values)
+        for seed, loss in values.items()
     ]
-    recipe = {"name": "made", "sweep": {"published": {"a": 11.0, "b": 10.0}}}
+    recipe = {"name": "made", "sweep": {"published": {"none": 11.0, "best": 10.0}}}
     return {"recipe": recipe, "runs": runs, "failures": []}
 
 
 def test_intervals_and_differences_over_seeds(tmp_path, capsys):
-    losses = {"a": [2.0, 2.2, 2.1], "b": [1.5, 1.8, 1.5], "c": [2.1, 2.2, 2.2]}
-    results = results_of(losses)
+    """One variant has a single seed in common with the first, one a metric in one run of two, one no task."""
+    losses = {
+        "none": {0: 2.0, 1: 2.2, 2: 2.1},
+        "worse": {0: 2.1, 1: 2.2, 2: 2.2},
+        "best": {0: 1.5, 1: 1.8, 2: 1.5},
+        "apart": {2: 1.9, 7: 1.7},
+    }
+    accuracies = {
+        "none": {0: 0.5, 1: 0.6, 2: 0.5},
+        "worse": {0: 0.4, 1: None, 2: 0.3},
+        "best": {0: 0.7, 1: 0.9, 2: 0.8},
+    }
+    results = results_of(losses, accuracies)
     table, differences = summarise(results), compare_variants(results, "evaluation_loss")
-    assert list(table.index) == ["a", "b", "c"] and set(table["seeds"]) == {3}
-    low, high = stats.t.interval(0.95, 2, loc=2.1, scale=stats.sem(losses["a"]))
-    assert table.loc["a", "evaluation_loss"] == pytest.approx(2.1)
-    assert table.loc["a", "evaluation_loss ±"] == pytest.approx((high - low) / 2)
-    tests = {name: stats.ttest_rel(losses[name], losses["a"]) for name in ("b", "c")}
-    assert differences["difference"].to_dict() == pytest.approx({"b": -0.5, "c": 0.2 / 3})
+    assert list(table.index) == [*losses] and list(table["seeds"]) == [3, 3, 3, 2]
+    low, high = stats.t.interval(0.95, 2, loc=2.1, scale=stats.sem([*losses["none"].values()]))
+    assert table.loc["none", "evaluation_loss"] == pytest.approx(2.1)
+    assert table.loc["none", "evaluation_loss ±"] == pytest.approx((high - low) / 2)
+    assert table["piqa acc"].isna().to_list() == [False, True, False, True]
+    assert table.loc["best", "piqa acc"] == pytest.approx(0.8)
+    tests = {name: stats.ttest_rel([*losses[name].values()], [*losses["none"].values()]) for name in ("worse", "best")}
+    assert list(differences.index) == ["worse", "best"]
+    assert differences["difference"].to_dict() == pytest.approx({"worse": 0.2 / 3, "best": -0.5})
     # Holm: the smallest of two p values doubles.
-    assert differences["p"].to_dict() == pytest.approx({"b": 2 * tests["b"].pvalue, "c": tests["c"].pvalue})
-    for made in (results, results_of({"a": [2.0], "b": [1.6]})):
+    expected = {"worse": tests["worse"].pvalue, "best": 2 * tests["best"].pvalue}
+    assert differences["p"].to_dict() == pytest.approx(expected)
+    of_task = compare_variants(results, "piqa acc")["difference"].to_dict()
+    assert of_task == pytest.approx({"worse": -0.15, "best": 0.8 / 3})  # of the seeds that have it
+    single = results_of({"none": {0: 2.0}, "best": {0: 1.6}}, {})
+    for made in (results, single):
         print_report(made, Console(width=200))
-    row, single = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ b")]
+    printed = capsys.readouterr().out.splitlines()
+    row, single = [line for line in printed if line.startswith("│ best")]
     assert "1.6000 (one seed)" in single and "1.6000 ±" in row
     assert "4.953" in row and "10.0" in row and "1 / 1" in row  # perplexity, published, ranks
+    compared = [line.partition(" = ")[0] for line in printed if " - none = " in line]
+    better_first = [
+        f"{metric}: {name} - none" for metric in ("evaluation_loss", "piqa acc") for name in ("best", "worse")
+    ]
+    assert compared == better_first
     plot_sweep(results, tmp_path / "a.svg")
     assert "evaluation_loss" in (tmp_path / "a.svg").read_text()
