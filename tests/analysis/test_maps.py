@@ -98,14 +98,6 @@ def test_maps_with_a_cache_are_those_without(variant, static):
         assert_equal_where(visible[..., start:stop, :stop], given, wanted)
 
 
-def test_maps_are_seen_while_generating():
-    model, ids = tiny_model(), random_tokens(1, 9)
-    without = model.generate(ids, max_new_tokens=5, do_sample=False)
-    maps = watched(model, 1)
-    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), without)
-    assert [tuple(map.shape) for map in maps["weights"]] == [(1, 4, 9, 9), *((1, 4, 1, n) for n in range(10, 14))]
-
-
 @pytest.mark.parametrize("name", ATTENTION_MAPS)
 def test_a_changed_map_changes_the_logits_and_has_gradients(name):
     model, ids = tiny_model(), random_tokens(1, LENGTH)
@@ -124,14 +116,6 @@ def test_a_changed_map_changes_the_logits_and_has_gradients(name):
     assert torch.equal(model(ids).logits, before)
     setattr(model.model.layers[0].self_attn, name, Wrapper(lambda attention: attention * factor))
     assert torch.equal(model(ids).logits, changed)
-
-
-@torch.no_grad()
-def test_hooks_of_the_factors_leave_out_the_fused_projection():
-    model, ids, factors = tiny_model(), random_tokens(1, 3), []
-    model.model.layers[0].self_attn.compose.register_forward_hook(lambda module, args, output: factors.extend(output))
-    model(ids)
-    assert factors[0].query.w1.shape == (1, 4, 3, 2)
 
 
 def test_maps_cost_nothing_in_files_and_graphs():

@@ -33,7 +33,8 @@ def test_the_command_writes_a_page_with_pictures_and_tables(composes, tmp_path):
         assert set(pandas.read_csv(folder / "what_matters.csv").layer) == {0, 1, 2, 3}
 
 
-def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path):
+def test_a_file_is_read_in_windows_and_nothing_or_both_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcformer.analysis.report._drawn", lambda *_: "")  # the test above looks at the pictures
     (tmp_path / "text.txt").write_text(PROMPT * 3)
     options = ["--data", str(tmp_path / "text.txt"), "--length", "20", "--windows", "2", "--output", str(tmp_path)]
     CliRunner().invoke(app, ["analyse", ANSWERS, *options], catch_exceptions=False)
