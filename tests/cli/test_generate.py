@@ -161,28 +161,25 @@ def test_a_conversation_continues_from_its_cache_with_the_same_answers(endless, 
     assert call(*options, "Ruth likes Paris", input="Who has Mumbai\nWhich is different\n").stdout == kept.stdout
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_prompts_of_a_file_are_answered_as_alone(endless, prompts, tmp_path, size):
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_prompts_of_a_file_are_answered_as_alone_and_records_keep_their_fields(endless, prompts, tmp_path, ending):
+    """Three at a time, of five; a record may hold token ids."""
     options = ("--max-new-tokens", 6, "--dtype", "float32")
-    done = call(endless, "--prompts", prompts, "--output", tmp_path / "out.jsonl", "--batch-size", size, *options)
+    file, output, field = prompts, tmp_path / "out.jsonl", "prompt"
+    lines = [{"prompt": prompt} for prompt in PROMPTS]
+    if ending == "jsonl":
+        ids = TextGenerator(dcformer.loading.load_model(endless)).encode(PROMPT)
+        file, field = tmp_path / "prompts.jsonl", "question"
+        lines = [{"id": number, field: prompt} for number, prompt in enumerate([*PROMPTS[:4], ids])]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = (*options, "--field", field)
+    done = call(endless, "--prompts", file, "--output", output, "--batch-size", 3, *options)
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
-    records = records_of(tmp_path / "out.jsonl")
-    assert [record["prompt"] for record in records] == PROMPTS
-    for record in records:
-        assert record["generated_text"] == call(endless, record["prompt"], *options).stdout.removesuffix("\n")
-    assert {file.name for file in tmp_path.iterdir()} == {"prompts.txt", "out.jsonl"}
-
-
-def test_records_keep_their_fields_and_may_hold_token_ids(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    ids = TextGenerator(dcformer.loading.load_model(ANSWERS)).encode(PROMPT)
-    lines = [{"id": 7, "question": PROMPT}, {"id": 8, "question": "Ruth likes Paris."}, {"question": ids}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    output = tmp_path / "answers.jsonl"
-    call(ANSWERS, "--prompts", file, "--field", "question", "--max-new-tokens", 9, "--output", output)
-    records = records_of(output)
-    assert [{name: record[name] for name in line} for record, line in zip(records, lines)] == lines
-    assert records[0]["generated_text"] == records[2]["generated_text"] == "India\n"
+    for record, line in zip(records_of(output), lines, strict=True):
+        prompt = line[field] if isinstance(line[field], str) else PROMPT
+        alone = call(endless, prompt, *options[:4]).stdout.removesuffix("\n")
+        assert record == {**line, "generated_text": alone}
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.txt", file.name, "out.jsonl"}
 
 
 def test_a_killed_run_is_resumed_and_no_answer_is_lost_or_doubled(endless, prompts, tmp_path):
@@ -250,8 +247,6 @@ WRONG = {
     "beams of a draft": (["dcformer-tiny", "x", "--num-beams", "2", "--assistant-model", "dcformer-tiny"], "got 2"),
     "no file": (["dcformer-tiny", "--prompts", "f.txt", "--output", "o"], "f.txt"),
     "greedy temperature": (["dcformer-tiny", "x", "--greedy", "--temperature", "2"], "temperature=2.0"),
-    "not JSON": (["dcformer-tiny", "--prompts", "bad.jsonl", "--output", "o"], "Line 2 of "),
-    "no field": (["dcformer-tiny", "--prompts", "bad.jsonl", "--output", "o", "--field", "text"], "Line 1 of "),
     "attention": (["dcformer-tiny", "x", "--attn-implementation", "sdpa"], "sdpa"),
     "not UTF-8": (["dcformer-tiny", "caf\udce9"], r"The prompt must be UTF-8, got 'caf\udce9'."),
     "input not UTF-8": (["dcformer-tiny"], r"standard input must be UTF-8, got 'a\nb\udce9' in line 2.", b"a\nb\xe9\n"),
@@ -265,7 +260,6 @@ WRONG = {
 def test_a_wrong_use_is_one_line(case, tmp_path, monkeypatch):
     arguments, words, *given = WRONG[case]
     monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text('{"prompt": "a"}\n{\n')
     Path("blank.txt").write_text("a\n \n")
     Path("one.txt").write_text("a")
     Path("folder").mkdir()
