@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 import dcformer
 from dcformer import cache_bytes_per_token, cli
@@ -62,6 +63,14 @@ def test_its_examples_run_and_print_what_it_says(example_page, capsys, tmp_path,
         exec(compile(text.replace(PUBLISHED, BUNDLED), str(example_page), "exec"), namespace)
         if number + 1 < len(found) and found[number + 1][0] == "text":
             assert capsys.readouterr().out == found[number + 1][1]
+
+
+def test_the_first_command_prints_what_its_page_says_and_does_not_repeat_itself():
+    page = (DOCS / "command_line.md").read_text(encoding="utf-8")
+    command, said = re.search(r"```bash\n(dcformer generate [^\n]*)\n```\n\n(.*?)\. ", page, re.S).groups()
+    printed = CliRunner().invoke(cli.app, shlex.split(command)[1:], catch_exceptions=False).stdout
+    lines = [line for line in printed.splitlines() if line]
+    assert lines == re.findall(r"`(#.*?)`", said) and len(set(lines)) == len(lines) > 1
 
 
 def command_lines() -> dict[str, list[list[str]]]:
