@@ -362,7 +362,7 @@ def test_a_task_is_added_by_its_file_alone(start, data, tmp_path, monkeypatch):
 
 
 def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
-    """With a task of the user's own; its help, subcommands and exit status are lm-eval's."""
+    """With a task of the user's own."""
     import lm_eval.evaluator
     import lm_eval.tasks
 
@@ -393,11 +393,7 @@ def test_lm_evals_own_command_reads_our_models(model, tmp_path, monkeypatch):
         lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
         answers.append([float(answer) for line in lines for ((answer, _),) in line["resps"]])
     assert len(answers[0]) == 10 and answers[2] == pytest.approx(answers[1], rel=1e-5) != answers[0]
-    helped, wrong = (
-        call("run", "--help"),
-        call("--model", "dcformer", "--model_args", f"pretrained={tmp_path}", *options, "x"),
-    )
-    assert helped.exit_code == 0 and "usage: lm-eval run" in helped.output and call("walk").exit_code == 2
+    wrong = call("--model", "dcformer", "--model_args", f"pretrained={tmp_path}", *options, "x")
     assert wrong.exit_code == 1 and "Error: " in wrong.output.splitlines()[-1] and "config.json" in wrong.output
 
 

@@ -89,22 +89,6 @@ def test_bfloat16_is_as_close_to_float32_as_the_transformers_model_is():
     assert 0 < error <= 2 * error_of_transformers
 
 
-def test_a_baseline_without_composition_serves_as_generate():
-    folder = ANSWERS.replace("models/dcformer", "models/transformer")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with engine(folder) as llm:
-        assert_answers_as_generate(llm, model, prompts_of(model.config.vocab_size, (3, 33, 100)))
-
-
-def test_files_under_the_authors_names_serve_as_they_are(tmp_path):
-    model = tiny_model("dcpythia")
-    model.save_pretrained(tmp_path, save_original_format=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["DCPythia"]}))
-    with engine(tmp_path) as llm:
-        assert_answers_as_generate(llm, model, prompts_of(model.config.vocab_size))
-
-
 @pytest.mark.parametrize(
     ("name", "file"), [("B1_dcformer_9769ae6", "model.safetensors"), ("B2_dcpythia", "pytorch_model.bin")]
 )
