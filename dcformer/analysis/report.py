@@ -142,9 +142,8 @@ def _figure(title: str, drawing: str, caption: str) -> str:
 
 def _drawn(output: Path, name: str, size: tuple[float, float], draw: Callable[[Figure], None]) -> str:
     """Draw a picture into the folder as PNG and SVG; return an HTML element that contains it."""
-    for ending in (".png", ".svg"):
-        with picture(output / f"{name}{ending}", size, "analysis") as figure:
-            draw(figure)
+    with picture(output / f"{name}.svg", size, "analysis", ".png") as figure:
+        draw(figure)
     data = base64.b64encode((output / f"{name}.svg").read_bytes()).decode()
     return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
 

@@ -29,17 +29,21 @@ def check_plot_path(path: str | os.PathLike) -> Path:
 
 
 @contextlib.contextmanager
-def picture(path: Path, figsize: tuple[float, float], extra: str) -> Iterator[Figure]:
-    """Write what the block draws on the figure, of this width and height in inches; `extra` installs matplotlib."""
+def picture(path: Path, figsize: tuple[float, float], extra: str, *endings: str) -> Iterator[Figure]:
+    """
+    Write what the block draws on the figure, of this width and height in inches, also with further endings such as
+    ".png"; `extra` installs matplotlib.
+    """
     matplotlib = import_optional("matplotlib", "A plot", extra)
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 10, "svg.hashsalt": "dcformer", "svg.fonttype": "none"}):
         figure = Figure(figsize=figsize, layout="constrained")
         yield figure
-        suffix, content = path.suffix.lower(), io.BytesIO()
-        figure.savefig(content, format=suffix[1:], dpi=150, metadata=_METADATA[suffix])
-    write_atomically(path, content.getvalue())
+        for file in (path, *map(path.with_suffix, endings)):
+            suffix, content = file.suffix.lower(), io.BytesIO()
+            figure.savefig(content, format=suffix[1:], dpi=150, metadata=_METADATA[suffix])
+            write_atomically(file, content.getvalue())
 
 
 def draw_rows(axis: Axes, names: Sequence[str]) -> None:

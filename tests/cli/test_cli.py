@@ -48,6 +48,7 @@ def torch_folder(golden):
 
 
 def test_help_of_every_command_explains_every_option_and_imports_nothing_heavy():
+    assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
     for name, command in commands().items():
         assert command.help and all(parameter.help for parameter in command.params), name
     code = (
@@ -86,10 +87,6 @@ def test_what_a_terminal_cannot_show_is_replaced(encoding, monkeypatch):
     sys.stdout.flush()
     text = sys.stdout.buffer.getvalue().decode(encoding)
     assert text.count("é東".encode(encoding, "replace").decode(encoding)) == 7
-
-
-def test_version():
-    assert call("--version").output.strip() == f"dcformer {dcformer.__version__}"
 
 
 @pytest.fixture
@@ -181,7 +178,9 @@ def test_checkpoints_may_be_bundled_models_or_folders_with_similar_names(tmp_pat
     monkeypatch.chdir(tmp_path)
     assert call("verify", "dcformer-tny", "dcformer-tiny").exit_code == 0
     assert json.loads(call("inspect", "dcformer-tiny", "--json").output)["total_parameters"] == 1_111_424
-    assert call("convert", "torch", "dcformer-tiny", "new", "--tokenizer", "transformer-tiny").exit_code == 0
+    command = ("convert", "torch", "dcformer-tiny", "new", "--tokenizer", "transformer-tiny")
+    done, refused, replaced = call(*command), call(*command), call(*command, "--force")
+    assert (done.exit_code, refused.exit_code, replaced.exit_code) == (0, 1, 0) and "--force" in refused.stderr
     assert call("verify", "new", "dcformer-tiny").exit_code == 0
     assert call("verify", "new", "transformer-tiny").exit_code == 1
 
@@ -208,11 +207,3 @@ def test_pax_needs_its_configuration(golden, tmp_path):
     assert call("convert", "pax", weights, tmp_path / "model", *options).exit_code == 0
     assert json.loads(call("inspect", weights, *options, "--json").output)["architecture"]
     assert call("verify", weights, tmp_path / "model", *options).exit_code == 0
-
-
-def test_a_conversion_is_only_replaced_with_force(torch_folder, tmp_path):
-    options = ("convert", "torch", torch_folder, tmp_path / "model", "--no-verify")
-    assert call(*options, "--dtype", "bfloat16").exit_code == 0
-    refused = call(*options)
-    assert refused.exit_code == 1 and "--force" in refused.stderr
-    assert call(*options, "--force").exit_code == 0

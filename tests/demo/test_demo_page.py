@@ -3,7 +3,6 @@
 import itertools
 import re
 import runpy
-import sys
 import urllib.request
 from pathlib import Path
 from unittest.mock import Mock
@@ -137,12 +136,6 @@ def test_the_command_prints_the_address_and_ends_by_ctrl_c(monkeypatch):
     assert done.exit_code == 130 and "http://127.0.0.1:9/" in done.stdout
     wanted = {"host": "0.0.0.0", "port": 9, "opens_browser": False}
     assert serve.call_args.args == ("dcformer-tiny",) and wanted.items() <= serve.call_args.kwargs.items()
-
-
-def test_a_missing_package_names_the_extra(tiny, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ImportError, match=r"needs gradio: pip install \"\.\[demo\]\" in a clone"):
-        build_page(tiny)
 
 
 def test_the_space_builds_the_page_and_its_card_is_what_the_hub_takes():
