@@ -102,7 +102,9 @@ def test_a_killed_run_resumes_and_time_that_is_up_ends_one(run, finished, tmp_pa
     assert run(file) == 0 and len(scored) == calls
 
 
-def test_wrong_scores_and_other_prompts_end_with_status_1(run, finished, tmp_path, capsys):
+def test_wrong_scores_and_other_prompts_end_with_status_1_and_other_options_are_refused(
+    run, finished, tmp_path, capsys
+):
     for wrong in ("log_likelihoods", "prompts"):
         content = read(finished)
         cell = by_method(content)["whole inputs"]
@@ -114,15 +116,13 @@ def test_wrong_scores_and_other_prompts_end_with_status_1(run, finished, tmp_pat
         file.write_text(json.dumps(content))
         assert run(file) == 1
         assert capsys.readouterr().out.count("DIFFERS") == 1
-
-
-def test_what_was_measured_otherwise_is_not_continued(run, finished):
-    with pytest.raises(ValueError, match="was measured with limit=2, not 3; give another --json"):
-        run(finished, "--limit", "3")
-    with pytest.raises(ValueError, match="--limit must be at least 1, got 0"):
-        run(finished, "--limit", "0")
-    with pytest.raises(ValueError, match=r"from 1 to 2048, the models' positions, got \[4096\]"):
-        run(finished, "--lengths", "4096")
+    for options, words in (
+        (["--limit", "3"], "was measured with limit=2, not 3; give another --json"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--lengths", "4096"], r"from 1 to 2048, the models' positions, got \[4096\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(finished, *options)
 
 
 def test_batches_get_smaller_where_memory_is_not_enough(run, finished, tmp_path, monkeypatch):
