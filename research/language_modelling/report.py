@@ -38,14 +38,15 @@ _RESAMPLES = 10_000
 
 def read_pairs(folder: Path) -> pd.DataFrame:
     """
-    A row per run in `<text>.json`: `text`, `model`, `size`, `seed`, its costs, losses, `curve` and `test`. Seconds
-    follow from `speed.json`; those of a variant that it has not are what the run took.
+    A row per finished run in `<text>.json` and `<text>-*.json`: `text`, `model`, `size`, `seed`, its costs, losses,
+    `curve` and `test`. Seconds follow from `speed.json`; those of a variant that it has not are what the run took.
     """
     rows = []
     speed = folder / "speed.json"
     step_seconds = json.loads(speed.read_text(encoding="utf-8"))["seconds"] if speed.is_file() else {}
     for text in MARKERS:
-        for run in recorded(folder / f"{text}.json")["runs"]:
+        files = (folder / f"{text}.json", *sorted(folder.glob(f"{text}-*.json")))
+        for run in (run for file in files for run in recorded(file)["runs"] if "test" in run):
             model, size = run["variant"].split("_")
             row = {"text": text, "model": model, "size": size, "seed": run["seed"], "parameters": run["parameters"]}
             row |= {key: run["training"][key] for key in ("tokens", "flops", "seconds")}
@@ -112,8 +113,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def complete(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose seed both models of a size have."""
-    return pairs[pairs.groupby(["text", "size", "seed"])["model"].transform("nunique") == len(MODELS)]
+    """The rows whose seed both models of a size have, trained on as many tokens."""
+    return pairs[pairs.groupby(["text", "size", "seed", "tokens"])["model"].transform("nunique") == len(MODELS)]
 
 
 def with_interval(values: Sequence[float], sign: str = "") -> str:
@@ -172,6 +173,28 @@ def ratios_table(pairs: pd.DataFrame) -> pd.DataFrame:
             cells = {axis: _ratio(*ratios.loc[size]) for axis, ratios in found.items()}
             rows.append({"text": text, "at the cost of": size} | cells)
     return pd.DataFrame(rows).rename(columns={"flops": "FLOPs"})
+
+
+def length_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """
+    How many times the FLOPs of DCFormer++ the baseline of its size needs for the same loss if it reads more tokens.
+
+    A line through the baseline's lengths, logarithm of the loss on that of the FLOPs, is read at the loss of
+    DCFormer++. Other lengths of a size have its name with a hyphen and more behind it, such as `11m-half`.
+    """
+    runs = runs.assign(size=runs["size"].str.partition("-")[0])
+    rows = []
+    for (text, size), group in runs.groupby(["text", "size"], sort=False):
+        ratios = {}
+        for seed, of_seed in group.groupby("seed"):
+            own, base = (of_seed[of_seed["model"] == model] for model in ("dcformer", "transformer"))
+            if len(own) == 1 and base["tokens"].nunique() > 1:
+                slope, level = np.polyfit(np.log(base["flops"]), np.log(base["loss"]), 1)
+                cost = np.exp((np.log(own["loss"].item()) - level) / slope)
+                ratios[seed] = cost / own["flops"].item()
+        if ratios:
+            rows.append({"text": text, "size": size, "seeds": len(ratios), "FLOPs": with_interval([*ratios.values()])})
+    return pd.DataFrame(rows)
 
 
 def _ratio(ratio: float, low: float, high: float) -> str:
@@ -320,14 +343,17 @@ def ablation_table(folder: Path) -> pd.DataFrame:
 
 def tables_of(folder: Path) -> dict[str, pd.DataFrame]:
     """Title -> every table that the results of a folder have."""
-    pairs = complete(read_pairs(folder))
+    runs = read_pairs(folder)
+    pairs = complete(runs)
     tables = {
         "Pairs": pairs_table(pairs),
         "Difference while training": training_table(pairs),
         "Cost of equal loss": ratios_table(pairs),
+        "Cost of equal loss by more tokens": length_table(runs),
     }
     for size in dict.fromkeys(pairs["size"]):
-        for part in ("classes", "positions"):
+        parts = [part for part in ("classes", "positions") if part in pairs[pairs["size"] == size].iloc[0]["test"]]
+        for part in parts:
             tables[f"Loss by {part} of tokens, {size}"] = breakdown_table(pairs, size, part)
     tables |= {"Ablation": ablation_table(folder), "Learning rates": rates_table(folder)}
     return {title: table for title, table in tables.items() if len(table)}  # the fit over sizes needs two
