@@ -2,13 +2,14 @@
 """Configurations of DCFormer and DCPythia (Dynamically Composable Multi-Head Attention, ICML 2024).
 
 One class covers, by values alone, the published models, the plain Transformer baselines with the same windows,
-Talking-Heads attention and every ablation of the paper's Tables 9 and 10. The keys of the authors' `config.json`
-are translated on reading; only the names below are saved.
+Talking-Heads attention and every ablation of the paper's Tables 9 and 10. `from_dict`, which reads all files, puts
+these fields in place of the keys of the authors' `config.json`; the constructor refuses such keys.
 """
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Optional, Self, TypeAlias, TypeVar
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, TypeAlias, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -85,11 +86,17 @@ _CHOICES = {
 }
 _DIVISORS = dict.fromkeys(("num_key_value_heads", "compose_groups"), "num_attention_heads")
 _DIVISORS["mlp_gate_dim"] = "intermediate_size"
-# Keys of the authors' and older files, with the fields and the entries of `rope_parameters` that they set.
+# The keys of the authors' `config.json`: names by which fields can be read too, other names of what the constructor
+# takes, switches with the fields that they set, and the rest.
+READABLE = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+READABLE |= {"n_local_heads": "num_key_value_heads", "block_size": "max_position_embeddings"}
+READABLE |= {"window_size": "sliding_window"}
+RENAMED = READABLE | {"use_qk_norm": "qk_norm", "use_parallel_residual": "parallel_residual"}
+RENAMED |= {"rope_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 SWITCHES = {"use_linear_bias": ("attention_bias", "mlp_bias"), "query_wise": ("compose_key",)}
 SWITCHES |= {"use_dcmha": ("compose_pre", "compose_post"), "mgate": ("mlp_gate_dim",)}
-ROTARY_KEYS = {"rope_theta": "rope_theta", "rope_base": "rope_theta"}
-ROTARY_KEYS |= dict.fromkeys(("rotary_pct", "partial_rotary_factor"), "partial_rotary_factor")
+WINDOW_TYPES = {"LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}  # a letter for a local or global layer, repeated
+AUTHORS_KEYS = {*RENAMED, *SWITCHES, "mgate_dim", "window_type"}
 
 
 @strict
@@ -152,14 +159,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     model_type = "dcformer"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
-    attribute_map = {
-        "dim": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_local_heads": "num_key_value_heads",
-        "block_size": "max_position_embeddings",
-        "window_size": "sliding_window",
-    }
+    attribute_map = READABLE
     # Heads compose with each other, so every process gathers all heads; `parallel_dcformer` divides groups of heads.
     base_model_tp_plan = {
         "layers.*.self_attn.qkv_proj": "colwise_gather_output",
@@ -174,6 +174,7 @@ class DCFormerConfig(PreTrainedConfig):
         "norm": (["hidden_states"], ["hidden_states"]),
     }
     default_theta = 10000.0
+    default_rotary_factor: ClassVar[float | None] = None  # of `partial_rotary_factor`
 
     vocab_size: int = 50257
     hidden_size: int = 2560
@@ -218,16 +219,18 @@ class DCFormerConfig(PreTrainedConfig):
     compose_static: bool = False
     compose_layers: list[int] | None = None
 
-    def __new__(cls, **given: Any) -> Any:
-        config = super().__new__(cls)
-        if given:  # until `__post_init__`, which cannot distinguish a given value from a default
-            vars(config)["_given"] = given
-        return config
-
     def __post_init__(self, **kwargs: Any) -> None:
-        if type(self).__module__ == __name__ and not __name__.startswith("transformers_modules"):
-            kwargs.pop("auto_map", None)  # names code beside the weights, which this package replaces
-        _translate_authors_keys(self, kwargs, {**self.__dict__.pop("_given", {}), **kwargs})
+        if theirs := sorted(kwargs.keys() & AUTHORS_KEYS):
+            raise ValueError(
+                f"{theirs[0]}={kwargs[theirs[0]]!r} is a key of the authors' config.json and no field; give the field, "
+                f"or pass the content of such a file to {type(self).__name__}.from_dict."
+            )
+        self._validate_sizes()
+        if self.intermediate_size is None:
+            gated = -(-int(8 * self.hidden_size / 3) // 256) * 256
+            self.intermediate_size = 4 * self.hidden_size if self.mlp_type == "plain" else gated
+        if self.layer_types is None:
+            self.layer_types = _layer_types("G" if self.sliding_window is None else "LG", self.num_hidden_layers)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -281,14 +284,37 @@ class DCFormerConfig(PreTrainedConfig):
         """What older versions of Transformers look up there; newer ones look up all of it."""
         return {"head_dim"}
 
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Move older keys into `rope_parameters` as the base class does; ValueError where they disagree with it."""
+        rope = self.rope_parameters = dict(self.rope_parameters or {})
+        stated = {key: kwargs.pop(key, None) for key in ("rope_theta", "partial_rotary_factor")}
+        for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
+            ours = "rope_type" if key == "type" else key
+            if value is not None and rope.setdefault(ours, value) != value:
+                raise ValueError(
+                    f"{key}={value!r} and {ours}={rope[ours]!r} of rope_parameters disagree; give one of them."
+                )
+        return super().convert_rope_params_to_dict(partial_rotary_factor=self.default_rotary_factor, **kwargs)
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the base class; `rope_theta` and `partial_rotary_factor` default to those of the file."""
+        """
+        The configuration in the values of a file, in these fields or the keys of the authors' `config.json`. As the
+        base class, except that `rope_theta` and `partial_rotary_factor` default to those of the file.
+        """
+        values = _with_fields_for_authors_keys(cls, config_dict)
+        if cls.__module__ == __name__ and not __name__.startswith("transformers_modules"):
+            values.pop("auto_map", None)  # names code beside the weights, which this package replaces
         if new := kwargs.get("rope_parameters"):
-            old = super().from_dict(config_dict).rope_parameters
+            old = super().from_dict(dict(values)).rope_parameters
             kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
             kwargs["rope_parameters"] = {**kept, **new}
-        return super().from_dict(config_dict, **kwargs)
+        return super().from_dict(values, **kwargs)
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike) -> Any:
+        """As the base class, by [`from_dict`]."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
 
     @classmethod
     def presets(cls) -> list[str]:
@@ -374,6 +400,7 @@ class DCPythiaConfig(DCFormerConfig):
     """
 
     model_type = "dcpythia"
+    default_rotary_factor = 0.25
 
     intermediate_size: _FilledIn[int] = 10240
     hidden_act: str = "gelu"
@@ -384,81 +411,58 @@ class DCPythiaConfig(DCFormerConfig):
     attention_bias: bool = True
     mlp_bias: bool = True
 
-    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        kwargs.setdefault("partial_rotary_factor", 0.25)
-        return super().convert_rope_params_to_dict(**kwargs)
+
+def _layer_types(pattern: str, layers: int) -> list[str]:
+    """The types of all layers by a repeated pattern of letters: L for local layers, with a window, G for global."""
+    names = {"L": "sliding_attention", "G": "full_attention"}
+    return [names[pattern[layer % len(pattern)]] for layer in range(layers)]
 
 
-def _translate_authors_keys(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    """Turn the keys of the authors' `config.json` into fields; `given` are all keys and fields that were passed."""
-    is_theirs = not {"dim", "n_layer", "n_head", "block_size"}.isdisjoint(given)
-    if is_theirs:
-        kwargs.setdefault("use_qk_norm", given.get("qk_norm", False))  # their class' default
-        for key in ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"):
-            kwargs.pop(key, None)
-        # Their DCFormer files carry LLaMA's special tokens beside the GPT-NeoX vocabulary, where 0 ends a text and 2 is
-        # "!": generation would stop at the first exclamation mark.
-        if config.vocab_size == 50257 and (config.bos_token_id, config.eos_token_id) == (1, 2):
-            config.bos_token_id = config.eos_token_id = 0
-    if getattr(config, "architectures", None):  # tools look a class up in Transformers by this name
-        classes = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
-        config.architectures = [classes.get(name, name) for name in config.architectures]
-    if kwargs.get("n_local_heads") == -1:
-        kwargs["n_local_heads"] = None
-    renamed = config.attribute_map | {"use_qk_norm": "qk_norm", "use_parallel_residual": "parallel_residual"}
-    for theirs in renamed.keys() & kwargs.keys():
-        _set(config, given, theirs, renamed[theirs], kwargs.pop(theirs))
-    config._validate_sizes()
-    _translate_switches(config, kwargs, given)
-    _translate_rotary_keys(config, kwargs)
-    if is_theirs:  # the base changed with the 8B model; only its files hold these keys
-        config.rope_parameters.setdefault("rope_theta", 500000 if given.keys() & {"mgate", "prefill_pad"} else 10000)
-    if config.intermediate_size is None:
-        gated = -(-int(8 * config.hidden_size / 3) // 256) * 256
-        config.intermediate_size = 4 * config.hidden_size if config.mlp_type == "plain" else gated
-    _translate_window_type(config, kwargs, given)
+def _with_fields_for_authors_keys(config_class: type[DCFormerConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a file with fields in place of the authors' keys; ValueError where both are there and disagree."""
+    fields = {key: value for key, value in values.items() if key not in AUTHORS_KEYS}
 
+    def now(ours: str) -> Any:
+        return fields.get(ours, getattr(config_class, ours, None))
 
-def _set(config: DCFormerConfig, given: dict[str, Any], theirs: str, ours: str, value: Any) -> None:
-    """Set the field that a key of the authors stands for; ValueError if the field was given with another value."""
-    stated, default = given.get(ours, value), getattr(type(config), ours, None)
-    if stated != value and (stated, default) != (None, None):
-        raise ValueError(f"{theirs}={given[theirs]!r} and {ours}={stated!r} disagree; give one of them.")
-    setattr(config, ours, value)
+    def put(theirs: str, ours: str, value: Any) -> None:
+        stated = fields.get(ours, value)
+        if stated != value and (stated, getattr(config_class, ours, None)) != (None, None):
+            raise ValueError(f"{theirs}={values[theirs]!r} and {ours}={stated!r} disagree; give one of them.")
+        fields[ours] = value
 
-
-def _translate_switches(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    composes, mgate_dim = config.compose_pre or config.compose_post, kwargs.pop("mgate_dim", None)
-    for theirs, fields in SWITCHES.items():
-        value = kwargs.pop(theirs, None)
-        if not isinstance(value, bool | None):
+    for theirs, ours in RENAMED.items():
+        if theirs in values:
+            put(theirs, ours, None if (theirs, values[theirs]) == ("n_local_heads", -1) else values[theirs])
+    composes = now("compose_pre") or now("compose_post")
+    for theirs, switched in SWITCHES.items():
+        if not isinstance(value := values.get(theirs), bool | None):
             raise ValueError(f"{theirs} must be true or false, got {value!r}.")
         if value is not None and not (theirs == "use_dcmha" and value == composes):
-            meant = {"query_wise": not value, "mgate": (mgate_dim or 44) if value else None}.get(theirs, value)
-            for ours in fields:
-                _set(config, given, theirs, ours, meant)
-
-
-def _translate_rotary_keys(config: DCFormerConfig, kwargs: dict[str, Any]) -> None:
-    rope = config.rope_parameters = dict(config.rope_parameters or {})  # the base class fills in what is missing
-    stated = {key: kwargs.pop(key) for key in ROTARY_KEYS if kwargs.get(key) is not None}
-    for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
-        ours = "rope_type" if key == "type" else ROTARY_KEYS.get(key, key)
-        if rope.setdefault(ours, value) != value:
-            raise ValueError(
-                f"{key}={value!r} and {ours}={rope[ours]!r} of rope_parameters disagree; give one of them."
-            )
-
-
-def _translate_window_type(config: DCFormerConfig, kwargs: dict[str, Any], given: dict[str, Any]) -> None:
-    patterns = {None: "LG", "LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}
-    if (window_type := kwargs.pop("window_type", None)) not in patterns:
+            gate_dim = (values.get("mgate_dim") or 44) if value else None
+            for ours in switched:
+                put(theirs, ours, {"query_wise": not value, "mgate": gate_dim}.get(theirs, value))
+    if (window_type := values.get("window_type")) not in {None, *WINDOW_TYPES}:
         raise ValueError(f"window_type must be null, LG, LGLL or LGL6, got {window_type!r}; or give layer_types.")
-    if window_type is not None or config.layer_types is None:
-        names = {"L": "sliding_attention", "G": "full_attention"}
-        pattern = "G" if config.sliding_window is None else patterns[window_type]
-        types = [names[pattern[layer % len(pattern)]] for layer in range(config.num_hidden_layers)]
-        _set(config, given, "window_type", "layer_types", types)
+    if window_type is not None and isinstance(layers := now("num_hidden_layers"), int) and layers <= MAX_LAYERS:
+        pattern = "G" if now("sliding_window") is None else WINDOW_TYPES[window_type]
+        put("window_type", "layer_types", _layer_types(pattern, layers))
+    if values.get("architectures"):  # tools look a class up in Transformers by this name
+        classes = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
+        fields["architectures"] = [classes.get(name, name) for name in values["architectures"]]
+    if not values.keys().isdisjoint(("dim", "n_layer", "n_head", "block_size")):  # a file of the authors
+        fields.setdefault("qk_norm", False)  # their class' default
+        # Their base changed with the 8B model; only its files hold these keys.
+        rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {}), **fields}
+        if rope.get("rope_theta") is None and not values.keys().isdisjoint(("mgate", "prefill_pad")):
+            fields["rope_theta"] = 500000
+        for key in ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"):
+            fields.pop(key, None)
+        # Their DCFormer files carry LLaMA's special tokens beside the GPT-NeoX vocabulary, where 0 ends a text and 2 is
+        # "!": generation would stop at the first exclamation mark.
+        if [now(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")] == [50257, 1, 2]:
+            fields["bos_token_id"] = fields["eos_token_id"] = 0
+    return fields
 
 
 __all__ = ["DCFormerConfig", "DCPythiaConfig"]

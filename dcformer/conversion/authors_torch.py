@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig
 
 from ..common.hub import naming_what_is_missing
-from ..configuration_dcformer import ROTARY_KEYS, SWITCHES, DCFormerConfig, DCPythiaConfig
+from ..configuration_dcformer import AUTHORS_KEYS, DCFormerConfig, DCPythiaConfig
 from ..hub_dcformer import authors_patterns
 from .arrays import SourceArray, file_stamps, open_weights
 from .mapping import axis_sizes, part_offset
@@ -27,11 +27,9 @@ _IGNORED = {
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$": "table computed from the configuration",
 }
 # The keys of config.json that mean something, ours and the authors', and others of Transformers that look like them.
-_READ = (
-    DCFormerConfig.__annotations__.keys() | DCFormerConfig.attribute_map.keys() | SWITCHES.keys() | ROTARY_KEYS.keys()
-)
-_READ |= {"rope_scaling", "use_qk_norm", "use_parallel_residual", "mgate_dim", "window_type", "prefill_pad"}
-_READ |= {"q_chunk_size", "is_training", "use_gradient_checkpointing"}
+_READ = DCFormerConfig.__annotations__.keys() | AUTHORS_KEYS
+_READ |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
+_READ |= {"prefill_pad", "q_chunk_size", "is_training", "use_gradient_checkpointing"}
 _ALIKE = {"model_type", *(f"{kind}_token_id" for kind in ("sep", "cls", "mask", "forced_bos", "forced_eos"))}
 _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 PARTS = {"q": "query", "k": "key", "v": "value"}

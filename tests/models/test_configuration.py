@@ -11,6 +11,7 @@ from tiny_models import TINY, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPythiaForCausalLM
+from dcformer.configuration_dcformer import AUTHORS_KEYS
 
 
 CLASSES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
@@ -31,7 +32,9 @@ LAYER_TYPES = {"L": "sliding_attention", "G": "full_attention"}
 
 
 def test_authors_keys_are_translated_and_only_ours_are_saved(tmp_path):
-    config = DCFormerConfig(**AUTHORS_FILE)
+    (tmp_path / "theirs.json").write_text(json.dumps(AUTHORS_FILE))
+    config = DCFormerConfig.from_json_file(tmp_path / "theirs.json")
+    assert config.to_dict() == DCFormerConfig.from_dict(AUTHORS_FILE).to_dict()
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (64, 8, 4)
     assert (config.max_position_embeddings, config.qk_norm, config.dtype) == (2048, True, torch.float16)
     assert config.dim == 64  # the authors' names stay readable
@@ -71,16 +74,16 @@ def test_authors_keys_are_translated_and_only_ours_are_saved(tmp_path):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_each_key_of_the_authors(change, field, expected):
-    assert getattr(DCFormerConfig(**{**AUTHORS_FILE, **change}), field) == expected
+    assert getattr(DCFormerConfig.from_dict({**AUTHORS_FILE, **change}), field) == expected
 
 
 def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
     file = {key: value for key, value in AUTHORS_FILE.items() if key not in ("use_qk_norm", "rope_base")}
-    config = DCFormerConfig(**file)
+    config = DCFormerConfig.from_dict(file)
     assert config.qk_norm is False
     assert config.rope_parameters["rope_theta"] == 10000
     for newer in ({"mgate": False}, {"prefill_pad": True}):
-        assert DCFormerConfig(**file, **newer).rope_parameters["rope_theta"] == 500000
+        assert DCFormerConfig.from_dict({**file, **newer}).rope_parameters["rope_theta"] == 500000
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_keys_that_an_authors_file_leaves_out_take_the_authors_defaults():
 )
 def test_wrong_values_are_refused_by_name_and_value(change, words):
     with pytest.raises(ValueError) as error:
-        DCFormerConfig(**{**TINY, **change})
+        DCFormerConfig.from_dict({**TINY, **change})
     for word in words:
         assert word in str(error.value)
 
@@ -151,8 +154,8 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("theirs", "ours"), CONTRADICTIONS, ids=str)
 def test_a_key_of_the_authors_that_contradicts_ours_is_refused(theirs, ours):
     with pytest.raises(ValueError, match="disagree; give one of them"):
-        DCFormerConfig(**theirs, **ours)
-    DCFormerConfig(**theirs)
+        DCFormerConfig.from_dict({**theirs, **ours})
+    DCFormerConfig.from_dict(theirs)
     DCFormerConfig(**ours)
 
 
@@ -171,7 +174,7 @@ def test_a_key_of_the_authors_that_contradicts_ours_is_refused(theirs, ours):
     ids=str,
 )
 def test_keys_of_the_authors_may_say_the_same_as_ours(values):
-    config = DCFormerConfig(**values)
+    config = DCFormerConfig.from_dict(values)
     given = {name: value for name, value in values.items() if value is not None and name in config.to_dict()}
     assert {**given.pop("rope_parameters", {})}.items() <= config.rope_parameters.items()
     assert given.items() <= config.to_dict().items()
@@ -179,8 +182,15 @@ def test_keys_of_the_authors_may_say_the_same_as_ours(values):
 
 
 def test_the_authors_default_does_not_contradict_ours():
-    assert DCFormerConfig(dim=64, n_head=4, qk_norm=True).qk_norm is True
-    assert DCFormerConfig(dim=64, n_head=4, rope_parameters={"rope_theta": 77}).rope_parameters["rope_theta"] == 77
+    assert DCFormerConfig.from_dict({"dim": 64, "n_head": 4, "qk_norm": True}).qk_norm is True
+    values = {"dim": 64, "n_head": 4, "prefill_pad": True, "rope_parameters": {"rope_theta": 77}}
+    assert DCFormerConfig.from_dict(values).rope_parameters["rope_theta"] == 77
+
+
+@pytest.mark.parametrize("key", sorted(AUTHORS_KEYS))
+def test_the_constructor_takes_fields_only(key):
+    with pytest.raises(ValueError, match=f"{key}=64 is a key of the authors.*DCPythiaConfig.from_dict"):
+        DCPythiaConfig(**{key: 64})
 
 
 @pytest.mark.parametrize("change", [{"compose_rank": "two"}, {"rope_parameters": {"rope_type": "linear"}}], ids=str)
