@@ -32,7 +32,7 @@ EXTRAS = {
         "bertviz>=1.4",
     ],
     "train": ["accelerate>=1.1", "datasets>=4.3", "omegaconf>=2.4", "pandas", "scipy", "matplotlib", "tensorboard"],
-    "finetune": ["peft>=0.17", "trl>=1.0", "accelerate>=1.1", "datasets>=4.3"],
+    "finetune": ["peft>=0.17", "trl>=1.8", "accelerate>=1.1", "datasets>=4.3"],
     "quantization": ["torchao>=0.16", "bitsandbytes>=0.49", "optimum-quanto>=0.2.7", "accelerate>=1.1"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "serve": ["transformers[serving]"],

@@ -8,7 +8,6 @@ these fields in place of the keys of the authors' `config.json`; the constructor
 
 import copy
 import math
-import os
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, TypeAlias, TypeVar
 
 from huggingface_hub.dataclasses import strict
@@ -86,8 +85,7 @@ _CHOICES = {
 }
 _DIVISORS = dict.fromkeys(("num_key_value_heads", "compose_groups"), "num_attention_heads")
 _DIVISORS["mlp_gate_dim"] = "intermediate_size"
-# The keys of the authors' `config.json`: names by which fields can be read too, other names of what the constructor
-# takes, switches with the fields that they set, and the rest.
+# The keys of the authors' `config.json`: names by which fields can be read too, other names, switches, and the rest.
 READABLE = {"dim": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 READABLE |= {"n_local_heads": "num_key_value_heads", "block_size": "max_position_embeddings"}
 READABLE |= {"window_size": "sliding_window"}
@@ -97,6 +95,7 @@ SWITCHES = {"use_linear_bias": ("attention_bias", "mlp_bias"), "query_wise": ("c
 SWITCHES |= {"use_dcmha": ("compose_pre", "compose_post"), "mgate": ("mlp_gate_dim",)}
 WINDOW_TYPES = {"LG": "LG", "LGLL": "LGLL", "LGL6": "LGLLLLLL"}  # a letter for a local or global layer, repeated
 AUTHORS_KEYS = {*RENAMED, *SWITCHES, "mgate_dim", "window_type"}
+AUTHORS_KEYS |= {"q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"}  # which set nothing
 
 
 @strict
@@ -220,10 +219,9 @@ class DCFormerConfig(PreTrainedConfig):
     compose_layers: list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if theirs := sorted(kwargs.keys() & AUTHORS_KEYS):
+        for key in sorted(kwargs.keys() & AUTHORS_KEYS):
             raise ValueError(
-                f"{theirs[0]}={kwargs[theirs[0]]!r} is a key of the authors' config.json and no field; give the field, "
-                f"or pass the content of such a file to {type(self).__name__}.from_dict."
+                f"{key}={kwargs[key]!r} is no field but a key of the authors; from_dict takes their files."
             )
         self._validate_sizes()
         if self.intermediate_size is None:
@@ -291,30 +289,24 @@ class DCFormerConfig(PreTrainedConfig):
         for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
             ours = "rope_type" if key == "type" else key
             if value is not None and rope.setdefault(ours, value) != value:
-                raise ValueError(
-                    f"{key}={value!r} and {ours}={rope[ours]!r} of rope_parameters disagree; give one of them."
-                )
+                raise ValueError(f"{key}={value!r} and {rope[ours]!r} in rope_parameters disagree; give one of them.")
         return super().convert_rope_params_to_dict(partial_rotary_factor=self.default_rotary_factor, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """
-        The configuration in the values of a file, in these fields or the keys of the authors' `config.json`. As the
-        base class, except that `rope_theta` and `partial_rotary_factor` default to those of the file.
-        """
+        """As the base class; also takes the authors' keys, and keeps the rotary parameters that it is not given."""
         values = _with_fields_for_authors_keys(cls, config_dict)
         if cls.__module__ == __name__ and not __name__.startswith("transformers_modules"):
-            values.pop("auto_map", None)  # names code beside the weights, which this package replaces
+            values["auto_map"] = {}  # no code: what lies beside the weights is replaced by this package
         if new := kwargs.get("rope_parameters"):
             old = super().from_dict(dict(values)).rope_parameters
             kept = {name: old[name] for name in ("rope_theta", "partial_rotary_factor") if name in old}
             kwargs["rope_parameters"] = {**kept, **new}
         return super().from_dict(values, **kwargs)
 
-    @classmethod
-    def from_json_file(cls, json_file: str | os.PathLike) -> Any:
-        """As the base class, by [`from_dict`]."""
-        return cls.from_dict(cls._dict_from_json_file(json_file))
+    def to_dict(self) -> dict[str, Any]:
+        """As the base class, without an `auto_map` that names no code."""
+        return {key: value for key, value in super().to_dict().items() if (key, value) != ("auto_map", {})}
 
     @classmethod
     def presets(cls) -> list[str]:
@@ -324,16 +316,11 @@ class DCFormerConfig(PreTrainedConfig):
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
         """
-        The configuration of a published shape.
+        The configuration of a published shape (Tables 2, 3 and 6 of the paper and the authors' `config.json` files).
 
         Args:
-            name (`str`): One of `presets()`, for example `"dcformer-2.8b"`.
+            name (`str`): One of `presets()`, for example `"dcformer-2.8b"`; ValueError for any other.
             overrides: Configuration fields that replace the preset's.
-
-        Raises:
-            ValueError: if there is no preset of that name for this class.
-
-        Source: Tables 2, 3 and 6 of the paper and the authors' published `config.json` files.
         """
         if name not in (names := cls.presets()):
             raise ValueError(f"There is no {cls.model_type} preset {name!r}; choose one of {', '.join(names)}.")
@@ -393,10 +380,8 @@ class DCFormerConfig(PreTrainedConfig):
 @strict
 class DCPythiaConfig(DCFormerConfig):
     r"""
-    Configuration of a DCPythia model: the Pythia architecture with composed attention and query/key norm. All fields
-    are those of [`DCFormerConfig`]; the defaults are those of DCPythia-2.8B.
-
-    Source: section 4.2 of the paper.
+    Configuration of a DCPythia model: the Pythia architecture with composed attention and query/key norm (section 4.2
+    of the paper). All fields are those of [`DCFormerConfig`]; the defaults are those of DCPythia-2.8B.
     """
 
     model_type = "dcpythia"
@@ -450,14 +435,11 @@ def _with_fields_for_authors_keys(config_class: type[DCFormerConfig], values: di
     if values.get("architectures"):  # tools look a class up in Transformers by this name
         classes = {"DCFormer": "DCFormerForCausalLM", "DCPythia": "DCPythiaForCausalLM"}
         fields["architectures"] = [classes.get(name, name) for name in values["architectures"]]
-    if not values.keys().isdisjoint(("dim", "n_layer", "n_head", "block_size")):  # a file of the authors
+    if values.keys() & {"dim", "n_layer", "n_head", "block_size"}:  # a file of the authors
         fields.setdefault("qk_norm", False)  # their class' default
-        # Their base changed with the 8B model; only its files hold these keys.
         rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {}), **fields}
-        if rope.get("rope_theta") is None and not values.keys().isdisjoint(("mgate", "prefill_pad")):
-            fields["rope_theta"] = 500000
-        for key in ("q_chunk_size", "is_training", "use_gradient_checkpointing", "prefill_pad"):
-            fields.pop(key, None)
+        if rope.get("rope_theta") is None and values.keys() & {"mgate", "prefill_pad"}:
+            fields["rope_theta"] = 500000  # their base since the 8B model, whose files alone hold these keys
         # Their DCFormer files carry LLaMA's special tokens beside the GPT-NeoX vocabulary, where 0 ends a text and 2 is
         # "!": generation would stop at the first exclamation mark.
         if [now(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")] == [50257, 1, 2]:

@@ -171,10 +171,8 @@ class ComposingModel(PreTrainedModel):
 
 def register_model(model_class: Any) -> None:
     """
-    Register a model with the Auto class of its task, and its name in the task's table of model names.
-
-    Tools read that table: Trainer for label smoothing, which shifts the labels of language models, and for model cards,
-    lm-eval to recognise language models, and `transformers serve` to find the class.
+    Register a model with the Auto class of its task, and its name in the task's table of model names, by which Trainer
+    (label smoothing, model cards), pipelines, and lm-eval recognise language models.
     """
     config_class = model_class.config_class
     task = model_class.__name__.removeprefix(config_class.__name__.removesuffix("Config")).removeprefix("Model")

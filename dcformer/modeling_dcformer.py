@@ -23,7 +23,6 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto import AutoModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -346,10 +345,10 @@ class DCFormerPreTrainedModel(ComposingModel):
     def __init__(self, config: DCFormerConfig):
         config.validate_choices()
         super().__init__(config)
-        # Transformers' task heads find the decoder by the class of the configuration. Where a checkpoint folder brings
-        # this code along, that class is not the registered one.
-        decoder = DCPythiaModel if config.model_type == DCPythiaConfig.model_type else DCFormerModel
-        AutoModel._model_mapping.register(type(config), decoder, exist_ok=True)
+
+    def make_decoder(self) -> "DCFormerModel":
+        """The model without a head. Transformers' heads ask `AutoModel` for it, which does not know copies of this."""
+        return (DCPythiaModel if self.config.model_type == "dcpythia" else DCFormerModel)(self.config)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -451,11 +450,10 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
-    _model_class = DCFormerModel
 
     def __init__(self, config: DCFormerConfig):
         super().__init__(config)
-        self.model = self._model_class(config)
+        self.model = self.make_decoder()
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -527,13 +525,31 @@ class DCFormerForCausalLM(DCFormerPreTrainedModel, GenerationMixin):
 class DCFormerForSequenceClassification(GenericForSequenceClassification, DCFormerPreTrainedModel):
     """The decoder with a linear classifier, without bias, on the last token of each row that is not padding."""
 
+    def __init__(self, config: DCFormerConfig):
+        DCFormerPreTrainedModel.__init__(self, config)
+        self.num_labels, self.model = config.num_labels, self.make_decoder()
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
 
 class DCFormerForTokenClassification(GenericForTokenClassification, DCFormerPreTrainedModel):
-    """The decoder with dropout and a linear classifier on every token."""
+    """The decoder with dropout (`config.classifier_dropout`, 0.1) and a linear classifier on every token."""
+
+    def __init__(self, config: DCFormerConfig):
+        DCFormerPreTrainedModel.__init__(self, config)
+        self.num_labels, self.model = config.num_labels, self.make_decoder()
+        self.dropout = nn.Dropout(0.1 if (rate := getattr(config, "classifier_dropout", None)) is None else rate)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
 
 
 class DCFormerForQuestionAnswering(GenericForQuestionAnswering, DCFormerPreTrainedModel):
     """The decoder with a linear layer that scores every token as the start and the end of the answer."""
+
+    def __init__(self, config: DCFormerConfig):
+        DCFormerPreTrainedModel.__init__(self, config)
+        self.model, self.qa_outputs = self.make_decoder(), nn.Linear(config.hidden_size, 2)
+        self.post_init()
 
 
 class DCPythiaModel(DCFormerModel):
@@ -546,7 +562,6 @@ class DCPythiaForCausalLM(DCFormerForCausalLM, GenerationMixin):
     """As [`DCFormerForCausalLM`], of the Pythia architecture (section 4.2 of the paper)."""
 
     config: DCPythiaConfig
-    _model_class = DCPythiaModel
 
 
 class DCPythiaForSequenceClassification(DCFormerForSequenceClassification):
@@ -581,7 +596,8 @@ __all__ = [
     "DCPythiaModel",
 ]
 
-# Here, so that a copy of this file beside a checkpoint registers its classes too.
-for _name in __all__:
-    if not _name.endswith("PreTrainedModel"):
-        register_model(globals()[_name])
+MODELS = [globals()[name] for name in __all__ if not name.endswith("PreTrainedModel")]
+
+if __name__.startswith("transformers_modules."):  # a copy of this file beside a checkpoint, which nobody else registers
+    for _model in MODELS:
+        register_model(_model)

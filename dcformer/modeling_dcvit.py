@@ -293,5 +293,8 @@ class DCViTForImageClassification(DCViTPreTrainedModel):
 
 __all__ = ["DCViTConfig", "DCViTForImageClassification", "DCViTModel", "DCViTPreTrainedModel"]
 
-for _model in (DCViTForImageClassification, DCViTModel):
-    register_model(_model)
+MODELS = [DCViTForImageClassification, DCViTModel]
+
+if __name__.startswith("transformers_modules."):  # a copy of this file beside a checkpoint, which nobody else registers
+    for _model in MODELS:
+        register_model(_model)

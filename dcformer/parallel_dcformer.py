@@ -5,9 +5,8 @@ Heads compose only inside their group (section 3.2 of the paper), so groups can 
 attention and one after the MLP. Without composition every head counts as a group. If the groups do not divide, each
 process computes its part of the linear layers, gathers the results, and composes all heads.
 
-Importing this module adds the style of the attention to the tensor parallel plan of the configurations. Transformers'
-styles shard a linear layer by consecutive rows, but `qkv_proj` has first all queries, then all keys, then all values,
-and a process needs some of each.
+The attention needs a style of its own: those of Transformers shard a linear layer by consecutive rows, but `qkv_proj`
+has first all queries, then all keys, then all values, and a process needs some of each.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ if torch.distributed.is_available():
 
 # Of the parameters of `DCFormerCompose`.
 DIMENSION_OF_GROUPS = {"hidden_weight": 1, "low_rank_weight": 0, "gate_weight": 1, "static_weight": 1}
-STYLE = "dcformer_attention"
 
 
 def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
@@ -38,7 +36,7 @@ def shards_heads(config: DCFormerConfig, ranks: int) -> bool:
     return groups % ranks == 0 and config.num_key_value_heads % ranks == 0
 
 
-class _Attention(TensorParallelLayer):
+class AttentionByHeads(TensorParallelLayer):
     """An attention layer: by heads if they divide, else by its linear layers, with Transformers' styles."""
 
     def install_forward(self, module: Any, mesh: Any) -> nn.Module:
@@ -148,8 +146,3 @@ class _SumOfGradients(torch.autograd.Function):
 def _with_summed_gradient(states: Tensor, mesh: Any) -> Tensor:
     needs_gradient = torch.is_grad_enabled() and states.requires_grad
     return _SumOfGradients.apply(states, mesh.get_group()) if needs_gradient else states
-
-
-ALL_PARALLEL_STYLES.register(STYLE, _Attention())
-_mlp_plan = {name: style for name, style in DCFormerConfig.base_model_tp_plan.items() if ".mlp." in name}
-DCFormerConfig.base_model_tp_plan = {"layers.*.self_attn": STYLE, **_mlp_plan}

@@ -218,9 +218,8 @@ def _records_of(folder: Path, results: str | os.PathLike, evaluated_as: str | No
 
 
 def _new_card(folder: Path, config: transformers.PreTrainedConfig) -> str:
-    (class_name,) = config.architectures or ("",)
     with torch.device("meta"):
-        parameters = getattr(transformers, class_name)(config).num_parameters()
+        parameters = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
     dtype = dtype_name(config.dtype)
     return write_card(folder.resolve().name, config, parameters=parameters, dtype=dtype)
 

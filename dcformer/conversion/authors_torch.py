@@ -27,9 +27,7 @@ _IGNORED = {
     r"(^|\.)(freqs_cis|causal_mask|mask_cache)$": "table computed from the configuration",
 }
 # The keys of config.json that mean something, ours and the authors', and others of Transformers that look like them.
-_READ = DCFormerConfig.__annotations__.keys() | AUTHORS_KEYS
-_READ |= {"rope_scaling", "rope_theta", "partial_rotary_factor"}
-_READ |= {"prefill_pad", "q_chunk_size", "is_training", "use_gradient_checkpointing"}
+_READ = DCFormerConfig.__annotations__.keys() | AUTHORS_KEYS | {"rope_scaling", "rope_theta", "partial_rotary_factor"}
 _ALIKE = {"model_type", *(f"{kind}_token_id" for kind in ("sep", "cls", "mask", "forced_bos", "forced_eos"))}
 _SPLIT = re.compile(r"(layers\.\d+)\.attention\.w([qkv])\.(weight|bias)")
 PARTS = {"q": "query", "k": "key", "v": "value"}

@@ -9,9 +9,11 @@ import sys
 
 from transformers.cli.transformers import app
 
+from ..integrations import name_models_for_server
 from .limits import refuse_what_does_not_fit
 
 
+name_models_for_server()
 refuse_what_does_not_fit()
 os.chdir(sys.argv.pop(1))
 app(prog_name="transformers")

@@ -14,7 +14,7 @@ PACKAGE = Path(dcformer.__file__).parent
 FLOORS = (
     ("common", "pretrained"),
     ("model",),  # the files that travel with a checkpoint, and those beside them
-    ("kernels",),
+    ("kernels", "integrations"),
     ("public",),
     ("loading", "model_card"),
     ("conversion", "analysis", "head_tasks"),

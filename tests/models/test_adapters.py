@@ -1,9 +1,5 @@
 """PEFT: the modules it adapts by itself, adapters on disk, parameters of the composition, prompts."""
 
-import importlib
-import sys
-import types
-
 import peft
 import pytest
 import torch
@@ -11,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import random_tokens, tiny_model
 
 from dcformer import DCFormerForCausalLM
-from dcformer.public import _add_peft_targets, _WhenPeftIsImported
+from dcformer.integrations.peft import fill_tables
 
 
 VARIANTS = ["dcformer", "dcpythia"]
@@ -114,18 +110,19 @@ def test_entries_that_are_there_stay_and_half_a_choice_is_none():
         "TRANSFORMERS_MODELS_TO_A": {"gpt_neox": ["query_key_value"], "dcformer": ["o_proj"]},
         "TRANSFORMERS_MODELS_TO_B": {"gpt_neox": ["query_key_value", "unknown"]},
     }
-    _add_peft_targets(types.SimpleNamespace(**tables))
+    fill_tables(tables)
     assert tables["TRANSFORMERS_MODELS_TO_A"]["dcformer"] == ["o_proj"]
     assert tables["TRANSFORMERS_MODELS_TO_A"]["dcpythia"] == ["qkv_proj"]
     assert "dcformer" not in tables["TRANSFORMERS_MODELS_TO_B"]
 
 
-def test_targets_are_there_when_peft_is_imported_later(monkeypatch):
-    name = "peft.utils.constants"
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [_WhenPeftIsImported(), *sys.meta_path])
-    tables = importlib.import_module(name)
-    assert tables.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING["dcpythia"] == ["qkv_proj"]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_targets_are_found_when_peft_is_imported_after_the_model_was_made(variant, monkeypatch):
+    model = tiny_model(variant)
+    for name, table in vars(peft.utils.constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_"):
+            monkeypatch.delitem(table, model.config.model_type, raising=False)  # as PEFT makes them
+    assert get_peft_model(model, LoraConfig()).peft_config["default"].target_modules == FUSED
 
 
 @pytest.mark.parametrize("method", ["PromptTuningConfig", "PrefixTuningConfig"])

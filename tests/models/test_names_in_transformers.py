@@ -1,26 +1,27 @@
 """Tools that get a path find the class that its config.json names, as they do for models of Transformers."""
 
 import re
+import sys
+import types
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_models import random_tokens, tiny_config, tiny_model
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.cli.serving import model_manager
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.modelcard import TASK_MAPPING
 
 import dcformer
-from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, DCPythiaConfig, pretrained_path
+from dcformer import DCFormerForCausalLM, DCFormerForTokenClassification, pretrained_path
+from dcformer.integrations import name_models_for_server
 
 
-def test_all_public_models_and_configurations_are_found_by_name():
-    public = [getattr(dcformer, name) for name in dcformer.__all__]
-    classes = [value for value in public if isinstance(value, type)]
-    registered = [value for value in classes if issubclass(value, PreTrainedConfig | PreTrainedModel)]
-    assert DCFormerForCausalLM in registered and DCPythiaConfig in registered
-    assert all(getattr(transformers, value.__name__) is value for value in registered)
+def test_importing_the_package_changes_neither_transformers_nor_how_modules_are_found():
+    assert not any(hasattr(transformers, name) for name in dcformer.__all__)
+    assert not any(type(finder).__module__.startswith("dcformer.") for finder in sys.meta_path)
 
 
 MODELS = [name for name in dcformer.__all__ if re.search("Model$|For[A-Z]", name)]
@@ -73,7 +74,9 @@ def test_label_smoothing_leaves_the_labels_of_a_classifier_where_they_are(tmp_pa
     torch.testing.assert_close(smoothed_loss(model, tokens, tokens % 5, tmp_path), expected)
 
 
-def test_the_server_of_transformers_loads_a_model():
+def test_the_server_of_transformers_loads_a_model(monkeypatch):
+    monkeypatch.setattr(model_manager, "transformers", types.ModuleType("transformers"))
+    name_models_for_server()
     manager = ModelManager(device="cpu", dtype="float32")
     model, _ = manager.load_model_and_processor(manager.process_model_name(pretrained_path("dcformer-tiny")))
     assert isinstance(model, DCFormerForCausalLM)
