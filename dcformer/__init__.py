@@ -1,8 +1,9 @@
 """
 DCFormer for Transformers.
 
-Importing this package registers its models with the Auto classes, which imports torch and Transformers. The `dcformer`
-command alone leaves that to its subcommands that load models (`cli/running.py`), so that help comes at once.
+Importing this package imports `public.py`, whose list registers the models, and with it torch and Transformers, which
+takes ten times as long as the help of the `dcformer` command should. So `dcformer_command` says that it is running, and
+its subcommands import `public.py` where they load models (`cli/running.py`).
 """
 
 import sys

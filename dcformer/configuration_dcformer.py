@@ -220,9 +220,7 @@ class DCFormerConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for key in sorted(kwargs.keys() & AUTHORS_KEYS):
-            raise ValueError(
-                f"{key}={kwargs[key]!r} is no field but a key of the authors; from_dict takes their files."
-            )
+            raise ValueError(f"{key}={kwargs[key]!r} is a key of the authors' files, for from_dict; give a field.")
         self._validate_sizes()
         if self.intermediate_size is None:
             gated = -(-int(8 * self.hidden_size / 3) // 256) * 256
@@ -289,7 +287,7 @@ class DCFormerConfig(PreTrainedConfig):
         for key, value in (*stated.items(), *(kwargs.pop("rope_scaling", None) or {}).items()):
             ours = "rope_type" if key == "type" else key
             if value is not None and rope.setdefault(ours, value) != value:
-                raise ValueError(f"{key}={value!r} and {rope[ours]!r} in rope_parameters disagree; give one of them.")
+                raise ValueError(f"{key}={value!r} and rope_parameters={rope!r} disagree; give one of them.")
         return super().convert_rope_params_to_dict(partial_rotary_factor=self.default_rotary_factor, **kwargs)
 
     @classmethod

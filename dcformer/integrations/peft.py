@@ -40,8 +40,8 @@ def fill_tables(tables: dict[str, Any]) -> None:
     """
     for name, table in tables.items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
-            targets = [_LIKE_GPT_NEOX.get(target) for target in table.get("gpt_neox", ())]
-            targets = _NORMS if "LNTUNING" in name else targets
+            alike = [_LIKE_GPT_NEOX.get(target) for target in table.get("gpt_neox", ())]
+            targets = _NORMS if "LNTUNING" in name else alike
             if targets and None not in targets:
                 for config in (DCFormerConfig, DCPythiaConfig):
                     table.setdefault(config.model_type, list(targets))

@@ -4,10 +4,13 @@ import pytest
 import torch
 from tiny_models import random_tokens, tiny_config, tiny_model
 from transformers import (
+    AutoModel,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+
+from dcformer import DCFormerConfig, DCFormerForTokenClassification, DCFormerModel
 
 
 FAMILIES = ["dcformer", "dcpythia"]
@@ -35,6 +38,13 @@ def test_auto_classes_make_save_and_load_every_head(head, family, tmp_path):
         for ours, again in zip(model(tokens).values(), loaded(tokens).values()):
             if isinstance(ours, torch.Tensor):
                 assert torch.equal(ours, again)
+
+
+def test_a_head_needs_no_registered_configuration():
+    """A checkpoint that brings its code along may have a second copy of the configuration's class."""
+    config = type("Copy", (DCFormerConfig,), {}).from_dict(tiny_config(classifier_dropout=0.0).to_dict())
+    head = DCFormerForTokenClassification(config)
+    assert type(head.model) is DCFormerModel and head.dropout.p == 0 and type(config) not in AutoModel._model_mapping
 
 
 @torch.no_grad()
