@@ -44,13 +44,14 @@ ANY_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 # Under nine minutes; a $(PYTHON) without .venv must have torch and Transformers. Every part runs, whatever has failed
 # before it.
-BENCH := $(ANY_PYTHON) -m dcformer.cli bench
+BENCH := $(ANY_PYTHON) -m benchmarks
+FIGURES ?= runs/bench-gpu
 bench-gpu:
 	@status=0; \
-	$(BENCH) attention --device cuda --seconds 140 || status=1; \
-	$(BENCH) decode --device cuda --seconds 110 || status=1; \
-	$(BENCH) train --device cuda --seconds 90 || status=1; \
-	$(BENCH) model --device cuda --seconds 20 || status=1; \
+	$(BENCH).attention --device cuda --seconds 140 --json $(FIGURES)/attention.json || status=1; \
+	$(BENCH).models --only decode --device cuda --seconds 110 --json $(FIGURES)/decode.json || status=1; \
+	$(BENCH).models --only train --device cuda --seconds 90 --json $(FIGURES)/train.json || status=1; \
+	$(BENCH).models --only forward --device cuda --seconds 20 --json $(FIGURES)/forward.json || status=1; \
 	exit $$status
 
 # The study of language modelling (research/language_modelling): text, sweeps, tables and figures, on the GPU if there is

@@ -1,1 +1,1 @@
-"""Benchmarks of the operator, of one layer's memory and of whole models; see README.md."""
+"""Benchmarks of the operator, its kernels, and of whole models; see README.md."""

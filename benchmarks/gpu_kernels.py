@@ -1,31 +1,22 @@
-"""
-The time of each Triton kernel on a GPU, and of those that compose with other tiles: `python -m benchmarks.gpu_kernels`.
+"""The time of each Triton kernel on a GPU, and of those that compose with other tiles: what decides `plan.TILES`.
 
-Every setting is checked before it is timed, except decoding, which `dcformer bench decode` checks: output and gradients
-of a shorter text in bfloat16 against plain PyTorch in float32. A kernel's time is the median between two events, with
-the launches queued behind a sleep of the device, so that the host is ahead of it, and the L2 cache overwritten before.
-Without a GPU `--quick` runs tiny shapes in Triton's interpreter, where times mean nothing.
+Output and gradients of a shorter text in bfloat16 are checked against plain PyTorch in float32; decoding is checked by
+`benchmarks.models`. A kernel's time is the median between two events, with the launches queued behind a sleep of the
+device, so that the host is ahead of it, and the L2 cache overwritten before. On a CPU `--quick` with TRITON_INTERPRET=1
+runs tiny shapes in Triton's interpreter, where times mean nothing.
 """
 
-import argparse
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from dcformer.bench.attention import Shape
-from dcformer.bench.candidates import relative_error
-from dcformer.bench.operands import Operands, prompt_operands, step_operands
-from dcformer.dcmha import Visibility
 from dcformer.kernels.call import Call
 from dcformer.kernels.triton import attention_backward as backward
 from dcformer.kernels.triton import attention_decode as decode
@@ -35,6 +26,10 @@ from dcformer.kernels.triton import composing
 from dcformer.kernels.triton import layout as plan
 from dcformer.training import visible_pairs
 from dcformer.types_dcformer import AttentionInputs
+from dcformer.visibility_dcformer import Visibility
+
+from .attention import Operands, Shape, prompt_operands, step_operands
+from .measure import Benchmark, Entry, Run, relative_error, run_command
 
 
 class Setting(NamedTuple):
@@ -46,49 +41,35 @@ class Setting(NamedTuple):
     stages: int = 4
     rows: int = 64
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
+
 
 SHAPES = [
-    Shape(32, 128, 2048),
-    Shape(32, 128, 2048, 256),
-    Shape(16, 64, 2048),
-    Shape(32, 128, 2048, 256, batch=4),
-    Shape(40, 128, 2048),
-    Shape(32, 128, 8192),
+    *(Shape(32, 128, 2048), Shape(32, 128, 2048, 256), Shape(16, 64, 2048)),
+    *(Shape(32, 128, 2048, 256, batch=4), Shape(40, 128, 2048), Shape(32, 128, 8192)),
 ]
 SETTINGS = [
-    Setting(),
-    Setting(stages=3),
-    Setting(stages=6),
-    Setting(rows=32),
-    Setting(rows=128),
-    Setting(4096, 128, 8),
-    Setting(1024, 32, 2, 3),
-    Setting(1024, 32, 2, 3, 32),
-    Setting(512, 16, 1, 3),
+    *(Setting(), Setting(stages=3), Setting(stages=6), Setting(rows=32), Setting(rows=128), Setting(4096, 128, 8)),
+    *(Setting(1024, 32, 2, 3), Setting(1024, 32, 2, 3, 32), Setting(512, 16, 1, 3)),
 ]
 TOLERANCE = 6e-2  # of gradients in bfloat16
-WORKSPACES = ops.FORWARD_BYTES, ops.BACKWARD_BYTES
 
 
-def calls(of: Operands, window: int | None) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def calls(of: Operands, window: int | None) -> list[Callable[[], Any]]:
     """The forward pass and the backward pass alone, without autograd."""
     mask = Visibility(of.query.shape[2], of.key.shape[2], sliding_window=window)
     call = Call.of(AttentionInputs(*of, of.query.shape[3] ** -0.5, mask)).with_channels_last()
-    upstream = torch.randn_like(of.query)
-    _, log_sums = forward.composed_forward(call, WORKSPACES[0])
-    return (
-        lambda: forward.composed_forward(call, WORKSPACES[0]),
-        lambda: backward.composed_backward(upstream, call, log_sums, WORKSPACES[1]),
-    )
+    run_forward = partial(forward.composed_forward, call, ops.FORWARD_BYTES)
+    upstream, log_sums = torch.randn_like(of.query), run_forward()[1]
+    return [run_forward, partial(backward.composed_backward, upstream, call, log_sums, ops.BACKWARD_BYTES)]
 
 
 def largest_error(shape: Shape, device: torch.device) -> float:
     """Of output and gradients, relative to those of PyTorch in float32."""
     of = prompt_operands(*shape[:2], 320 if device.type == "cuda" else 40, device, number_type(device)).leaves()
-    exact = of.leaves(dtype=torch.float32)
-    upstream = torch.randn_like(of.query)
-    results: list[list[Tensor]] = []
-    for operands, name in ((of, "triton"), (exact, "plain")):
+    upstream, results = torch.randn_like(of.query), []
+    for operands, name in ((of, "triton"), (of.leaves(dtype=torch.float32), "plain")):
         output = operands.composed(implementation=name, sliding_window=shape.window)
         results.append([output, *torch.autograd.grad(output, operands.tensors, upstream.to(output.dtype))])
     return float(torch.tensor([relative_error(*pair) for pair in zip(*results)]).max())  # NaN if one is
@@ -100,15 +81,14 @@ def number_type(device: torch.device) -> torch.dtype:
 
 def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5) -> dict[str, list[float]]:
     """Microseconds of each launch of each kernel of a call, and of what PyTorch runs between them."""
-    kind = type(composing._weights_kernel)  # compiled or interpreted
+    kind, is_cuda = type(composing._weights_kernel), device.type == "cuda"  # compiled or interpreted
     run = kind.run
     marks: list[tuple[str, Any]] = []
 
     def mark(name: str) -> None:
-        if device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        marks.append((name, event if device.type == "cuda" else time.perf_counter()))
+        marks.append((name, torch.cuda.Event(enable_timing=True) if is_cuda else time.perf_counter()))
+        if is_cuda:
+            marks[-1][1].record()
 
     def marked(self: Any, *arguments: Any, **options: Any) -> Any:
         mark(self.fn.__name__)
@@ -120,21 +100,20 @@ def kernel_times(call: Callable[[], Any], device: torch.device, repeats: int = 5
     samples: list[dict[str, list[float]]] = []
     kind.run = marked
     try:
-        for _ in range(repeats if device.type == "cuda" else 1):
+        for _ in range(repeats if is_cuda else 1):
             marks.clear()
-            if device.type == "cuda":
+            if is_cuda:
                 torch.empty(2**28, dtype=torch.int8, device=device).zero_()
                 torch.cuda._sleep(20_000_000)
             mark("(torch)")
             call()
             mark("(end)")
-            if device.type == "cuda":
+            if is_cuda:
                 torch.cuda.synchronize(device)
-            sample: dict[str, list[float]] = {}
+            samples.append({})
             for (name, begin), (_, end) in itertools.pairwise(marks):
-                spent = 1e3 * begin.elapsed_time(end) if device.type == "cuda" else 1e6 * (end - begin)
-                sample.setdefault(name, []).append(spent)
-            samples.append(sample)
+                spent = 1e3 * begin.elapsed_time(end) if is_cuda else 1e6 * (end - begin)
+                samples[-1].setdefault(name, []).append(spent)
     finally:
         kind.run = run
     launches = {name: zip(*(sample[name] for sample in samples)) for name in samples[0]}
@@ -152,59 +131,55 @@ def applied(setting: Setting) -> Iterator[None]:
         plan.TILES["hopper"], plan.COMPOSE_M, plan.is_hopper = before
 
 
-def measure(device: torch.device, shapes: list[Shape], settings: list[Setting], seconds: float) -> Iterator[dict]:
-    """A row for each kernel, the usual setting of all shapes first."""
-    end = time.monotonic() + seconds
-    cases = [(shape, None) for shape in shapes]
-    cases += [(shape, setting) for setting in settings for shape in shapes[:3]]
-    for shape, setting in cases:
-        about = {"shape": shape._asdict(), "setting": setting and setting._asdict()}
-        if time.monotonic() > end:
-            yield {**about, "note": "not measured: the time is over"}
-            continue
+def compare(run: Run, case: tuple[Shape, Setting | None]) -> None:
+    """Both passes, by kernel: microseconds of its launches together; with the usual tiles or others."""
+    shape, setting = case
+    scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
+    errors: list[float] = []
+
+    def make(index: int) -> dict[str, float] | str:
         with applied(setting or Setting(*plan.TILES["hopper"], plan.COMPOSE_M)):
-            try:
-                if not (error := largest_error(shape, device)) < TOLERANCE:
-                    raise ValueError(f"wrong values, off by {error}")
-                of = prompt_operands(*shape[:3], device, number_type(device), shape.batch)
-                passes = zip(("forward", "backward"), calls(of, shape.window))
-                measured = [(name, kernel_times(call, device)) for name, call in passes]
-            except Exception as problem:  # what a setting asks for may not fit the device
-                yield {**about, "note": f"failed: {' '.join(str(problem).split())[:200]}"}
-                continue
-        scores = shape.batch * shape.heads * visible_pairs(shape.length, shape.window)
-        for name, times in measured:
-            for kernel, spent in times.items():
-                row = {"pass": name, "kernel": kernel, "microseconds": spent, "error": error}
-                yield {**about, **row, "picoseconds a score": round(1e6 * sum(spent) / scores, 2)}
-    for shape in shapes[:2]:
-        of = step_operands(*shape[:2], min(shape.length, 1040), device, number_type(device))
+            errors[:] = errors or [largest_error(shape, run.device)]
+            if not errors[0] < TOLERANCE:
+                return f"wrong values, off by {errors[0]}"
+            of = prompt_operands(*shape[:3], run.device, number_type(run.device), shape.batch)
+            times = kernel_times(calls(of, shape.window)[index], run.device)
+        figures = {"error": errors[0], "picoseconds a score": 1e6 * sum(map(sum, times.values())) / scores}
+        return figures | by_kernel(times)
+
+    title = f"{shape}, {setting or 'the usual tiles'}"
+    run.compare(title, [Entry(name, partial(make, index)) for index, name in enumerate(("forward", "backward"))])
+
+
+def by_kernel(times: dict[str, list[float]]) -> dict[str, float]:
+    return {f"{kernel} ({len(spent)} launches) us": sum(spent) for kernel, spent in times.items()}
+
+
+def decode_step(run: Run, case: tuple[Shape, None]) -> None:
+    shape = case[0]
+
+    def make() -> dict[str, float]:
+        of = step_operands(*shape[:2], min(shape.length, 1040), run.device, number_type(run.device))
         mask = Visibility(1, of.key.shape[2], sliding_window=shape.window)
         call = Call.of(AttentionInputs(*of, shape.channels**-0.5, mask))
-        for kernel, spent in kernel_times(lambda call=call: decode.composed_decode(call), device).items():
-            yield {"shape": shape._asdict(), "setting": None, "pass": "decode", "kernel": kernel, "microseconds": spent}
+        return by_kernel(kernel_times(lambda: decode.composed_decode(call), run.device))
+
+    run.compare(f"{shape}, a decoding step", [Entry("decode", make)])
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; on a CPU with TRITON_INTERPRET=1")
-    parser.add_argument("--seconds", type=float, default=240, help="after which nothing more is started")
-    parser.add_argument("--json", type=Path, help="where to write all rows")
-    chosen = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("there is no CUDA device; --quick with TRITON_INTERPRET=1 shows that everything runs")
-    shapes, settings = ([Shape(2, 16, 24, 8)], [Setting(256, 16)]) if chosen.quick else (SHAPES, SETTINGS)
-    rows = []
-    for row in measure(device, shapes, settings, chosen.seconds):
-        rows.append(row)
-        print(*(f"{key} {value}" for key, value in row.items() if value is not None), sep=", ", flush=True)
-        if chosen.json is not None:  # after each row: what is cut off has been written
-            name = torch.cuda.get_device_name() if device.type == "cuda" else "interpreter"
-            chosen.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=0))
-    if any(row.get("note", "").startswith("failed") for row in rows):
-        sys.exit(1)
+def sweep(run: Run, settings: list[Setting | None]) -> list[tuple[Shape, Setting | None]]:
+    shapes = [Shape(2, 16, 24, 8)] if run.is_quick else SHAPES[: 3 if settings[0] else None]
+    settings = [setting and Setting(256, 16) for setting in settings[:1]] if run.is_quick else settings
+    return [(shape, setting) for setting in settings for shape in shapes]
+
+
+_CHECK = "plain PyTorch in float32"
+REGISTRY = (
+    Benchmark("kernels", "forward, backward", "none", _CHECK, partial(sweep, settings=[None]), compare),
+    Benchmark("tiles", "both with other tiles", "the usual tiles", _CHECK, partial(sweep, settings=SETTINGS), compare),
+    Benchmark("decode", "a step", "none", "see benchmarks.models", lambda run: sweep(run, [None])[:2], decode_step),
+)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, REGISTRY))

@@ -8,13 +8,13 @@ minutes. Every method scores the same rows of tokens. The difference to float32 
 over rows.
 """
 
-import argparse
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +29,11 @@ from transformers import (
 )
 
 from dcformer import DCFormerConfig, DCFormerForCausalLM
-from dcformer.bench import measure as bench
 
-from . import report
+from .measure import Benchmark, Entry, Run, run_command
 
 
-FLOAT32 = "float32"
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
 # Tokens that go into a quantised cache at once, and that it keeps as they are: the default of `generate()`.
 _RESIDUAL_LENGTH = 128
 _BATCH_SIZE = 16
@@ -69,92 +68,65 @@ CACHES = {
 }
 
 
-class Measured(NamedTuple):
-    """Loss per token in nats, its difference to float32, half the width of the 95 % interval of that, perplexity."""
-
-    loss: float
-    change: float
-    interval: float
-    perplexity: float
-
-
-class Row(NamedTuple):
-    """Token ids, and whether each of them counts; the first is never predicted."""
-
-    token_ids: list[int]
-    counts: list[bool]
+Text = tuple[str, str, Tensor]  # name and folder of a model, and the token ids that it scores, (rows, length)
 
 
 @torch.no_grad()
-def row_losses(
-    model: PreTrainedModel, rows: list[Row], new_cache: Callable[[], Cache] | None = None
-) -> tuple[Tensor, Tensor]:
-    """
-    Summed loss of every row and how many tokens it predicts: both (rows,), in float64.
-
-    With `new_cache`, rows are read in pieces, each of which sees those before it in that cache.
-    """
-    losses, counts = torch.zeros(2, len(rows), dtype=torch.float64)
-    for length in sorted({len(row.token_ids) for row in rows}):
-        numbers = [number for number, row in enumerate(rows) if len(row.token_ids) == length]
-        for start in range(0, len(numbers), _BATCH_SIZE):
-            chosen = numbers[start : start + _BATCH_SIZE]
-            token_ids = torch.tensor([rows[number].token_ids for number in chosen], device=model.device)
-            scored = torch.tensor([rows[number].counts for number in chosen])[:, 1:]  # (batch, length - 1)
-            if new_cache is None:
-                logits = model(token_ids, use_cache=False).logits
-            else:
-                cache, pieces = new_cache(), token_ids.split(_RESIDUAL_LENGTH, dim=1)
-                logits = torch.cat([model(piece, cache=cache, use_cache=True).logits for piece in pieces], 1)
-            nats = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), token_ids[:, 1:], reduction="none"
-            )
-            losses[chosen] = (nats.double().cpu() * scored).sum(1)
-            counts[chosen] = scored.double().sum(1)
-    return losses, counts
+def row_losses(model: PreTrainedModel, rows: Tensor, new_cache: Callable[[], Cache] | None = None) -> Tensor:
+    """Mean loss of a token of every row, (rows,) in float64; with `new_cache`, rows are read in pieces through one."""
+    losses = []
+    for token_ids in rows.to(model.device).split(_BATCH_SIZE):
+        if new_cache is None:
+            logits = model(token_ids, use_cache=False).logits
+        else:
+            cache, pieces = new_cache(), token_ids.split(_RESIDUAL_LENGTH, dim=1)
+            logits = torch.cat([model(piece, cache=cache, use_cache=True).logits for piece in pieces], 1)
+        logits = logits[:, :-1].float().transpose(1, 2)
+        nats = torch.nn.functional.cross_entropy(logits, token_ids[:, 1:], reduction="none")  # (batch, length - 1)
+        losses.append(nats.double().mean(1).cpu())
+    return torch.cat(losses)
 
 
-def compare(losses: Tensor, base: Tensor, counts: Tensor) -> Measured:
-    """The mean loss per token of all rows, and how far it is above that of `base`."""
-    difference = (losses - base) / counts
-    weights = counts / counts.sum()
-    change = float((weights * difference).sum())
-    spread = float((weights.square() * (difference - change).square()).sum().sqrt())
-    loss = float(losses.sum() / counts.sum())
-    return Measured(loss, change, 1.96 * spread, math.exp(loss))
+def compare(losses: Tensor, base: Tensor) -> dict[str, float]:
+    """The mean loss of a token, how far it is above that of `base`, and half of the 95 % interval of that."""
+    change, loss = losses - base, float(losses.mean())
+    interval = 1.96 * float((change - change.mean()).square().sum().sqrt()) / len(change)
+    return {"loss": loss, "change": float(change.mean()), "interval": interval, "perplexity": math.exp(loss)}
 
 
-def measure(folder: str | Path, rows: list[Row], device: torch.device) -> dict[str, Measured]:
-    """Every method that the model allows, by name; float32 first."""
+def measure(run: Run, text: Text) -> None:
+    """Every method that the model allows; float32 first."""
+    name, folder, rows = text
 
     def load(dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
-        return DCFormerForCausalLM.from_pretrained(folder, device_map=device, dtype=dtype, **options).eval()
+        return DCFormerForCausalLM.from_pretrained(folder, device_map=run.device, dtype=dtype, **options).eval()
 
     model = load()
-    base, counts = row_losses(model, rows)
-    results = {FLOAT32: compare(base, base, counts)}
-    if "sliding_attention" not in model.config.layer_types:  # Transformers quantises no others
-        for name, options in CACHES.items():
-            options = {"residual_length": _RESIDUAL_LENGTH, **options}
-            new_cache = partial(QuantizedCache, "quanto", model.config, **options)
-            results[name] = compare(row_losses(model, rows, new_cache)[0], base, counts)
-    results["bfloat16"] = compare(row_losses(load(torch.bfloat16), rows)[0], base, counts)
-    for name, make in WEIGHTS.items():
-        linear = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
-        if any(layer.in_features % _GROUPS.get(name, 1) for layer in linear):
-            print(f"Left out: {name}, since inputs of a layer are no multiple of {_GROUPS[name]}.")
-            continue
-        quantised = load(quantization_config=make())
-        results[name] = compare(row_losses(quantised, rows)[0], base, counts)
-    return results
+    base = row_losses(model, rows)
+    linear = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+
+    def make(name: str) -> dict[str, float] | str:
+        if name in CACHES:
+            if "sliding_attention" in model.config.layer_types:
+                return "not measured: Transformers quantises no caches of windows"
+            options = {"residual_length": _RESIDUAL_LENGTH, **CACHES[name]}
+            losses = row_losses(model, rows, partial(QuantizedCache, "quanto", model.config, **options))
+        elif name in WEIGHTS:
+            if any(layer.in_features % _GROUPS.get(name, 1) for layer in linear):
+                return f"not measured: inputs of a layer are no multiple of {_GROUPS[name]}"
+            losses = row_losses(load(quantization_config=WEIGHTS[name]()), rows)
+        else:
+            losses = base if name == FLOAT32 else row_losses(load(torch.bfloat16), rows)
+        return compare(losses, base)
+
+    run.compare(name, [Entry(name, partial(make, name)) for name in (FLOAT32, *CACHES, BFLOAT16, *WEIGHTS)])
 
 
-def text_rows(token_ids: list[int], length: int, count: int) -> list[Row]:
-    """Up to `count` windows of `length` tokens, from the beginning."""
+def text_rows(token_ids: list[int], length: int, count: int) -> Tensor:
+    """Up to `count` windows of `length` tokens, from the beginning: (windows, length)."""
     if len(token_ids) < length:
         raise ValueError(f"The text has {len(token_ids)} tokens, fewer than one window; give --length below that.")
-    windows = [token_ids[start : start + length] for start in range(0, len(token_ids) - length + 1, length)]
-    return [Row(window, [True] * length) for window in windows[:count]]
+    return torch.tensor(token_ids[: len(token_ids) // length * length]).view(-1, length)[:count]
 
 
 def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormerForCausalLM:
@@ -163,7 +135,7 @@ def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormer
     shape = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
     shape |= {"num_attention_heads": 4, "max_position_embeddings": 512, "sliding_window": None}
     shape |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}
-    model = DCFormerForCausalLM(DCFormerConfig(**{**shape, **values})).train()
+    model = DCFormerForCausalLM(DCFormerConfig(**shape, **values)).train()
     token_ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -183,42 +155,31 @@ def train(text: bytes, steps: int, length: int = 256, **values: Any) -> DCFormer
     return model.eval()
 
 
-def sources(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str | Path, list[Row]]]:
+def texts(run: Run) -> Iterator[Text]:
     """Name, folder and rows of every model that is asked for."""
+    args = run.args
+    steps, length, count = (2, 160, 2) if run.is_quick else (args.steps, args.length, args.windows)
     for name in args.model or ():
         token_ids = AutoTokenizer.from_pretrained(name)(args.text_file.read_text(encoding="utf-8"))["input_ids"]
-        yield name, name, text_rows(token_ids, args.length, args.windows)
+        yield name, name, text_rows(token_ids, length, count)
     if args.train:
-        rows = text_rows(list(args.text_file.read_bytes()), args.length, args.windows)
+        rows = text_rows(list(args.text_file.read_bytes()), length, count)
         for name, values in (("DCFormer++", {}), ("Transformer++", {"compose_pre": False, "compose_post": False})):
-            train(args.train.read_bytes(), args.steps, **values).save_pretrained(folder / name)
-            yield name, folder / name, rows
+            with tempfile.TemporaryDirectory() as folder:
+                train(args.train.read_bytes(), steps, **values).save_pretrained(folder)
+                yield name, folder, rows
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = report.make_parser(__doc__)
-    parser.add_argument("--model", action="append", help="folder of a checkpoint with its tokenizer; may be repeated")
-    parser.add_argument("--train", type=Path, help="text to train two small models on first, byte by byte")
-    parser.add_argument("--text-file", type=Path, required=True, help="text to score")
-    parser.add_argument("--steps", type=int, default=400, help="training steps of --train (default: 400)")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a window of the text (default: 512)")
-    parser.add_argument("--windows", type=int, default=64, help="windows that are scored (default: 64)")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    args = parser.parse_args(arguments)
-    if bool(args.model) == bool(args.train):
-        parser.error("give either --model or --train")
-    figures = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, source, rows in sources(args, Path(folder)):
-            results = measure(source, rows, args.device)
-            cells = [
-                [method, f"{row.loss:.4f}", f"{row.change:+.4f}", f"± {row.interval:.4f}", f"{row.perplexity:.3f}"]
-                for method, row in results.items()
-            ]
-            bench.show_table([name, "loss", "change", "95 %", "perplexity"], cells)
-            figures[name] = {method: row._asdict() for method, row in results.items()}
-    report.write(args, args.device, figures=figures)
+OPTIONS = {
+    "--model": {"action": "append", "help": "folder of a checkpoint with its tokenizer; may be repeated"},
+    "--train": {"type": Path, "help": "text to train two small models on first, byte by byte"},
+    "--text-file": {"type": Path, "required": True, "help": "text to score"},
+    "--steps": {"type": int, "default": 400, "help": "training steps of --train (default: 400)"},
+    "--length": {"type": int, "default": 512, "help": "tokens of a window of the text (default: 512)"},
+    "--windows": {"type": int, "default": 64, "help": "windows that are scored (default: 64)"},
+}
+REGISTRY = (Benchmark("losses", "loss per token", "float32", "nothing: it is the error", texts, measure),)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(__doc__, REGISTRY, options=OPTIONS, device="cpu", seconds=3600.0))

@@ -254,7 +254,7 @@ def composed_attention(
     Raises:
         ValueError: if shapes do not fit, a number is below 1, or the implementation cannot compute this.
     """
-    mask = {"is_causal": is_causal, "sliding_window": sliding_window, "attention_mask": attention_mask}
+    mask: dict[str, Any] = {"is_causal": is_causal, "sliding_window": sliding_window, "attention_mask": attention_mask}
     inputs = _checked_inputs(query, key, value, pre, post, scaling, dropout, chunk_size, **mask)
     wants_maps = return_weights or observe is not None
     backend = choose_backend(inputs, "plain" if wants_maps else implementation)

@@ -41,7 +41,7 @@ class DCFormerRMSNorm(nn.RMSNorm):
     """In the wider type of input and weight, which differ under autocast."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        weight: Tensor = self.weight
         if hidden_states.dtype != weight.dtype:
             dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)

@@ -3,12 +3,11 @@
 from .compose_dcformer import cache_bytes_per_token
 from .configuration_dcformer import DCFormerConfig, DCPythiaConfig
 from .dcmha import (
-    ComposeSide,
-    ComposeWeights,
-    Visibility,
-    compose,
+    Backend,
     composed_attention,
+    explain_choice,
     implementations,
+    register_backend,
     register_implementation,
 )
 from .integrations import add_peft_targets, add_tensor_parallel_plan, register_auto_classes
@@ -28,7 +27,10 @@ from .modeling_dcformer import (
 )
 from .modeling_dcvit import DCViTConfig, DCViTForImageClassification, DCViTModel
 from .module import DCMultiheadAttention
+from .plain_dcformer import compose
 from .pretrained import pretrained_path
+from .types_dcformer import AttentionInputs, ComposeSide, ComposeWeights
+from .visibility_dcformer import Visibility
 
 
 # All that importing this package changes in others.
@@ -36,6 +38,8 @@ for _integrate in (register_kernels, register_auto_classes, add_tensor_parallel_
     _integrate()
 
 __all__ = [
+    "AttentionInputs",
+    "Backend",
     "ComposeSide",
     "ComposeWeights",
     "DCFormerConfig",
@@ -58,8 +62,10 @@ __all__ = [
     "cache_bytes_per_token",
     "compose",
     "composed_attention",
+    "explain_choice",
     "implementations",
     "pretrained_path",
+    "register_backend",
     "register_implementation",
     "set_workspace_bytes",
 ]

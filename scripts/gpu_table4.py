@@ -36,8 +36,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import measure
 from dcformer import DCFormerConfig, DCPythiaConfig
-from dcformer.bench import measure
 from dcformer.common.dtypes import dtype_name
 from dcformer.common.files import json_digest, write_atomically
 from dcformer.eval import TABLE4_COLUMNS, DCFormerLM, quiet_harness, task_manager
@@ -386,12 +386,10 @@ def show(session: Session) -> None:
     comparisons = session.comparisons()
     for table in session.whole_table():
         columns = [table[name] for name in ("minutes", "tokens_per_second", "peak_memory_gib")]
-        rows = [
-            [method, f"{minutes:.1f}", f"{rate:,.0f}", f"{memory or 0:.1f}"]
-            for method, minutes, rate, memory in ((name, *(column[name] for column in columns)) for name in METHODS)
-        ]
         print(f"\n{table['model']}: the whole table, by {table['share_measured']:.0%} of its tokens")
-        measure.show_table(["method", "minutes", "tokens/s", "GiB"], rows)
+        for method in METHODS:
+            minutes, rate, memory = (column[method] for column in columns)
+            print(f"  {method}: {minutes:.1f} minutes, {rate:,.0f} tokens/s, {memory or 0:.1f} GiB")
     if missing := session.missing():
         print(f"{len(missing)} cells are missing: run the same command again.")
     others = sum(comparison["other_decisions"] for comparison in comparisons)

@@ -1,23 +1,161 @@
-"""What the benchmarks compute: the decoder that computes as the authors do, cases, ratios and bounds."""
+"""What the benchmarks compute: nothing wrong is timed, cases, ratios, time limits, and the decoder of the authors."""
 
+import contextlib
 import json
 import time
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from reference import composed_attention_reference
 from tiny_models import random_tokens, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from benchmarks import cpu, quantization, serving
-from benchmarks.authors_decoder import AuthorsDecoder
-from dcformer.bench import operands, roofline
+from benchmarks import attention, cpu, measure, models, quantization, serving
+from benchmarks.authors import AuthorsDecoder
+from benchmarks.measure import Case, Entry, Run, Timer
+from dcformer import AttentionInputs, dcmha, register_implementation
 
 
-CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[1]
+CPU, CUDA, ROOT = torch.device("cpu"), torch.device("cuda"), Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("module", [attention, models, cpu], ids=lambda module: module.__name__)
+def test_every_row_is_measured_at_tiny_sizes_beside_its_baseline(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(dcmha, "BACKENDS", {"plain": dcmha.BACKENDS["plain"]})
+    arguments = ["--quick", "--device", "cpu", "--json", str(file := tmp_path / "rows.json")]
+    assert measure.run_command(module.__doc__, module.REGISTRY, arguments) == 0
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert {row["group"].split(":")[0] for row in rows} >= {each.name for each in module.REGISTRY} - {"attention"}
+    for row in rows:
+        assert row["timing"]["median"] >= row["timing"]["minimum"] > 0 and not row["note"], row
+        assert any("/" in name and value > 0 for name, value in row["figures"].items()), row
+
+
+def test_a_limit_bounds_the_command_and_lists_what_it_left_out(capsys):
+    assert measure.run_command("", cpu.REGISTRY, ["--seconds", "0.001", "--threads", "1"], device="cpu") == 0
+    assert capsys.readouterr().out.count("not measured: the 0.001 seconds were over") == 5 * 6 + 3 + 4
+    timings = Timer(CPU, seconds=60, end=time.perf_counter() + 0.1)({name: lambda: time.sleep(0.07) for name in "abc"})
+    assert timings.keys() == {"a"} and timings["a"].samples == 1
+
+
+def test_a_row_has_its_time_as_a_multiple_of_another_and_is_printed_when_it_is_measured(tmp_path, capsys):
+    run, shown = Run(CPU, is_quick=True, json=tmp_path / "rows.json"), []
+
+    def make(name, seconds):
+        shown.append(capsys.readouterr().out)
+        return Case(lambda: time.sleep(seconds), parts=2, rates={"tokens/s": 3})
+
+    entries = [Entry(name, lambda of=(name, seconds): make(*of)) for name, seconds in (("a", 0.02), ("b", 0.06))]
+    run.compare("group", entries, {"a": "/ a"})
+    assert shown[0] == "" and "  a: ms 1" in shown[1] and not run.rows[0].note
+    assert run.rows[1].figures == pytest.approx({"tokens/s": 100, "/ a": 3}, rel=0.2)
+    assert json.loads(run.json.read_text())["figures"]["group"]["b"] == run.rows[1].figures
+    run.threads, seen = [1, 2], []
+    entry = Entry("turn", lambda: Case(lambda prepared: seen.append(torch.get_num_threads()), int))
+    run.compare("turns", [entry], in_turns=True)
+    assert seen == sorted(seen) and {*seen} == {1, 2}
+    assert [row.group for row in run.rows[2:]] == ["turns, 1 threads", "turns, 2 threads"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_on_a_gpu_calls_are_timed_by_do_bench_as_a_graph_and_as_they_are(waits, monkeypatch):
+    recording, states, generator = set(), [], torch.Generator()
+
+    @contextlib.contextmanager
+    def record(graph, stream):
+        recording.add(stream)
+        try:
+            yield
+        except RuntimeError as error:  # as on a GPU
+            raise RuntimeError("the recording was invalidated") from error
+        finally:
+            recording.clear()
+
+    def call():
+        if waits and recording:
+            raise RuntimeError("it waits for the device")
+        assert recording <= {"a stream"}
+        return [8.0, 2.0, 4.0]
+
+    default = SimpleNamespace(clone_state=lambda: generator, graphsafe_set_state=states.append)
+    fakes = {"graph": record, "current_stream": lambda: "a stream", "current_device": lambda: 0}
+    fakes |= {"CUDAGraph": lambda: SimpleNamespace(replay=lambda: [1.0]), "default_generators": [default]}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(
+        pytest.importorskip("triton.testing"), "do_bench", lambda call, rep, **_: call() if rep == 300 else []
+    )
+    run = Run(CUDA)
+    run.compare("group", [Entry("name", lambda: Case(call, parts=2, figures={"MiB": 5}))], in_turns=True)
+    assert (row := run.rows[0]).figures == {measure.AS_CALLED: 2, "MiB": 5} and not row.has_failed
+    if waits:
+        assert row.timing is None and row.note == "no CUDA graph: RuntimeError: it waits for the device"
+        assert states == [generator]  # random numbers can be sampled again
+    else:
+        assert row.timing == (0.0005, 0.0005, 1) and not states and not row.note
+
+
+@pytest.mark.parametrize("error", ["no key-wise gate", "not a number", "gradient", "window"])
+def test_what_is_wrong_has_no_time(error, monkeypatch):
+    def attend(query, key, value, pre, post, **options):
+        if error == "no key-wise gate":
+            factors = torch.cat((post.key.factors[..., :-1], 0 * post.key.factors[..., -1:]), -1)
+            post = post._replace(key=type(post.key)(factors=factors))
+        options |= {"mask": dcmha.Visibility(193, 193, sliding_window=7)} if error == "window" else {}
+        output = dcmha.plain_attention(AttentionInputs(query, key, value, pre, post, **options))
+        output = output.index_fill(2, torch.tensor([3]), torch.nan) if error == "not a number" else output
+        return output if error != "gradient" else output.detach() + 0.5 * (output - output.detach())
+
+    monkeypatch.setattr(dcmha, "BACKENDS", {"plain": dcmha.BACKENDS["plain"]})
+    register_implementation("wrong", attend)
+    run = Run(CPU, is_quick=True)
+    attention.compare(run, attention.Shape(4, 8, 20, 6))
+    rows = {row.name: row for row in run.rows if row.group.startswith("forward and backward")}
+    assert rows["wrong"].has_failed and rows["wrong"].timing is None and "is wrong" in rows["wrong"].note
+    assert all(row.timing for name, row in rows.items() if name != "wrong") and len(rows) == 4
+
+
+def test_the_baseline_on_a_gpu_is_flash_attention_with_the_windows_of_its_layers():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "attention" in str(function):
+                left = (kwargs or {}).get("window_size_left")
+                calls.append((str(function), None if left is None else left + 1, args))
+            return function(*args, **(kwargs or {}))
+
+    calls, (family, *_) = [], models.families(CUDA)
+    config = models.configuration("tiny", **family.values)
+    model = models.make_model(Run(torch.device("meta"), torch.bfloat16), config, family.attention)
+    states = torch.randn(2, 40, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    windows = [16 if kind == "sliding_attention" else None for kind in config.layer_types]
+    with Calls():
+        output = model(inputs_embeds=states, use_cache=False).last_hidden_state
+        torch.autograd.grad(output, [states, *model.layers.parameters()], torch.ones_like(output))
+    assert [name for name, *_ in calls[:4]] == ["aten._flash_attention_forward.default"] * 4
+    assert [window for _, window, _ in calls] == [*windows, *reversed(windows)] and all(c[2][8] for c in calls[:4])
+    with Calls():
+        models.Decoder(model, False, 2, 24).decode()
+    steps = calls[-4 * models.STEPS :]
+    assert all(window is None and not args[8] for _, window, args in steps)
+    assert [args[1].shape[1] for *_, args in steps[:4]] == [window or 24 + models.STEPS for window in windows]
+
+
+def test_a_step_of_a_decoder_starts_where_the_prompt_ends():
+    config = models.configuration("tiny", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    decoder = models.Decoder(models.make_model(Run(CPU), config, "eager"), False, 2, 24)
+    full, text = decoder.cache.layers[1], cpu.QUICK._replace(prompt=12, steps=3, vocabulary=50)
+    before = full.keys.clone()
+    for _ in range(2):
+        decoder.decode()
+        assert int(full.cumulative_length) == 24 + models.STEPS
+    assert (full.keys != before).any(-1).all(1)[0].tolist() == [False] * 24 + [True] * models.STEPS
+    for kind in ("dynamic", "static"):
+        case = cpu.decode_case(tiny_model("dcformer"), text._replace(cache=kind))
+        caches = case.prepare(), case.prepare()
+        case.call(caches[0])
+        assert [int(cache.get_seq_length(1)) for cache in caches] == [15, 12]
 
 
 @pytest.mark.parametrize("variant, prompt", [("dcformer", 1), ("rank_1", 5), ("all_global", 24), ("dcformer", 24)])
@@ -31,113 +169,32 @@ def test_the_authors_decoder_has_our_logits_before_and_after_the_window_is_full(
         torch.testing.assert_close(logits, model(token_ids).logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("window", [None, 9], ids=["causal", "window"])
-def test_what_is_compared_composes_alike_and_sdpa_does_not(window):
-    of = operands.prompt_operands(4, 8, 140, CPU, torch.float32)  # more than a chunk of the authors' formulation
-    expected = composed_attention_reference(*of[:5], sliding_window=window)
-    outputs = {name: entry.make(of, window, None)() for name, entry in cpu.composing_and_plain(window).items()}
-    for name in ("composed", "authors"):
-        torch.testing.assert_close(outputs[name], expected, atol=1e-5, rtol=0)
-    assert (outputs["sdpa"] - expected).abs().max() > 0.1  # the factors compose strongly enough to tell
-
-
-def test_a_row_has_our_time_as_a_multiple_of_its_time_beside_bound_and_target(monkeypatch, tmp_path, capsys):
-    def section(run, threads):
-        cases = {name: partial(time.sleep, seconds) for name, seconds in (("ours", 0.03), ("plain", 0.01))}
-        added = lambda rates: {"reading": 0.01 * rates.flops}  # noqa: E731
-        cpu.compare(run, threads, "decode", cases, ours="ours", plain="plain", added=added, targets={"plain": 1.2})
-
-    monkeypatch.setattr(roofline, "rate_probes", lambda *_: {"a probe": lambda: None})
-    monkeypatch.setattr(
-        roofline, "measured_rates", lambda seconds, _: roofline.Rates(float("a probe" in seconds), 1, 1)
-    )
-    monkeypatch.setattr(cpu, "SECTIONS", {"decode": section})
-    file = tmp_path / "cpu.json"
-    cpu.main(["--quick", "--seconds", "0.01", "--threads", "1", "--json", str(file)])
-    measured = capsys.readouterr().out
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["plain"]["group"] == "decode, 1 threads" and rows["plain"]["timing"]["minimum"] >= 0.01
-    assert rows["plain"]["figures"]["ours / this"] == pytest.approx(3, rel=0.2)
-    assert rows["plain"]["figures"]["bound reading"] == pytest.approx(2, rel=0.2)
-    assert not rows["ours"]["figures"] and not rows["a probe"]["figures"]
-    cpu.main(["--show", str(file)])
-    assert capsys.readouterr().out == measured and "0 of 1 targets are reached." in measured
-    cpu.main(["--show", str(ROOT / "benchmarks" / "results" / "cpu.json")])
-    assert "18 of 30 targets are reached." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_decoding_case_starts_after_the_prompt_every_time(kind, monkeypatch):
-    monkeypatch.setattr(cpu, "PROMPT", 12)
-    monkeypatch.setattr(cpu, "STEPS", 3)
-    monkeypatch.setattr(cpu, "VOCABULARY", 50)
-    case = cpu.decode_case(tiny_model("dcformer"), kind)
-    first, second = case.prepare(), case.prepare()
-    case.call(first)
-    assert [int(cache.get_seq_length(1)) for cache in (first, second)] == [15, 12]
-
-
-TOKENS = [random_tokens(1, length, seed=length)[0].tolist() for length in (140, 9, 140, 2)]
-ROWS = [quantization.Row(row, [True] * len(row)) for row in TOKENS]
-
-
-def test_losses_are_summed_by_row_and_read_through_a_cache_alike():
-    model = tiny_model("all_global", max_position_embeddings=256).double()
-    losses, counts = quantization.row_losses(model, ROWS)
-    assert counts.tolist() == [139, 8, 139, 1]
-    for row, loss, count in zip(ROWS, losses, counts):
-        tokens = torch.tensor([row.token_ids])
-        expected = model(tokens, labels=tokens).loss.detach()
-        torch.testing.assert_close((loss / count).float(), expected, atol=1e-5, rtol=0)
-    cached, _ = quantization.row_losses(model, ROWS, lambda: DynamicCache(config=model.config))
-    torch.testing.assert_close(cached, losses, atol=1e-4, rtol=0)  # float32 in the loss
-
-
-def test_a_change_is_weighted_by_tokens_with_the_interval_of_its_rows():
-    counts = torch.tensor([10.0, 30.0]).double()
-    change = quantization.compare(torch.tensor([12.0, 33.0]).double(), torch.tensor([10.0, 30.0]).double(), counts)
-    assert change.loss == pytest.approx(45 / 40) and change.change == pytest.approx(5 / 40)
-    # Rows of 1/4 and 3/4 of the tokens, 0.2 and 0.1 above, are 0.075 and 0.025 from the mean.
-    assert change.interval == pytest.approx(1.96 * 0.01875 * 2**0.5)
-
-
-def test_a_method_is_measured_against_float32(tmp_path, monkeypatch):
-    method = "torchao int8, weights"
-    monkeypatch.setattr(quantization, "WEIGHTS", {method: quantization.WEIGHTS[method]})
-    tiny_model("dcformer", max_position_embeddings=256).save_pretrained(tmp_path)  # of windows: no cache is quantised
-    float32, *others = (results := quantization.measure(tmp_path, ROWS[::2], CPU)).values()
-    assert list(results) == ["float32", "bfloat16", method]
-    assert float32.change == 0 and all(result.change != 0 for result in others)
+def test_losses_are_those_of_the_model_through_a_cache_too_with_the_interval_of_rows():
+    model, rows = tiny_model("all_global", max_position_embeddings=256).double(), random_tokens(3, 140)
+    expected = [model(row[None], labels=row[None]).loss.item() for row in rows]
+    for new_cache in (None, lambda: DynamicCache(config=model.config)):
+        losses = quantization.row_losses(model, rows, new_cache)
+        assert losses.tolist() == pytest.approx(expected, abs=1e-5)  # float32 in the loss
+    change = quantization.compare(torch.tensor([1.2, 1.1]), torch.tensor([1.0, 1.0]))
+    assert change["loss"] == pytest.approx(1.15) and change["change"] == pytest.approx(0.15)
+    assert change["interval"] == pytest.approx(1.96 * 0.05 * 2**0.5 / 2)
 
 
 def test_the_page_shows_the_recorded_figures_of_quantisation():
-    file = ROOT / "benchmarks" / "results" / "quantization.json"
-    recorded = json.loads(file.read_text(encoding="utf-8"))["figures"]
-    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    texts = [
+        (ROOT / name).read_text("utf-8") for name in ("benchmarks/results/quantization.json", "docs/quantization.md")
+    ]
+    recorded, page = json.loads(texts[0])["figures"], texts[1]
     for method in recorded["DCFormer++"].keys() - {"float32"}:
         rows = [recorded[model][method] for model in ("DCFormer++", "Transformer++")]
         cells = [f"{row['change']:+.4f} ± {row['interval']:.4f}" for row in rows]
         assert f"| {method} | {' | '.join(cells)} |" in page
 
 
-REQUESTS = [serving.Request(random_tokens(1, length, seed=length)[0].tolist(), length % 5 + 2) for length in (3, 9, 5)]
-
-
-def test_padded_batches_write_what_single_prompts_get_and_other_tokens_are_not_timed(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    args = serving.parse_arguments(["--threads", "1", "--concurrency", "3"])
-    single, padded = (
-        serving.make_engine(kind, str(tmp_path), args)(REQUESTS) for kind in (serving.ONE_BY_ONE, serving.PADDED)
-    )
-    assert padded == single and [len(answer) for answer in single] == [request.answer for request in REQUESTS]
-    expected = serving.greedy_steps(str(tmp_path), [REQUESTS[0].prompt], args)
-    assert [step.token for step in expected[0]][: REQUESTS[0].answer] == single[0]
-    serving.check_tokens("vLLM", [[step.token for step in expected[0]]], expected, 1e-3)
-    with pytest.raises(RuntimeError, match="nothing was timed"):
-        serving.check_tokens("vLLM", [[step.second for step in expected[0]]], expected, 0.0)
-
-
-def test_texts_may_part_only_where_two_tokens_are_equally_likely():
-    for tokens, margin, position in ([4, 5], 0.5, None), ([4, 6], 0.5, 1), ([4, 6], 1e-4, None), ([4, 7], 1e-4, 1):
-        steps = [serving.Step(4, 9, 0.5), serving.Step(5, 6, margin)]
-        assert serving.first_difference(steps, tokens, 1e-3) == position
+def test_padded_batches_write_what_single_prompts_get_and_other_tokens_are_not_timed():
+    model, requests = tiny_model(), [(random_tokens(1, n, seed=n)[0].tolist(), n % 5 + 2) for n in (3, 9, 5)]
+    single, padded = (serving.answer_by_generate(model, rows, requests) for rows in (1, 3))
+    assert padded == single and [len(answer) for answer in single] == [number for _, number in requests]
+    serving.check_tokens(model, requests, single, 1e-3)
+    with pytest.raises(RuntimeError, match="not likeliest"):
+        serving.check_tokens(model, requests, [*single[:2], [*single[2][:-1], single[2][-1] ^ 1]], 1e-3)

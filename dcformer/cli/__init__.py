@@ -8,7 +8,6 @@ import typer
 
 from ..version_dcformer import __version__
 from .analyse import analyse_command
-from .bench import bench_command
 from .checkpoints import card_command, convert_app, inspect_command, verify_command
 from .evaluate import eval_command, lm_eval_command, report_command, tasks_command
 from .generate import generate_command
@@ -18,7 +17,7 @@ from .train import train_command
 
 
 app = typer.Typer(
-    help="Generate with, serve, train, evaluate, convert and measure DCFormer models.",
+    help="Generate with, serve, train, evaluate and convert DCFormer models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,7 +54,6 @@ app.add_typer(convert_app, name="convert")
 app.command("inspect")(inspect_command)
 app.command("verify")(verify_command)
 app.command("card")(card_command)
-app.command("bench")(bench_command)
 
 
 def main() -> None:

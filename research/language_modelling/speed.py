@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.measure import Timer, device_name
 from dcformer import DCFormerForCausalLM
-from dcformer.bench.measure import Timer, device_name
 from dcformer.experiments import plan_sweep
 from dcformer.training import Recipe, load_recipe, resolve_precision
 from dcformer.training.optimizer import build_optimizer

@@ -21,7 +21,7 @@ FLOORS = (
     ("eval",),
     ("generation", "serving", "cards"),
     ("training", "demo"),
-    ("experiments", "bench"),
+    ("experiments",),
     ("cli", "vllm"),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import gpu_kernels
+from benchmarks.measure import Run
 from dcformer import ComposeSide, ComposeWeights, Visibility, set_workspace_bytes
 from dcformer.dcmha import AttentionInputs
 from dcformer.kernels.triton import layout as plan
@@ -198,11 +199,14 @@ def test_large_tiles_equal_the_reference():
 
 
 def test_the_benchmark_of_kernels_checks_and_times_all_of_them():
-    rows = list(gpu_kernels.measure(torch.device(DEVICE), [gpu_kernels.Shape(2, 16, 20)], [], 60))
-    assert all(row["error"] < 3e-3 and len(row["microseconds"]) > 0 for row in rows if row["pass"] != "decode")
-    launched = {(row["pass"], row["kernel"], len(row["microseconds"])) for row in rows if row["kernel"] != "(torch)"}
-    assert {("forward", "_weights_kernel", 2), ("backward", "_compositions_kernel", 2)} <= launched
-    assert ("decode", "_values_kernel", 1) in launched and len(launched) == 5 + 9 + 2
+    run, case = Run(torch.device(DEVICE)), (gpu_kernels.Shape(2, 16, 20), None)
+    gpu_kernels.compare(run, case)
+    gpu_kernels.decode_step(run, case)
+    rows = {row.name: row.figures for row in run.rows}
+    assert all(rows[name]["error"] < 3e-3 for name in ("forward", "backward"))
+    launched = [(name, kernel) for name in rows for kernel in rows[name] if kernel.startswith("_")]
+    assert {("forward", "_weights_kernel (2 launches) us"), ("decode", "_values_kernel (1 launches) us")} <= {*launched}
+    assert ("backward", "_compositions_kernel (2 launches) us") in launched and len(launched) == 5 + 9 + 2
 
 
 def test_every_case_is_supported_or_has_a_mask_for_each_head():

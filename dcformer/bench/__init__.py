@@ -1,1 +1,0 @@
-"""Benchmarks of the operator and of whole models: `dcformer bench`."""
