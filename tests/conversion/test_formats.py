@@ -1,39 +1,18 @@
-"""Conversions of every format: golden logits, values against hand-written slicing, dtypes, the report."""
+"""Conversions of every format: values against hand-written slicing, dtypes, the report."""
 
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import yaml
-from golden_runs import JAX_RUNS, TOLERANCE, TORCH_RUNS
 from orbax_writer import BFLOAT16, maxtext_leaves, write_checkpoint
 from pax_arrays import PAX_CONFIG, PAX_ROOT, pax_arrays
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
-from dcformer.conversion import SourceArray, convert_maxtext, convert_pax, convert_torch
+from dcformer.conversion import SourceArray, convert_maxtext, convert_pax
 
 
 MLP, NORM = "params.decoder.layers.mlp_1.wo.kernel", "params.decoder.decoder_norm.scale"
-
-
-def check_logits(folder, tokens, expected):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens).long()).logits
-    torch.testing.assert_close(logits, torch.from_numpy(expected), atol=TOLERANCE, rtol=0)
-
-
-def train_yaml(golden, name, path):
-    """The training YAML of a golden run, from its info.json."""
-    config = json.loads((golden / "A_jax" / JAX_RUNS[name] / "info.json").read_text())["config"]
-    keys = ("window_size", "num_layers_per_block", "pre_compose", "post_compose")
-    path.write_text(yaml.safe_dump({key: config[key] for key in keys if key in config}))
-    return path
 
 
 def weights(folder):
@@ -44,85 +23,9 @@ def weights(folder):
     return tensors
 
 
-@pytest.mark.parametrize("name", JAX_RUNS)
-def test_maxtext_golden_logits(golden, tmp_path, name):
-    root = golden / "A_jax" / name
-    train_config = train_yaml(golden, name, tmp_path / "train.yml")
-    report = convert_maxtext(root / "checkpoints", tmp_path / "out", train_config=train_config)
-    arrays = np.load(root / "io.npz")
-    check_logits(tmp_path / "out", arrays["tokens"], arrays["logits"])
-    assert report.source["step"] == (0 if name == "A1_param_only" else 14000)
-    assert report.source["format"].startswith("MaxText (OCDBT" if name in ("A3_ocdbt", "A3_default") else "MaxText (z")
-
-
-@pytest.fixture
-def pax(golden, tmp_path):
-    """Function from a run's name to its weights file, its reference file and a configuration with a wider window."""
-
-    def prepare(name, wider=1):
-        folder = golden / "C_pax"
-        config = json.loads((folder / f"{name}_info.json").read_text())["config"]
-        config["window_size"] += wider
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return folder / f"{name}_pax_weights.npz", folder / f"{name}_io.npz", tmp_path / "config.json"
-
-    return prepare
-
-
-@pytest.mark.parametrize("name, form", [("C1", "npz"), ("C1", "npy"), ("C1", "zarr"), ("C2", "npz")])
-def test_pax_golden_logits(pax, tmp_path, name, form):
-    source, reference, config = pax(name)
-    arrays = dict(np.load(source))
-    if form == "npy":
-        source = tmp_path / "arrays"
-        source.mkdir()
-        for key, values in arrays.items():
-            np.save(source / f"{key}.npy", values)
-    elif form == "zarr":
-        source = tmp_path / "checkpoints"
-        write_checkpoint(source / "checkpoint_00000040" / "state", arrays, metadata=False)
-    report = convert_pax(source, tmp_path / "out", config=config)
-    io = np.load(reference)
-    check_logits(tmp_path / "out", io["tokens"], io["logits"])
-    assert report.source["step"] == (40 if form == "zarr" else None)
-    assert sum(reason == "padding of the vocabulary" for reason in report.ignored.values()) == 2
-
-
-@pytest.mark.parametrize("name", TORCH_RUNS)
-def test_authors_torch_golden_logits(golden, tmp_path, name):
-    root = golden / "B_torch" / name
-    convert_torch(root, tmp_path / "out", max_shard_size="40KB")
-    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
-    io = np.load(root / "io.npz")
-    check_logits(tmp_path / "out", io["tokens"], io[TORCH_RUNS[name]])
-
-
-@pytest.mark.parametrize("file_format", ["safetensors", "bin"])
-def test_split_projections(golden, tmp_path, file_format):
-    root = golden / "B_torch" / "B1_dcformer_9769ae6"
-    tensors = load_file(root / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("attention.wqkv.weight")]:
-        for letter, part in zip("qkv", tensors.pop(name).chunk(3)):
-            tensors[name.replace("wqkv", f"w{letter}")] = part.contiguous()
-    source = tmp_path / "split"
-    source.mkdir()
-    (source / "config.json").write_bytes((root / "config.json").read_bytes())
-    if file_format == "bin":
-        torch.save(tensors, source / "pytorch_model.bin")
-    else:
-        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    for folder in (source, root):
-        convert_torch(folder, tmp_path / "out" / folder.name)
-    split, whole = (weights(tmp_path / "out" / folder.name) for folder in (source, root))
-    assert split.keys() == whole.keys()
-    assert all(np.array_equal(split[name], whole[name]) for name in whole)
-
-
 # The layout of the files, and what the tree in them looks like.
 VARIANTS = {
-    "plain": {},
+    "plain": {"root": "", "optimizer": True},
     "unstacked": {"scan": False},
     "fused": {"fused_qkv": True, "fused_mlp": True},
     "fused_unstacked": {"fused_qkv": True, "fused_mlp": True, "scan": False},
@@ -130,12 +33,14 @@ VARIANTS = {
     "rank_4_no_qk_norm": {"rank": 4, "qk_norm": False},
     "blocks_of_4": {"per_block": 4},
     "single_blocks": {"per_block": 1, "bf16_qkw": False},
-    "heads_wider_than_model": {"channels": 6},
+    "heads_wider_than_model": {"channels": 6, "root": "params.params."},
     "stacked_along_axis_0": {"stack_axis": 0},
 }
 
 
-def expected_parameters(leaves, root, layer, *, per_block=2, scan=True, fused_qkv=False, fused_mlp=False):
+def expected_parameters(
+    leaves, layer, *, root="params.", per_block=2, scan=True, fused_qkv=False, fused_mlp=False, static=False, **_
+):
     """Parameters of one layer, sliced by hand: the stack is axis 1, layer l is block l // n, sub-block l % n."""
     block, sub = divmod(layer, per_block)
 
@@ -154,13 +59,15 @@ def expected_parameters(leaves, root, layer, *, per_block=2, scan=True, fused_qk
         gate, up = (get("mlp_{sub}.wi.kernel")[:, i] for i in range(2))
     else:
         gate, up = get("mlp_{sub}.wi_0.kernel"), get("mlp_{sub}.wi_1.kernel")
-    operator = "self_attention_{sub}.AttentionOp_0.dyn_w_proj"
+    operator = "self_attention_{sub}.AttentionOp_0"
+    matrices = [get(f"{operator}.{stage}_proj.w") for stage in ("pre", "post")] if static else []
     return {
+        **({"self_attn.compose.static_weight": matrices} if static else {}),
         "self_attn.qkv_proj.weight": np.concatenate([part.reshape(embed, -1).T for part in parts]),
         "self_attn.o_proj.weight": get("self_attention_{sub}.out.kernel").reshape(-1, embed).T,
-        "self_attn.compose.hidden_weight": get(f"{operator}.dw1.kernel"),
-        "self_attn.compose.low_rank_weight": get(f"{operator}.qkw"),
-        "self_attn.compose.gate_weight": get(f"{operator}.dd.kernel"),
+        "self_attn.compose.hidden_weight": get(f"{operator}.dyn_w_proj.dw1.kernel"),
+        "self_attn.compose.low_rank_weight": get(f"{operator}.dyn_w_proj.qkw"),
+        "self_attn.compose.gate_weight": get(f"{operator}.dyn_w_proj.dd.kernel"),
         "mlp.gate_proj.weight": gate.T,
         "mlp.up_proj.weight": up.T,
         "mlp.down_proj.weight": get("mlp_{sub}.wo.kernel").T,
@@ -169,13 +76,13 @@ def expected_parameters(leaves, root, layer, *, per_block=2, scan=True, fused_qk
     }
 
 
-def check_values(folder, leaves, root, layers=4, **tree):
+def check_values(folder, leaves, *, root="params.", **tree):
     actual = weights(folder)
     np.testing.assert_array_equal(actual["model.embed_tokens.weight"], leaves[f"{root}token_embedder.embedding"])
     np.testing.assert_array_equal(actual["lm_head.weight"], leaves[f"{root}decoder.logits_dense.kernel"].T)
     np.testing.assert_array_equal(actual["model.norm.weight"], leaves[f"{root}decoder.decoder_norm.scale"])
-    for layer in range(layers):
-        for name, values in expected_parameters(leaves, root, layer, **tree).items():
+    for layer in range(4):
+        for name, values in expected_parameters(leaves, layer, root=root, **tree).items():
             np.testing.assert_array_equal(actual[f"model.layers.{layer}.{name}"], values, err_msg=f"{layer} {name}")
 
 
@@ -188,12 +95,13 @@ def test_values_are_the_slices_of_the_arrays(tmp_path, layout, variant):
     axis = options.pop("stack_axis", 1)
     leaves = maxtext_leaves(5, **options)
     stored = {name: np.moveaxis(values, 1, axis) if ".layers." in name else values for name, values in leaves.items()}
-    write_checkpoint(tmp_path / "src", stored, layout=layout)
+    write_checkpoint(tmp_path / "src", stored, layout=layout, metadata=variant != "single_blocks")
     (tmp_path / "train.yml").write_text(f"param_scan_axis: {axis}")
     report = convert_maxtext(tmp_path / "src", tmp_path / "out", train_config=tmp_path / "train.yml", verify=False)
-    tree = {key: value for key, value in options.items() if key in ("per_block", "scan", "fused_qkv", "fused_mlp")}
-    check_values(tmp_path / "out", leaves, "params.", **tree)
-    assert {source["array"] for record in report.tensors for source in record["sources"]} == set(leaves)
+    check_values(tmp_path / "out", leaves, **options)
+    of_training = {name for name in leaves if name.startswith("opt_state") or name == "step"}
+    assert report.ignored.keys() == of_training
+    assert {part["array"] for record in report.tensors for part in record["sources"]} == leaves.keys() - of_training
     formats = {"zarr": "MaxText (zarr 2)", "ocdbt": "MaxText (OCDBT, zarr 2)", "zarr3": "MaxText (zarr 3)"}
     assert report.source["format"] == formats[layout]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -250,15 +158,6 @@ def test_values_of_pax_are_the_slices_of_its_arrays(tmp_path, form):
         np.testing.assert_array_equal(actual[name], values, err_msg=name)
 
 
-@pytest.mark.parametrize("root,layout", [("", "zarr3"), ("params.", "ocdbt"), ("params.params.", "zarr")])
-def test_roots_of_the_parameters(tmp_path, root, layout):
-    leaves = maxtext_leaves(6, layers=2, root=root, optimizer=True)
-    write_checkpoint(tmp_path / "src", leaves, layout=layout, metadata=layout != "zarr3")
-    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
-    check_values(tmp_path / "out", leaves, root, layers=2)
-    assert {name for name in leaves if name.startswith("opt_state") or name == "step"} == set(report.ignored)
-
-
 @pytest.mark.parametrize("fill", [None, 0.0, 0.5], ids="fill {}".format)
 @pytest.mark.parametrize("layout", ["zarr", "ocdbt", "zarr3"])
 def test_chunks_that_do_not_divide_the_arrays_or_are_not_stored(tmp_path, layout, fill):
@@ -272,17 +171,11 @@ def test_chunks_that_do_not_divide_the_arrays_or_are_not_stored(tmp_path, layout
     filled = {reason for name, reason in report.ignored.items() if name in (f"chunks of {MLP}", f"chunks of {NORM}")}
     assert len(report.ignored) == (0 if fill is None else 2)
     assert filled == (set() if fill is None else {"not stored, so read as the fill value"})
-    check_values(tmp_path / "out", leaves, "params.")
-    actual = weights(tmp_path / "out")
-    for layer in range(4):
-        block, sub = divmod(layer, 2)
-        operator = f"params.decoder.layers.self_attention_{sub}.AttentionOp_0"
-        expected = [leaves[f"{operator}.{stage}_proj.w"][:, block].astype(np.float32) for stage in ("pre", "post")]
-        np.testing.assert_array_equal(actual[f"model.layers.{layer}.self_attn.compose.static_weight"], expected)
+    check_values(tmp_path / "out", leaves, static=True)
 
 
 # dtype -> half a unit in the last place, relative to the largest value.
-HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+HALF_ULP = {"keep": 0.0, "float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 @pytest.mark.parametrize("dtype", HALF_ULP)
@@ -290,10 +183,16 @@ def test_dtype_and_its_rounding_error(tmp_path, dtype):
     leaves = maxtext_leaves(8, layers=2)
     write_checkpoint(tmp_path / "src", leaves)
     report = convert_maxtext(tmp_path / "src", tmp_path / "out", dtype=dtype, verify=False)
-    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
-        assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
-    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    is_kept = dtype == "keep"
+    narrow = {name for name in written if name.endswith("low_rank_weight")} if is_kept else set()
+    dtypes = {name: "bfloat16" if name in narrow else "float32" if is_kept else dtype for name in written}
+    assert {name: str(values.dtype).removeprefix("torch.") for name, values in written.items()} == dtypes
+    assert {record["parameter"]: record["dtype"] for record in report.tensors} == dtypes
+    saved = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
+    assert saved == json.loads(json.dumps(report.to_dict(), default=str))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtypes["lm_head.weight"]
+    target = np.dtype(dtypes["lm_head.weight"])
     for record in report.tensors:
         arrays = [leaves[source["array"]].astype(np.float64) for source in record["sources"]]
         largest = max(np.abs(values).max() for values in arrays)
@@ -302,17 +201,7 @@ def test_dtype_and_its_rounding_error(tmp_path, dtype):
             exact = arrays[0].astype(np.float32)
             error = np.abs(exact.astype(np.float64) - exact.astype(target).astype(np.float64)).max()
             assert record["max_rounding_error"] == error
-            assert (error == 0) == (dtype == "float32")
-
-
-def test_keeping_dtypes(tmp_path):
-    write_checkpoint(tmp_path / "src", maxtext_leaves(8, layers=2))
-    report = convert_maxtext(tmp_path / "src", tmp_path / "out", verify=False)
-    dtypes = {record["parameter"]: record["dtype"] for record in report.tensors}
-    assert {name.split(".")[-1] for name, dtype in dtypes.items() if dtype == "bfloat16"} == {"low_rank_weight"}
-    assert max(record["max_rounding_error"] for record in report.tensors) == 0
-    saved = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    assert saved == json.loads(json.dumps(report.to_dict(), default=str))
+            assert (error == 0) == (dtype in ("keep", "float32"))
 
 
 def test_defaults_are_marked_in_the_origins(tmp_path):
@@ -332,24 +221,6 @@ def test_defaults_are_marked_in_the_origins(tmp_path):
     values = {origin.field: origin.value for origin in given.origins}
     assert (values["sliding_window"], values["norm_eps"], values["max_position_embeddings"]) == (5, 1e-6, 128)
     assert next(o.origin for o in given.origins if o.field == "sliding_window") == "window_size in train.yml"
-
-
-def test_reference_logits_gate(pax, golden, tmp_path):
-    root = golden / "A_jax" / "A1"
-    train_config = train_yaml(golden, "A1", tmp_path / "train.yml")
-    options = {"train_config": train_config, "reference_logits": root / "io.npz"}
-    report = convert_maxtext(root / "checkpoints", tmp_path / "a1", **options)
-    assert "max abs" in report.verification["reference logits"]
-    with pytest.raises(ValueError, match="1e-09"):
-        convert_maxtext(root / "checkpoints", tmp_path / "strict", tolerance=1e-9, **options)
-    assert not (tmp_path / "strict").exists()
-
-    source, reference, config = pax("C1", wider=1)
-    convert_pax(source, tmp_path / "c1", config=config, reference_logits=reference)
-    source, reference, config = pax("C1", wider=0)
-    with pytest.raises(ValueError, match="window of 7"):
-        convert_pax(source, tmp_path / "narrow", config=config, reference_logits=reference)
-    assert not (tmp_path / "narrow").exists()
 
 
 def test_an_array_is_read_once_for_all_parameters_of_a_shard(tmp_path, monkeypatch):

@@ -310,9 +310,16 @@ def index(names):
     return corrupt
 
 
-def split_without_value(tensors):
-    query, key, _ = tensors.pop("model.layers.1.self_attn.qkv_proj.weight").chunk(3)
-    tensors |= {"layers.1.attention.wq.weight": query.clone(), "layers.1.attention.wk.weight": key.clone()}
+def split(letters):
+    """Changes the fused projections into these of their three parts."""
+
+    def change(tensors):
+        for layer in range(2):
+            parts = tensors.pop(f"model.layers.{layer}.self_attn.qkv_proj.weight").chunk(3)
+            for letter, part in zip(letters, parts):
+                tensors[f"layers.{layer}.attention.w{letter}.weight"] = part.clone()
+
+    return change
 
 
 def put_tensor(name, values):
@@ -363,7 +370,7 @@ TORCH = {
         set_tensors(put_tensor(HEAD, torch.ones(67, 32).to(torch.float8_e4m3fn))),
         "the unquantised model",
     ),
-    "value_missing": (set_tensors(split_without_value), "qkv_proj.weight has shape (96, 32) and is not filled exactly"),
+    "value_missing": (set_tensors(split("qk")), "qkv_proj.weight has shape (96, 32) and is not filled exactly"),
     "tensor_not_finite": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.nan))), HEAD),
     "not_finite_in_a_torch_file": (set_tensors(put_tensor(HEAD, torch.full((67, 32), torch.inf)), True), HEAD),
     "not_tensors": (save_object({"model": {"a": torch.ones(1)}}), "pytorch_model.bin"),
@@ -393,18 +400,19 @@ def test_damaged_torch_folder(work, case):
     assert_refused(work, word, convert_torch, work / "hub")
 
 
-def test_a_compressed_torch_file_is_read_as_it_is(work):
-    set_tensors(lambda tensors: None, torch_file=True)(work / "hub")
-    convert_torch(work / "hub", work / "stored")
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "compressed"])
+def test_a_torch_file_with_split_projections_is_read_as_one_of_safetensors(work, compression):
+    convert_torch(work / "hub", work / "whole")
+    set_tensors(split("qkv"), torch_file=True)(work / "hub")
     path = work / "hub" / "pytorch_model.bin"
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
-    convert_torch(work / "hub", work / "deflated")
-    stored, deflated = (load_file(work / name / "model.safetensors") for name in ("stored", "deflated"))
-    assert stored.keys() == deflated.keys() and all(torch.equal(stored[name], deflated[name]) for name in stored)
+    convert_torch(work / "hub", work / "split")
+    whole, parts = (load_file(work / name / "model.safetensors") for name in ("whole", "split"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
 def test_code_in_a_torch_file_is_not_run(work, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
+from golden_runs import convert_jax
 from orbax_writer import maxtext_leaves, write_checkpoint
 from tiny_models import tiny_model
 from tokenizers import Tokenizer
@@ -50,13 +50,9 @@ def assert_identical(actual: Plan | dict[str, torch.Tensor], expected: dict[str,
 @pytest.fixture(scope="module", params=["A1", "A2", "A4", "A6"])
 def converted(request, golden, tmp_path_factory) -> tuple[Path, Path]:
     """A golden run, and the folder that it was converted to, with the training YAML beside it."""
-    run = golden / "A_jax" / request.param
-    info = json.loads((run / "info.json").read_text())["config"]
-    values = {key: info[key] for key in ("window_size", "pre_compose", "post_compose") if key in info}
-    folder = tmp_path_factory.mktemp("converted")
-    (folder / "run.yml").write_text(yaml.safe_dump(values))
-    convert_maxtext(run / "checkpoints", folder / "ours", train_config=folder / "run.yml", verify=False)
-    return run / "checkpoints", folder / "ours"
+    folder = tmp_path_factory.mktemp("converted") / "ours"
+    convert_jax(golden, request.param, folder, verify=False)
+    return golden / "A_jax" / request.param / "checkpoints", folder
 
 
 def test_golden_run_comes_back_bit_for_bit_with_its_config(converted, tmp_path):
