@@ -14,8 +14,6 @@ from dcformer import DCFormerConfig, DCFormerForCausalLM, DCPythiaConfig, DCPyth
 from dcformer.configuration_dcformer import AUTHORS_KEYS
 
 
-CLASSES = {"dcformer": (DCFormerConfig, DCFormerForCausalLM), "dcpythia": (DCPythiaConfig, DCPythiaForCausalLM)}
-
 AUTHORS_FILE = {"architectures": ["DCFormer"], "model_type": "dcformer", "vocab_size": 50257, "torch_dtype": "float16"}
 AUTHORS_FILE |= {
     "auto_map": {"AutoConfig": "configuration_dcformer.DCFormerConfig"},
@@ -217,31 +215,26 @@ PAPER_SHAPES = {
 }
 
 
-def test_presets_have_the_published_shapes():
+def test_presets_have_the_published_shapes_and_the_compose_parameters_of_equation_10():
+    """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
     shapes = {}
-    for config_class in (DCFormerConfig, DCPythiaConfig):
+    for config_class, model_class in ((DCFormerConfig, DCFormerForCausalLM), (DCPythiaConfig, DCPythiaForCausalLM)):
         for name in config_class.presets():
             config = config_class.from_preset(name)
-            shapes[name] = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads)
+            hidden, heads, inner = config.hidden_size, config.num_attention_heads, 2 * 2 * config.num_attention_heads
+            shapes[name] = (config.num_hidden_layers, hidden, heads)
             details = (config.norm_eps, config.qk_norm_eps, config.compose_activation)
             is_of_jax = name in ("dcformer-405m", "dcformer-834m", "dcformer-1.4b")
             assert (details == (1e-5, 1e-5, "gelu_pytorch_tanh")) == is_of_jax
+            with torch.device("meta"):
+                parameters = model_class(
+                    config_class.from_preset(name, num_hidden_layers=1, layer_types=None)
+                ).named_parameters()
+            number = sum(parameter.numel() for name, parameter in parameters if "compose" in name)
+            assert number == 4 * hidden * inner + 4 * inner**2 + 4 * hidden * heads
             config.layer_types.clear()
             assert config_class.from_preset(name, intermediate_size=88).intermediate_size == 88
     assert shapes == PAPER_SHAPES
-
-
-@pytest.mark.parametrize("name", [*DCFormerConfig.presets(), *DCPythiaConfig.presets()])
-def test_compose_parameters_of_a_preset_follow_equation_10(name):
-    """Equation 10: 4 (2 R H) D_m for W_1, 4 (2 R H)^2 for W_2 and 4 H D_m for the gates, in every layer."""
-    config_class, model_class = CLASSES[name.split("-")[0]]
-    config = config_class.from_preset(name)
-    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.compose_rank
-    per_layer = 4 * hidden * 2 * rank * heads + 4 * (2 * rank * heads) ** 2 + 4 * hidden * heads
-    with torch.device("meta"):
-        parameters = model_class(config).named_parameters()
-    number = sum(parameter.numel() for name, parameter in parameters if "compose" in name)
-    assert number == config.num_hidden_layers * per_layer
 
 
 def test_which_models_compose_and_what_their_rows_add():

@@ -122,6 +122,8 @@ def test_positions_and_labels_of_another_shape_are_refused(shape):
     for name in ("position_ids", "labels"):
         with pytest.raises(ValueError, match=rf"{name} must be \(batch, length\) = \(2, 13\)"):
             model(tokens, **{name: torch.zeros(shape, dtype=torch.long)}, use_cache=False)
+    with pytest.raises(ValueError, match="give position_ids"):
+        model(tokens, seq_idx=torch.zeros(shape))
 
 
 def test_labels_go_with_the_logits_that_are_kept():
@@ -145,11 +147,6 @@ def test_labels_are_clamped_as_the_ids():
     torch.testing.assert_close(model(tokens, labels=labels).loss, tiny_model()(tokens, labels=clamped).loss)
     with pytest.raises(IndexError, match="100"):  # by torch itself
         tiny_model()(tokens, labels=labels)
-
-
-def test_document_numbers_without_positions_are_refused():
-    with pytest.raises(ValueError, match="give position_ids"):
-        tiny_model()(random_tokens(2, 5), seq_idx=torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

@@ -211,11 +211,16 @@ def test_attention_that_cannot_mix_heads_is_refused(name):
     ):
         with pytest.raises(ValueError, match=re.escape(f"attn_implementation={name!r}")):
             call()
-
-
-def test_continuous_batching_is_refused():
     with pytest.raises(ValueError, match="cannot compose attention heads"):
-        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("variant", ["dcformer", "plain_gated_transformer"])
+def test_attention_weights_are_dropped_in_training_alone(variant):
+    model, tokens = tiny_model(variant, attention_dropout=0.5), random_tokens(2, 13)
+    expected = tiny_model(variant)(tokens).logits
+    assert torch.equal(model(tokens).logits, expected)
+    assert (model.train()(tokens).logits - expected).abs().max() > 0.1
 
 
 @torch.no_grad()
@@ -243,7 +248,7 @@ class Table(nn.Module):
 def test_any_module_can_be_the_embedding(policy):
     model, tokens = tiny_model(oov_policy=policy), random_tokens(2, 13)
     embedding, expected = model.get_input_embeddings(), model(tokens).logits
-    for other in (nn.Sequential(embedding, nn.Dropout(0.1).eval()), Table(embedding.weight.clone())):
+    for other in (embedding, nn.Sequential(embedding, nn.Dropout(0.1).eval()), Table(embedding.weight.clone())):
         model.set_input_embeddings(other)
         assert torch.equal(model(tokens).logits, expected)
         assert torch.equal(model(tokens, use_cache=False).logits, expected)
@@ -252,7 +257,7 @@ def test_any_module_can_be_the_embedding(policy):
             with pytest.raises(ValueError, match=r"Token id 67 .* which has 67"):
                 model(torch.tensor([[67]]))
         else:
-            assert torch.equal(model(torch.tensor([[67, -1]])).logits, model(torch.tensor([[66, 0]])).logits)
+            assert torch.equal(model(torch.tensor([[67, -5]])).logits, model(torch.tensor([[66, 0]])).logits)
     model.set_input_embeddings(nn.Sequential(nn.Embedding(90, 32)))  # with more rows than the configuration says
     assert not torch.equal(model(torch.tensor([[89]])).logits, model(torch.tensor([[66]])).logits)
 

@@ -11,12 +11,10 @@ import dcformer  # noqa: F401, which registers the tokenizer
 
 
 TEXTS = [
-    "Attention heads work independently.",
-    " leading and trailing ",
     "def f(x):\n    return x\t\t1\n\n\n",
+    " leading and trailing ",
     "runs of spaces:" + " " * 2 + "|" + " " * 24 + "|" + " " * 60 + "|",
-    "e\u0301 = é, 日本語, 🎉",
-    "<|endoftext|>document<|padding|>",
+    "e\u0301 = é, 日本語, 🎉<|endoftext|>document<|padding|>",
 ]
 
 
@@ -28,8 +26,7 @@ def test_gpt_neox_tokenizer_through_auto_tokenizer(model_type, tokenizer_class, 
     if tokenizer_class is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
     tokenizer, reference = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_file(str(file))
-    assert len(tokenizer) == 50277
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+    assert (len(tokenizer), tokenizer.eos_token, tokenizer.eos_token_id) == (50277, "<|endoftext|>", 0)
     for text in TEXTS:
         ids = reference.encode(text).ids
         assert tokenizer(text)["input_ids"] == ids
