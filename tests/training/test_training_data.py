@@ -42,26 +42,20 @@ def word_tokenizer(template: str = "", ends: bool = True) -> PreTrainedTokenizer
     )
 
 
-def byte_tokenizer(template: str = "$A") -> PreTrainedTokenizerFast:
-    """A token per byte and per pair of spaces, of which one is put before every text."""
-    tokens = ["<s>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [("Ġ", "Ġ")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("<end>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>")
-
-
 def test_a_fingerprint_is_of_all_that_turns_text_into_ids_and_nothing_else():
     vocabulary = {token: number for number, token in enumerate(["<end>", "a", "b", "c", "ab", "bc", "abc"])}
 
-    def fingerprint(merges, **special):
-        model = models.BPE(vocabulary, merges)
-        return fingerprint_tokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special))
+    def fingerprint(merges, pre_tokenizer=None, **special):
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+        if pre_tokenizer is not None:
+            tokenizer.pre_tokenizer = pre_tokenizer
+        return fingerprint_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
 
     merges = [("a", "b"), ("b", "c"), ("ab", "c")]
     special = [{}, {"eos_token": "<end>"}, {"bos_token": "<end>"}, {"pad_token": "<end>"}, {"eos_token": "a"}]
     hashes = [fingerprint(merges, **tokens) for tokens in special]
     hashes += [fingerprint(merges[:2]), fingerprint([merges[1], merges[0], merges[2]])]
+    hashes.append(fingerprint(merges, pre_tokenizers.WhitespaceSplit()))
     assert len(set(hashes)) == len(hashes)
     assert hashes[1] == fingerprint(merges, eos_token="<end>", model_max_length=5)
     called = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), pad_token="<end>")

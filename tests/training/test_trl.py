@@ -20,11 +20,6 @@ PROMPTS, COMPLETIONS = [f"{lines[0]}\n" for lines in LINES], [lines[2] for lines
 
 
 @pytest.fixture
-def model():
-    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-
-
-@pytest.fixture
 def fit(brief):
     """Trains for two steps and returns the losses; options go to the configuration."""
 
@@ -57,27 +52,26 @@ def test_documents_of_one_row_have_the_loss_of_padded_rows(options, fit):
     assert joined == pytest.approx(padded, abs=1e-4)  # losses of about 10 in float32
 
 
-def test_only_an_adapter_is_trained_with_lora(model, fit):
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    arguments = {"peft_config": LoraConfig(r=4)}
-    fit(SFTTrainer, SFTConfig, model, {"text": TEXTS}, arguments=arguments, gradient_checkpointing=True)
-    after = {name.replace("base_layer.", ""): weight for name, weight in model.named_parameters()}
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    adapters = {name: weight for name, weight in after.items() if "lora_B" in name}  # which begin at 0
-    assert {name.split(".")[-4] for name in adapters} == {"qkv_proj"}
-    assert all(weight.abs().max() > 0 for weight in adapters.values())
-
-
 @pytest.mark.parametrize("source", ["path", "adapter"])
-def test_preferences_train(source, model, fit):
+def test_preferences_train_a_model_of_a_path_or_an_adapter_alone(source, fit):
     """Without a reference model TRL loads one from the path by the name of the class in config.json."""
-    arguments = {}
-    if source == "adapter":
-        arguments["peft_config"] = LoraConfig(r=4)
     preferences = {"prompt": PROMPTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
-    first, second = fit(DPOTrainer, DPOConfig, TINY if source == "path" else model, preferences, arguments=arguments)
+    model, arguments = TINY, {}
+    if source == "adapter":
+        model, arguments = (
+            AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32),
+            {"peft_config": LoraConfig(r=4)},
+        )
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+    first, second = fit(DPOTrainer, DPOConfig, model, preferences, arguments=arguments, gradient_checkpointing=True)
     assert first == pytest.approx(math.log(2), abs=1e-5)  # the model is still its own reference
     assert second != first
+    if source == "adapter":
+        after = {name.replace("base_layer.", ""): weight for name, weight in model.named_parameters()}
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        adapters = {name: weight for name, weight in after.items() if "lora_B" in name}  # which begin at 0
+        assert {name.split(".")[-4] for name in adapters} == {"qkv_proj"}
+        assert all(weight.abs().max() > 0 for weight in adapters.values())
 
 
 def test_group_relative_training_runs(fit):
