@@ -59,6 +59,7 @@ def test_settings_for_generate_and_the_licence_come_along(tmp_path):
     sampling = {"general.sampling.temp": 0.7, "general.sampling.top_k": -1, "general.sampling.min_p": 0.05}
     facts = {
         "tokenizer.ggml.eot_token_id": 3,
+        "tokenizer.ggml.eom_token_id": 2,
         "general.license": "apache-2.0",
         "tokenizer.chat_template": "{{ messages }}",
     }
@@ -67,7 +68,7 @@ def test_settings_for_generate_and_the_licence_come_along(tmp_path):
     settings = GenerationConfig.from_pretrained(tmp_path / "model").to_diff_dict()
     expected = {
         "bos_token_id": 0,
-        "eos_token_id": [1, 3],
+        "eos_token_id": [1, 2, 3],
         "do_sample": True,
         "temperature": 0.7,
         "top_k": 0,

@@ -85,23 +85,19 @@ NOTES = {
 
 
 @pytest.mark.parametrize(
-    ("files", "damage"),
+    ("files", "damage", "resumed"),
     [
-        *(pytest.param("model/*.safetensors", damage, id=f"shard-{how}") for how, damage in DAMAGES.items()),
-        *(pytest.param("notes/*", damage, id=f"note-{how}") for how, damage in NOTES.items()),
+        *(pytest.param("model/*.safetensors", damage, 1, id=f"shard-{how}") for how, damage in DAMAGES.items()),
+        *(pytest.param("notes/*", damage, 1, id=f"note-{how}") for how, damage in NOTES.items()),
+        pytest.param("notes", shutil.rmtree, 0, id="notes-missing"),
+        pytest.param("fingerprint", lambda path: path.write_bytes(b"\xff\x00"), 0, id="fingerprint-garbage"),
     ],
 )
-def test_a_finished_shard_that_is_damaged_or_its_note_is_written_again(run, expected, unfinished, files, damage):
+def test_what_is_damaged_of_an_unfinished_conversion_is_written_again(
+    run, expected, unfinished, files, damage, resumed
+):
     damage(min(partial_of(unfinished).glob(files)))
-    assert convert_maxtext(run, unfinished, **SHARDS).resumed_shards == 1
-    assert contents(unfinished) == expected
-
-
-@pytest.mark.parametrize("part", ["fingerprint", "notes"])
-def test_a_damaged_state_starts_again(run, expected, unfinished, part):
-    path = partial_of(unfinished) / part
-    shutil.rmtree(path) if path.is_dir() else path.write_bytes(b"\xff\x00")
-    assert convert_maxtext(run, unfinished, **SHARDS).resumed_shards == 0
+    assert convert_maxtext(run, unfinished, **SHARDS).resumed_shards == resumed
     assert contents(unfinished) == expected
 
 
@@ -187,33 +183,31 @@ def test_a_full_disk_keeps_finished_shards_and_a_wrong_source_nothing(run, tmp_p
     assert not partial_of(tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize("arrays", [0, 3])
-def test_the_way_back_resumes_from_finished_arrays(model, tmp_path, monkeypatch, arrays):
+def test_the_way_back_resumes_from_finished_arrays_that_are_whole(model, tmp_path, monkeypatch):
     convert_to_maxtext(model, tmp_path / "whole")
-    with interrupted(after=arrays, module=to_maxtext, function="_write_array") as before:
-        convert_to_maxtext(model, tmp_path / "back")
-    assert partial_of(tmp_path / "back").exists() == (arrays > 0)
+    back = tmp_path / "back"
+
+    def convert_until(function, after=0):
+        with interrupted(after, module=to_maxtext, function=function) as before:
+            convert_to_maxtext(model, back)
+        return {arguments[0] for arguments in before}
+
+    convert_until("_write_array")
+    assert not partial_of(back).exists()
+    finished = convert_until("_write_array", after=3)
     write, written = to_maxtext._write_array, []
     monkeypatch.setattr(to_maxtext, "_write_array", lambda *a: (written.append(a[0]), write(*a)))
-    convert_to_maxtext(model, tmp_path / "back")
-    assert written and not {arguments[0] for arguments in before} & {*written}
-    assert contents(tmp_path / "back") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", [".zarray", "0.*"])
-def test_a_finished_array_that_was_damaged_is_written_again(model, tmp_path, damage, file):
-    convert_to_maxtext(model, tmp_path / "whole")
-    with interrupted(after=0, module=to_maxtext, function="orbax_tree"):  # when all arrays are finished
-        convert_to_maxtext(model, tmp_path / "back")
-    array = partial_of(tmp_path / "back") / "model" / "0" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
-    DAMAGES[damage](min(array.glob(file)))
-    (array / "extra").write_text("of no array")
-    convert_to_maxtext(model, tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "whole")
-
-
-# --- Replacing --------------------------------------------------------------------------------------------------------
+    convert_until("orbax_tree")  # when all arrays are finished
+    assert written and not finished & {*written}
+    array = partial_of(back) / "model" / "0" / "state" / "params.decoder.layers.mlp_1.wo.kernel"
+    for how, file in zip(DAMAGES, (".zarray", "0.*", "0.*")):
+        written.clear()
+        DAMAGES[how](min(array.glob(file)))
+        (array / "extra").write_text("of no array")
+        convert_until("orbax_tree")
+        assert written == [array], how
+    convert_to_maxtext(model, back)
+    assert contents(back) == contents(tmp_path / "whole")
 
 
 def test_force_replaces_a_converted_model_and_nothing_else(model, tmp_path):
@@ -231,12 +225,9 @@ def test_force_replaces_a_converted_model_and_nothing_else(model, tmp_path):
     (tmp_path / "plain" / "model.safetensors").write_text("mine")
     with pytest.raises(FileExistsError, match="conversion_report"):
         convert_torch(model, tmp_path / "plain", force=True)
-
-
-def test_force_refuses_a_run_that_was_trained_on(model, tmp_path):
     convert_to_maxtext(model, tmp_path / "run")
     (tmp_path / "run" / "100" / "state").mkdir(parents=True)
-    (tmp_path / "run" / "100" / "state" / "_METADATA").write_text("later")
+    (tmp_path / "run" / "100" / "state" / "_METADATA").write_text("of a training that went on")
     with pytest.raises(FileExistsError, match="100/state"):
         convert_to_maxtext(model, tmp_path / "run", force=True)
 

@@ -134,10 +134,17 @@ def test_what_lies_beside_the_weights_comes_along(tmp_path, by):
     assert AutoTokenizer.from_pretrained(tmp_path / "authors").get_vocab() == tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize("variant", ["grouped_query_attention", "pre_only", "all_global", "wide_heads"])
-def test_architectures_read_back_identically(tmp_path, variant):
-    folder, model = save(tmp_path / "ours", variant, compose_static=True)
-    convert_to_maxtext(folder, tmp_path / "run")
+@pytest.mark.parametrize(
+    "variant, overrides",
+    [
+        *((variant, {}) for variant in ("grouped_query_attention", "pre_only", "all_global", "wide_heads")),
+        ("dcformer", {"compose_activation": "gelu", "qk_norm_eps": 1e-6}),  # slight differences, which are accepted
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_architectures_read_back_identically(tmp_path, variant, overrides):
+    folder, model = save(tmp_path / "ours", variant, compose_static=True, **overrides)
+    convert_to_maxtext(folder, tmp_path / "run", approximate=bool(overrides))
     expected = model.state_dict()
     if variant == "pre_only":  # JAX has no matrix for the stage that is off
         for name in expected:
@@ -206,23 +213,19 @@ def test_what_maxtext_cannot_express_is_refused(tmp_path, variant, overrides, op
     assert not list(tmp_path.glob("*run*"))
 
 
-def test_slight_differences_are_written_when_accepted(tmp_path):
-    folder, model = save(tmp_path / "ours", compose_activation="gelu", qk_norm_eps=1e-6)
-    convert_to_maxtext(folder, tmp_path / "run", approximate=True)
-    assert_identical(read_back(tmp_path / "run"), model.state_dict())
-
-
-@pytest.mark.parametrize("layers_per_block", [0, 1, 3, 8], ids="{} layers".format)
-def test_blocks_must_repeat_the_windows(tmp_path, layers_per_block):
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        *(({"layers_per_block": layers}, rf"must be 2, 4, so .* got {layers}\.") for layers in (0, 1, 3, 8)),
+        ({"param_dtype": "float16"}, "param_dtype"),
+        ({"step": -1}, "step"),
+    ],
+    ids=str,
+)
+def test_blocks_that_do_not_repeat_the_windows_and_bad_options_are_refused(tmp_path, options, words):
     folder, _ = save(tmp_path / "ours", num_hidden_layers=4)
-    with pytest.raises(ValueError, match=rf"must be 2, 4, so .* got {layers_per_block}\."):
-        convert_to_maxtext(folder, tmp_path / "run", layers_per_block=layers_per_block)
-
-
-@pytest.mark.parametrize("options", [{"param_dtype": "float16"}, {"step": -1}], ids=["dtype", "step"])
-def test_bad_options_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        convert_to_maxtext(tmp_path, tmp_path / "run", **options)
+    with pytest.raises(ValueError, match=words):
+        convert_to_maxtext(folder, tmp_path / "run", **options)
 
 
 RESTORE = """
@@ -246,16 +249,12 @@ def test_orbax_restores_the_tree(tmp_path):
     assert (restored["gate"] == model.model.layers[1].mlp.gate_proj.weight.detach().numpy().T).all()
 
 
-@pytest.fixture(params=[1, 2], ids="{} per block".format)
-def equal_layers(request, tmp_path):
-    """A run of four layers with equal windows, in blocks of so many, and its conversion."""
-    write_checkpoint(tmp_path / "run" / "40" / "state", maxtext_leaves(0, layers=4, per_block=request.param))
-    (tmp_path / "run.yml").write_text(f"window_size: {[None] * request.param}".replace("None", "null"))
+@pytest.mark.parametrize("per_block", [1, 2])
+def test_blocks_and_step_survive_a_rewriting_and_options_win(per_block, tmp_path):
+    """Of a run of four layers with equal windows, in blocks of so many."""
+    write_checkpoint(tmp_path / "run" / "40" / "state", maxtext_leaves(0, layers=4, per_block=per_block))
+    (tmp_path / "run.yml").write_text(f"window_size: {[None] * per_block}".replace("None", "null"))
     convert_maxtext(tmp_path / "run", tmp_path / "ours", train_config=tmp_path / "run.yml", verify=False)
-    return request.param
-
-
-def test_blocks_and_step_survive_a_rewriting_and_options_win(equal_layers, tmp_path):
     original = read_params(tmp_path / "run")
     convert_torch(tmp_path / "ours", tmp_path / "rewritten", verify=False)
     report = convert_to_maxtext(tmp_path / "rewritten", tmp_path / "back")

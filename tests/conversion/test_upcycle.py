@@ -89,8 +89,7 @@ def add_output_layer(folder, torch_file, difference):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("torch_file", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("model_type, torch_file", [("llama", False), ("gpt_neox", True)])
 @pytest.mark.parametrize("difference", [0.0, 0.5])
 def test_an_output_layer_that_differs_from_the_embedding_is_not_tied(tmp_path, model_type, difference, torch_file):
     make_source(tmp_path / "source", model_type, **SHAPE, tie_word_embeddings=True)

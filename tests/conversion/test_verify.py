@@ -156,7 +156,7 @@ def test_the_same_model_in_two_formats(originals, b):
     assert comparison.same and comparison.result == "identical" and comparison.logits.max_abs == 0
 
 
-def test_rounded_changed_and_broken_models_are_distinguished(work):
+def test_rounded_changed_and_broken_models_are_distinguished_and_weights_that_are_not_finite_named(work):
     convert_torch(work / "model", work / "rounded", dtype="bfloat16")
     assert compare(work / "model", work / "rounded").result == "same up to rounding"
     path = work / "rounded" / "model.safetensors"
@@ -170,6 +170,9 @@ def test_rounded_changed_and_broken_models_are_distinguished(work):
     comparison = compare(work / "rounded", work / "rounded")
     assert comparison.same and comparison.logits is None and "not finite" in comparison.note
     assert not compare(work / "model", work / "rounded").same
+    (work / "rounded" / REPORT_FILE).unlink()
+    report = convert_torch(work / "rounded", work / "out", verify=False)
+    assert "model.norm.weight" in report.verification["values"]
     tiny_model(hidden_size=64).save_pretrained(work / "wider")
     comparison = compare(work / "model", work / "wider")
     assert not comparison.same and comparison.shapes and comparison.config["hidden_size"] == [16, 64]
@@ -249,15 +252,3 @@ def test_the_code_is_written_if_asked_and_not_passed_on(originals, tmp_path, mon
     assert not any(re.search(r"^\s*(from|import) dcformer", path.read_text(), re.M) for path in folder.glob("*.py"))
     convert_torch(folder, tmp_path / "plain", verify=False)
     assert "auto_map" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-
-
-def test_weights_that_are_not_finite_are_named_without_verification(originals, tmp_path):
-    shutil.copytree(originals / "model", tmp_path / "model")
-    (tmp_path / "model" / "conversion_report.json").unlink()
-    for path in (tmp_path / "model").glob("model-*.safetensors"):
-        tensors = load_file(path)
-        if "model.norm.weight" in tensors:
-            tensors["model.norm.weight"][0] = torch.inf
-            save_file(tensors, path, metadata={"format": "pt"})
-    report = convert_torch(tmp_path / "model", tmp_path / "out", verify=False)
-    assert "model.norm.weight" in report.verification["values"]
